@@ -14,7 +14,8 @@ from .capacity import BoxView, CapacityError, LinkView
 from .demand import Demand, DemandMeter
 from .plan import Pairing, Phase, Plan, PlanError, Replica, Stage
 from .profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
-from .routing import Load, LoadError, NoRoute, PolicyError, Route, Router, RoutingSettings
+from .routing.interface import Load, LoadError, NoRoute, PolicyError, Route, RoutingSettings
+from .routing.router import Router
 
 __all__ = [
     "BoxView",

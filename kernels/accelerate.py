@@ -1,4 +1,4 @@
-"""When the codecs' C++ (`native`) is built and used on a CPU, and the thread that builds it beside
+"""When the codecs' C++ (`native`) is built and used on a CPU, and the threads that build it beside
 the plain code.
 
 Three modes, from the environment variable P2PSERVE_KERNELS or `set_mode`:
@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable
 from enum import StrEnum
-from queue import SimpleQueue
 
 from .errors import CodecError
 
@@ -37,33 +36,13 @@ class KernelMode(StrEnum):
 
 
 class _Process:
-    """What the codecs of a process share. The lock guards every field."""
+    """What the codecs of a process share. `lock` guards the other fields but `building`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.building = threading.Lock()  # one library at a time: a compiler takes all of a core
         self.mode: KernelMode | None = None
         self.coded_bytes = 0
-        self._jobs: SimpleQueue[tuple[Callable[[], None], threading.Event]] = SimpleQueue()
-        self._worker: threading.Thread | None = None
-
-    def submit(self, job: Callable[[], None]) -> threading.Event:
-        """Queue `job` for the build thread; the event is set when it is done. The process may end
-        before."""
-        done = threading.Event()
-        with self.lock:
-            self._jobs.put((job, done))
-            if self._worker is None or not self._worker.is_alive():
-                self._worker = threading.Thread(target=self._work, name="kernels-build", daemon=True)
-                self._worker.start()
-        return done
-
-    def _work(self) -> None:
-        while True:
-            job, done = self._jobs.get()
-            try:
-                job()
-            finally:
-                done.set()
 
 
 _PROCESS = _Process()
@@ -100,9 +79,16 @@ def ready(nbytes: int) -> bool:
         )
 
 
-def submit(job: Callable[[], None]) -> threading.Event:
-    """Queue `job` for the build thread; the event is set when it is done."""
-    return _PROCESS.submit(job)
+def build_beside(build: Callable[[], None]) -> threading.Thread:
+    """A thread that builds while others go on, no two of them at once. The process may end before."""
+
+    def run() -> None:
+        with _PROCESS.building:
+            build()
+
+    thread = threading.Thread(target=run, name="kernels-build", daemon=True)
+    thread.start()
+    return thread
 
 
 def _named(wanted: str) -> KernelMode:

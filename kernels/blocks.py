@@ -1,10 +1,8 @@
-"""Shared by the codecs: headers, 16-bit values, errors about them, constants on devices."""
+"""Shared by the codecs: headers, 16-bit values, errors about them."""
 
 from __future__ import annotations
 
 import struct
-import threading
-from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 
@@ -22,35 +20,12 @@ def sixteen_bit(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if dtype == torch.float16 else torch.bfloat16
 
 
-class Constants:
-    """Small tensors that are made once for each device. The lock guards the table."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tensors: dict[tuple[object, torch.device], torch.Tensor] = {}
-
-    def get(self, key: object, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with self._lock:
-            found = self._tensors.get((key, device))
-            if found is None:
-                found = self._tensors[key, device] = make().to(device)
-            return found
-
-
-_CONSTANTS = Constants()
-
-
-def constant(key: object, device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `make` returns, on that device: made once per key, never freed. The first call on a GPU
-    waits for it, so that any stream may read it."""
-    return _CONSTANTS.get(key, device, make)
-
-
+@cache
 def header(version: int, sixteen: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The header of a payload, as bytes on that device."""
+    """The header of a payload, as bytes on that device: kept, not to be written to. The first call
+    on a GPU waits for it, so that any stream may read it."""
     number = WireDtype.FP16.wire if sixteen == torch.float16 else WireDtype.BF16.wire
-    written = _HEADER.pack(version, number, 0, 0, 0)
-    return constant(written, device, lambda: torch.tensor(list(written), dtype=torch.uint8))
+    return torch.tensor(list(_HEADER.pack(version, number, 0, 0, 0)), dtype=torch.uint8).to(device)
 
 
 def read_header(header: bytes, codec: Codec, sixteen: torch.dtype, layer: int) -> None:

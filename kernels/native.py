@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from .accelerate import KernelMode, mode, submit
+from .accelerate import KernelMode, build_beside, mode
 from .format import BlockLayout
 
 _log = logging.getLogger(__name__)
@@ -58,10 +58,10 @@ class Library:
             return None
         if self._loaded is None:
             with self._lock:
-                done = None if self._asked else submit(self._build)
+                building = None if self._asked else build_beside(self._build)
                 self._asked = True
-            if done is not None and chosen is KernelMode.COMPILED:
-                done.wait()
+            if building is not None and chosen is KernelMode.COMPILED:
+                building.join()
         return self._loaded
 
     def _build(self) -> None:

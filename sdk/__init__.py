@@ -33,16 +33,14 @@ __all__ = [
     "TextDelta",
 ]
 
-_CLIENT = ("AsyncClient", "AsyncGenerationStream", "Client", "GenerationStream")
-_REQUESTS = ("Generation", "TextDelta")
-
 
 def __getattr__(name: str) -> object:
     """Load a public name when it is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = ".client" if name in _CLIENT else ".requests" if name in _REQUESTS else ".errors"
-    value: object = getattr(import_module(home, __name__), name)
+    # Errors are quick to load; `client` has all the rest, and loads the network.
+    errors = import_module(".errors", __name__)
+    value: object = getattr(errors if hasattr(errors, name) else import_module(".client", __name__), name)
     return value
 
 

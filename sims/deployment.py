@@ -10,7 +10,8 @@ import numpy as np
 from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.routing import Route, Router
+from ..coordinator.routing.interface import Route
+from ..coordinator.routing.router import Router
 from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
 from .results.outcomes import ServiceLog

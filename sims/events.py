@@ -2,7 +2,7 @@
 
     queue = EventQueue()
     queue.push(0.0, Arrival(request))
-    queue.run(until=60.0)
+    queue.run()
 
 An event's `happen(now)` returns the events that follow from it; nothing else can schedule. Events
 are ordered by `(time, sequence)`: at equal times the one pushed first happens first, and one that
@@ -12,17 +12,12 @@ it. Time belongs to the queue and only moves forward; it is a plain float in sec
 
 import heapq
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf
 from typing import NamedTuple, Protocol
 
 
 class EventOrderError(ValueError):
     """An event was scheduled for a moment that has passed or is no moment."""
-
-
-class RunawayError(RuntimeError):
-    """More events happened than the caller allowed."""
 
 
 class Event(Protocol):
@@ -40,77 +35,35 @@ class Scheduled(NamedTuple):
     event: Event
 
 
-@dataclass(frozen=True, slots=True)
-class QueueStatistics:
-    """`happened` events so far, `waiting` events, and the moment the queue stands at."""
-
-    now: float
-    happened: int
-    waiting: int
-
-
 class EventQueue:
     """Events in order of `(time, sequence)`, and the moment they have reached."""
 
-    def __init__(self, start: float = 0.0) -> None:
-        if not isfinite(start):
-            raise EventOrderError(f"a queue cannot start at {start}")
-        self._now = start
+    def __init__(self) -> None:
+        self.now = 0.0
+        """The moment of the latest event."""
+        self.happened = 0
+        """Events so far."""
         self._sequence = 0
-        self._happened = 0
         self._heap: list[tuple[float, int, Event]] = []
 
     def __repr__(self) -> str:
-        return f"<EventQueue at {self._now:g} s: {self._happened} happened, {len(self._heap)} waiting>"
+        return f"<EventQueue at {self.now:g} s: {self.happened} happened, {len(self._heap)} waiting>"
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    @property
-    def now(self) -> float:
-        """The moment of the latest event, or the `until` of the latest run."""
-        return self._now
-
-    def wake_at(self) -> float | None:
-        """When the next event is due; None when nothing waits."""
-        return self._heap[0][0] if self._heap else None
-
-    def statistics(self) -> QueueStatistics:
-        """The figures that `repr` shows."""
-        return QueueStatistics(now=self._now, happened=self._happened, waiting=len(self._heap))
-
     def push(self, at: float, event: Event) -> None:
         """Let `event` happen at `at`, after everything that is already due then."""
-        if not self._now <= at < inf:
-            raise EventOrderError(f"{event!r} is due at {at} s, but it is {self._now} s already")
+        if not self.now <= at < inf:
+            raise EventOrderError(f"{event!r} is due at {at} s, but it is {self.now} s already")
         heapq.heappush(self._heap, (at, self._sequence, event))
         self._sequence += 1
 
-    def step(self) -> bool:
-        """Let the next event happen; False when none waits."""
-        if not self._heap:
-            return False
-        self._now, _, event = heapq.heappop(self._heap)
-        self._happened += 1
-        for at, following in event.happen(self._now):
-            self.push(at, following)
-        return True
-
-    def run(self, until: float = inf, *, max_events: int | None = None) -> int:
-        """Let everything up to and including `until` happen; returns how many events that were.
-
-        Afterwards `now` is `until`, or, without one, the moment of the last event. With
-        `max_events`, a chain that never ends raises `RunawayError` instead of running for ever.
-        """
-        if not until >= self._now:
-            raise EventOrderError(f"cannot run until {until} s: it is {self._now} s already")
-        before = self._happened
-        limit = inf if max_events is None else before + max_events
+    def run(self) -> None:
+        """Let everything happen, until no event waits."""
         heap = self._heap
-        while heap and heap[0][0] <= until:
-            if self._happened >= limit:
-                raise RunawayError(f"{max_events} events happened and {len(heap)} still wait: {self!r}")
-            self.step()
-        if isfinite(until):
-            self._now = until
-        return self._happened - before
+        while heap:
+            self.now, _, event = heapq.heappop(heap)
+            self.happened += 1
+            for at, following in event.happen(self.now):
+                self.push(at, following)

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import final
 
-from ..coordinator.requests import (
+from ..coordinator.requests.machine import RequestMachine
+from ..coordinator.requests.values import (
     CancelTransfer,
     EndRequest,
     FindRoute,
     OpenDecode,
     OpenPrefill,
     Ready,
-    RequestMachine,
     RequestSettings,
 )
-from ..coordinator.routing import NoRoute
+from ..coordinator.routing.interface import NoRoute
 from .deployment import Deployment
 from .engine.sequence import Sequence as EngineSequence
 from .engine.values import EngineSignal, SignalKind
@@ -136,7 +136,7 @@ class SimGateway:
         for assignment in stranded:
             request, opening = assignment.request, assignment.opening
             name = opening.decode if assignment.decode is replica else opening.prefill
-            if name is not None:
+            if name is not None and not request.is_over:
                 self._carry_out(request, request.machine.peer_lost(name, replica.number, now), now)
 
     def retry(self, service: int, now: float) -> None:
@@ -257,6 +257,7 @@ class SimGateway:
 
     def _end(self, request: SimRequest, end: EndRequest, now: float) -> None:
         log, row, record = self._deployments[request.service].log, request.row, end.record
+        request.end()
         if record is not None:
             log.replays[row] = len(record.recovered)
             if end.finish != "error":

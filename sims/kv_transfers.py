@@ -51,7 +51,7 @@ class KVTransfer:
         self.is_prefilled = False  # all of it
         self.prefilled_at = nan
         self.unsent = 0
-        self.flows: set[int] = set()  # under way, by key
+        self.flows: dict[int, Flow] = {}  # under way, by key
         self.limited: list[tuple[Flow, LinkShare, float]] = []  # no faster than they are computed; bytes of a layer
 
 
@@ -63,7 +63,6 @@ class KVTransfers:
         self._network = network
         self._layerwise = layerwise
         self._by_flow: dict[int, KVTransfer] = {}
-        self._live: dict[int, Flow] = {}
         self.sent_bytes: dict[tuple[int, int], float] = {}
         """By (source box, target box); includes transfers that were abandoned later."""
 
@@ -94,15 +93,14 @@ class KVTransfers:
 
     def end_flow(self, flow: Flow) -> KVTransfer | None:
         """A flow has ended. Returns its transfer if that was the last of the KV."""
-        del self._live[flow.key]
         transfer = self._by_flow.pop(flow.key)
-        transfer.flows.discard(flow.key)
+        del transfer.flows[flow.key]
         return transfer if transfer.is_prefilled and not transfer.flows and not transfer.unsent else None
 
     def abandon(self, transfer: KVTransfer, now: float) -> None:
         """Stop the transfer: its request has left this route."""
-        for key in sorted(transfer.flows):
-            self._network.stop(self._live.pop(key), now)
+        for key, flow in transfer.flows.items():
+            self._network.stop(flow, now)
             del self._by_flow[key]
         transfer.flows.clear()
         transfer.limited.clear()
@@ -120,9 +118,8 @@ class KVTransfers:
             transfer.begun_at = now
         ends = (share.source, share.target)
         self.sent_bytes[ends] = self.sent_bytes.get(ends, 0.0) + size
-        transfer.flows.add(flow.key)
+        transfer.flows[flow.key] = flow
         self._by_flow[flow.key] = transfer
-        self._live[flow.key] = flow
         return flow
 
     def _lift_limits(self, transfer: KVTransfer, now: float) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
+from operator import attrgetter
 from typing import Final, final
 
 import numpy as np
@@ -140,16 +141,10 @@ class FluidNetwork:
         """Let only its resources limit the flow; at least `at_least` bytes are left."""
         self._settle(flow, now)
         more = min(resource.capacity for resource in flow.resources) - flow.max_rate
-        was_crowded = any(resource.crowded for resource in flow.resources)
-        for resource in flow.resources:
-            resource.add_demand(more)
         flow.max_rate += more
         flow.left = max(flow.left, at_least)
         flow.ends_at = inf
-        if was_crowded or any(resource.crowded for resource in flow.resources):
-            self._share_out(flow.resources, now)
-        else:
-            self._set_rate(flow, flow.max_rate, now)
+        self._demand(flow, more, now)
 
     def stop(self, flow: Flow, now: float) -> None:
         """Stop a flow; nothing happens to one that has ended."""
@@ -195,14 +190,23 @@ class FluidNetwork:
     def _enter(self, flow: Flow, now: float) -> None:
         for resource in flow.resources:
             resource.flows[flow.key] = flow
-            resource.add_demand(flow.max_rate)
+        self._demand(flow, flow.max_rate, now)
+
+    def _demand(self, flow: Flow, more: float, now: float) -> None:
+        """A flow could use `more` bytes per second than before: set its rate, and all that this changes."""
+        is_crowded = False
+        for resource in flow.resources:
+            resource.add_demand(more)
+            is_crowded = is_crowded or resource.crowded
         # Where nothing is crowded all flows run at their own limits, and no other flow's rate changes.
-        if any(resource.crowded for resource in flow.resources):
+        if is_crowded:
             self._share_out(flow.resources, now)
         else:
             self._set_rate(flow, flow.max_rate, now)
 
-    def _leave(self, flow: Flow, now: float) -> None:
+    def _end(self, flow: Flow, now: float) -> None:
+        flow.done = True
+        self._flows -= 1
         # Only flows on resources that were crowded with this one can be faster without it.
         crowded = [resource for resource in flow.resources if resource.crowded]
         for resource in flow.resources:
@@ -212,11 +216,6 @@ class FluidNetwork:
         if crowded:
             self._share_out(tuple(crowded), now)
 
-    def _end(self, flow: Flow, now: float) -> None:
-        flow.done = True
-        self._flows -= 1
-        self._leave(flow, now)
-
     def _share_out(self, start: tuple[_Resource, ...], now: float) -> None:
         """Assign max-min fair rates to the flows through `start` and all that share crowded
         resources with them.
@@ -225,12 +224,16 @@ class FluidNetwork:
         first; the capacity that those leave elsewhere goes to the others.
         """
         flows, crowded = _find_sharing(start)
+        if not crowded:  # the flow that has left was the one too many
+            for flow in flows:
+                self._set_rate(flow, flow.max_rate, now)
+            return
         for resource in crowded:
             resource.spare, resource.unassigned = resource.capacity, len(resource.flows)
         for flow in flows:
             flow.fair_rate = None
         # In order of what they could use: a flow that needs less than the least fair share takes just that.
-        flows.sort(key=_by_max_rate)
+        flows.sort(key=attrgetter("max_rate", "key"))
         for flow in flows:
             while flow.fair_rate is None:
                 share, tightest = _least_share(crowded)
@@ -259,10 +262,6 @@ class FluidNetwork:
         """Take what it has sent up to now off `left`."""
         flow.left = max(_ROUNDING, flow.left - flow.rate * (now - flow.since))
         flow.since = now
-
-
-def _by_max_rate(flow: Flow) -> tuple[float, int]:
-    return flow.max_rate, flow.key
 
 
 def _least_share(crowded: list[_Resource]) -> tuple[float, _Resource | None]:

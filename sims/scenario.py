@@ -12,7 +12,7 @@ from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.routing import RoutingSettings
+from ..coordinator.routing.interface import RoutingSettings
 from .engine.values import SimEngineSettings
 from .records import Trace
 

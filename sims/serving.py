@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple, final
 
 from ..coordinator.plan import Replica
-from ..coordinator.requests import OpenDecode, RequestMachine, Tokens
+from ..coordinator.requests.machine import RequestMachine
+from ..coordinator.requests.values import OpenDecode, Tokens
 from .engine.engine import Engine
 from .engine.sequence import Sequence
 from .engine.values import SimEngineError
@@ -73,7 +74,7 @@ class ReplicaHost:
 class SimRequest:
     """A request while it runs: the `Answer` of its machine, with counts for tokens."""
 
-    __slots__ = ("assignment", "count", "finish", "left", "machine", "prompt", "row", "service")
+    __slots__ = ("assignment", "count", "finish", "is_over", "left", "machine", "prompt", "row", "service")
 
     def __init__(self, service: int, row: int, prompt: int, output: int) -> None:
         self.service = service
@@ -82,7 +83,8 @@ class SimRequest:
         self.count = 0
         self.left = output
         self.finish: str | None = None
-        self.machine: RequestMachine  # set when it arrives
+        self.is_over = False
+        self.machine: RequestMachine  # from its arrival to its end
         self.assignment: Assignment | None = None  # of the latest attempt
 
     def take(self, tokens: Tokens, finish: str | None) -> None:
@@ -91,6 +93,12 @@ class SimRequest:
         self.count += taken
         self.left -= taken
         self.finish = finish if self.left else "length"
+
+    def end(self) -> None:
+        """Nothing follows: let go of what refers back to it, or only the garbage collector could free it."""
+        self.is_over = True
+        self.assignment = None
+        del self.machine
 
 
 class Split(NamedTuple):

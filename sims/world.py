@@ -190,7 +190,7 @@ class _World:
             replicas=tuple(host.outcome(self._deployments[host.service].service.name) for host in self._hosts),
             boxes=tuple(box.id for box in self._cluster.boxes),
             settings=self._settings,
-            events=self.queue.statistics().happened,
+            events=self.queue.happened,
             end_s=end_s,
             sent_bytes=self._transfers.sent_bytes,
             traffic_usd=sum(

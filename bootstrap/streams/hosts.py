@@ -23,28 +23,28 @@ async def resolve_host(address: Address) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-class HostDialler:
-    """Tries the addresses of a host in turn, for ``dial_s`` seconds in all."""
-
-    def __init__(self, dial_s: float, resolve: Resolver = resolve_host) -> None:
-        self.dial_s = dial_s
-        self._resolve = resolve
-
-    async def try_each(self, address: Address, peer_id: PeerId | None, attempt: Callable[[str], Awaitable[T]]) -> T:
-        """The first success; ``attempt`` gets one IP address and raises PeerLost. Raises
-        Unreachable with the last reason."""
-        deadline = trio.current_time() + self.dial_s
-        problem = f"no answer within {self.dial_s:g} s; check the address and the firewall"
-        with trio.move_on_at(deadline):
-            hosts = await self._resolve(address)
-            for index, host in enumerate(hosts):
-                now = trio.current_time()
-                # The deadline may be over already: trio sees to it only at the next wait, and a
-                # process that gets no processor has none. A moment to stop at may lie in the past;
-                # a number of seconds to go on for may not.
-                with trio.move_on_at(now + (deadline - now) / (len(hosts) - index)):
-                    try:
-                        return await attempt(host)
-                    except PeerLost as error:
-                        problem = explain(error, peer_id)
-        raise Unreachable(f"cannot reach {peer_id or 'a member'} at {address}: {problem}")
+async def try_hosts(
+    address: Address,
+    peer_id: PeerId | None,
+    attempt: Callable[[str], Awaitable[T]],
+    *,
+    dial_s: float,
+    resolve: Resolver = resolve_host,
+) -> T:
+    """The first success with the IP addresses of a host, tried in turn for ``dial_s`` seconds in all; ``attempt``
+    gets one of them and raises PeerLost. Raises Unreachable with the last reason."""
+    deadline = trio.current_time() + dial_s
+    problem = f"no answer within {dial_s:g} s; check the address and the firewall"
+    with trio.move_on_at(deadline):
+        hosts = await resolve(address)
+        for index, host in enumerate(hosts):
+            now = trio.current_time()
+            # The deadline may be over already: trio sees to it only at the next wait, and a
+            # process that gets no processor has none. A moment to stop at may lie in the past;
+            # a number of seconds to go on for may not.
+            with trio.move_on_at(now + (deadline - now) / (len(hosts) - index)):
+                try:
+                    return await attempt(host)
+                except PeerLost as error:
+                    problem = explain(error, peer_id)
+    raise Unreachable(f"cannot reach {peer_id or 'a member'} at {address}: {problem}")

@@ -56,7 +56,7 @@ from ..settings import TransportSettings
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from .framed import ByteStream, FramedConnection
-from .hosts import HostDialler
+from .hosts import try_hosts
 from .shared_port import DataSocketHandler, SharedPort
 from .transport import CONTROL_PROTOCOL, ConnectionHandler, run_handler
 from .yamux import OneStream
@@ -88,7 +88,6 @@ class Libp2pTransport:
         self.announced = announce
         self.bound: Address | None = None
         self.settings = settings or TransportSettings()
-        self._hosts = HostDialler(self.settings.dial_s)
         self._identity = identity
         self._on_data_socket = on_data_socket
         self._on_connection: ConnectionHandler | None = None
@@ -144,12 +143,16 @@ class Libp2pTransport:
     async def dial(self, address: Address, peer_id: PeerId) -> FramedConnection:
         """See :class:`.transport.Transport`."""
         self._check_serving()
-        return await self._hosts.try_each(address, peer_id, lambda host: self._dial_one(host, address, peer_id))
+        return await try_hosts(
+            address, peer_id, lambda host: self._dial_one(host, address, peer_id), dial_s=self.settings.dial_s
+        )
 
     async def identify(self, address: Address) -> PeerId:
         """See :class:`.transport.Transport`."""
         self._check_serving()
-        return await self._hosts.try_each(address, None, lambda host: self._identify_one(Address(host, address.port)))
+        return await try_hosts(
+            address, None, lambda host: self._identify_one(Address(host, address.port)), dial_s=self.settings.dial_s
+        )
 
     def _check_serving(self) -> None:
         if self._nursery is None:

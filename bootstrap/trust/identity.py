@@ -2,71 +2,54 @@
 
 import secrets
 from pathlib import Path
+from typing import ClassVar, Self
 
 from .keys import KEY_BYTES, PeerId, load_or_create_seed, peer_id_of, private_key
 from .tokens import Bootstrap, Role, issue_token
 
 
-class Identity:
-    """An Ed25519 identity. Two nodes must never share one: each would overwrite what the other says."""
+class _SigningKey:
+    """An Ed25519 key, grown from a seed that is kept in a file of a folder."""
 
-    __slots__ = ("_key", "_seed", "peer_id", "public_key")
-
-    FILE = "identity.key"
-
-    def __init__(self, seed: bytes) -> None:
-        self._seed = seed
-        self._key = private_key(seed)
-        self.public_key = self._key.public_key().public_bytes_raw()
-        self.peer_id: PeerId = peer_id_of(self.public_key)
-
-    @classmethod
-    def load_or_create(cls, folder: Path) -> "Identity":
-        """The identity in ``folder/identity.key``, made on first use. Raises IdentityError."""
-        return cls(load_or_create_seed(folder, cls.FILE))
-
-    @classmethod
-    def generate(cls) -> "Identity":
-        """A new identity that lives in memory only."""
-        return cls(secrets.token_bytes(KEY_BYTES))
-
-    @property
-    def seed(self) -> bytes:
-        """The secret itself, for the transport that must prove it in its handshake."""
-        return self._seed
-
-    def sign(self, payload: bytes) -> bytes:
-        """A signature that :func:`.keys.verify` accepts for :attr:`peer_id`."""
-        return self._key.sign(payload)
-
-    def __repr__(self) -> str:
-        return f"Identity({self.peer_id})"
-
-
-class NetworkKey:
-    """The secret that owns a network: whoever holds it decides who may join."""
-
-    __slots__ = ("_key", "public")
-
-    FILE = "network.key"
+    FILE: ClassVar[str]
 
     def __init__(self, seed: bytes) -> None:
         self._key = private_key(seed)
         self.public: bytes = self._key.public_key().public_bytes_raw()
 
     @classmethod
-    def load_or_create(cls, folder: Path) -> "NetworkKey":
-        """The key in ``folder/network.key``, made on first use; raises :class:`IdentityError`."""
+    def load_or_create(cls, folder: Path) -> Self:
+        """The key in ``folder/FILE``, made on first use. Raises IdentityError."""
         return cls(load_or_create_seed(folder, cls.FILE))
 
     @classmethod
-    def generate(cls) -> "NetworkKey":
-        """A new network that lives in memory only."""
+    def generate(cls) -> Self:
+        """A new one that lives in memory only."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
     def sign(self, payload: bytes) -> bytes:
-        """A signature by the network."""
+        """A signature that :func:`.keys.verify_raw` accepts for :attr:`public`."""
         return self._key.sign(payload)
+
+
+class Identity(_SigningKey):
+    """Who a node is. Two nodes must never share one: each would overwrite what the other says."""
+
+    FILE = "identity.key"
+
+    def __init__(self, seed: bytes) -> None:
+        super().__init__(seed)
+        self.seed = seed  # for the transport, which must prove it in its handshake
+        self.peer_id: PeerId = peer_id_of(self.public)
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id})"
+
+
+class NetworkKey(_SigningKey):
+    """The secret that owns a network: whoever holds it decides who may join."""
+
+    FILE = "network.key"
 
     def issue(self, bootstraps: tuple[Bootstrap, ...], role: Role, expires_at: float) -> str:
         """A join token: one string, secret, good until ``expires_at`` (unix seconds)."""

@@ -40,10 +40,10 @@ def round_s(times: StepTimes, stages: int, chunks: Sequence[PrefillChunk], reque
 
     There are no more chunks than stages, and at least one.
     """
+    if stages == 1:
+        return times.mixed_s(*chunks[0], requests, context)
     kinds = Counter(chunks)
     longest = max(times.mixed_s(*chunk, requests, context) for chunk in kinds)
-    if stages == 1:
-        return longest
     prefill_s = sum(many * _prefill_stage_s(times, stages, chunk, requests) for chunk, many in kinds.items())
     return max(longest, prefill_s + _decode_stage_s(times, stages, len(chunks), requests, context))
 

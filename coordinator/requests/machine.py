@@ -34,7 +34,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Final, final
 
-from ..routing import Route
+from ..routing.interface import Route
 from .placement import place
 from .values import (
     Answer,

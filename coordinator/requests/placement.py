@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..routing import Route
+from ..routing.interface import Route
 from .values import OpenDecode
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 Tokens = Sequence[int]
 """Token ids. The simulator, whose tokens have no ids, uses ranges of positions: they cost nothing
@@ -58,7 +60,7 @@ class Answer(Protocol):
         ...
 
 
-class FindRoute(NamedTuple):
+class FindRoute(msgspec.Struct, frozen=True, gc=False):
     """Look for a route for so many tokens; answer with `routed` or `not_routed`.
 
     `blamed`: the engines that have failed this request, by replica; the number is the one that the
@@ -69,7 +71,7 @@ class FindRoute(NamedTuple):
     blamed: Mapping[str, int]
 
 
-class OpenDecode(NamedTuple):
+class OpenDecode(msgspec.Struct, frozen=True, gc=False):
     """Ask a replica to serve the request to its end; answer with `decode_opened` or `open_failed`.
 
     With `prefill` it is to receive the KV of the first `split` tokens from there, and the first
@@ -83,7 +85,7 @@ class OpenDecode(NamedTuple):
     first_token: bool = False
 
 
-class OpenPrefill(NamedTuple):
+class OpenPrefill(msgspec.Struct, frozen=True, gc=False):
     """Compute the first `split` tokens and send their KV to the decode replica; `open_failed` on
     refusal. `first_token`: sample one more and tell the gateway."""
 
@@ -93,14 +95,14 @@ class OpenPrefill(NamedTuple):
     first_token: bool
 
 
-class ShowTokens(NamedTuple):
+class ShowTokens(msgspec.Struct, frozen=True, gc=False):
     """Send these to the client."""
 
     text: str
     tokens: Tokens
 
 
-class PassFirstToken(NamedTuple):
+class PassFirstToken(msgspec.Struct, frozen=True, gc=False):
     """Tell the decode replica the token that the client has seen: its part begins after that."""
 
     attempt: int
@@ -108,7 +110,7 @@ class PassFirstToken(NamedTuple):
     token: int
 
 
-class CancelTransfer(NamedTuple):
+class CancelTransfer(msgspec.Struct, frozen=True, gc=False):
     """Tell the decode replica that no KV will come: it computes the prompt itself."""
 
     attempt: int
@@ -116,14 +118,14 @@ class CancelTransfer(NamedTuple):
     reason: str
 
 
-class CancelWork(NamedTuple):
+class CancelWork(msgspec.Struct, frozen=True, gc=False):
     """Tell a replica to forget this attempt."""
 
     attempt: int
     replica: str
 
 
-class RequestRecord(NamedTuple):
+class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """What a request was. `prefill`, `decode`: of the last attempt; `cached_tokens`: of the first
     decode replica; `tokens` came here from `first_at` to `last_at`."""
 
@@ -153,7 +155,7 @@ class RequestRecord(NamedTuple):
         return self.last_at - self.arrived
 
 
-class EndRequest(NamedTuple):
+class EndRequest(msgspec.Struct, frozen=True, gc=False):
     """Nothing follows. `finish`: stop, length or error (then `error` is a line); None: the client
     is gone. `record` is None without a route."""
 

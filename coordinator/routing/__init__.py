@@ -5,34 +5,3 @@ A policy is chosen by name (`RoutingSettings.policy`). To add one: write it in a
 beside `plan_and_queues`, and enter it in `policies.NETWORK_POLICIES`. Policies that only
 simulations compare with are in `sims/policies`.
 """
-
-from .interface import (
-    Load,
-    LoadError,
-    NoRoute,
-    PolicyError,
-    PolicyFactory,
-    ReplicaLoads,
-    RequestFacts,
-    Route,
-    RoutingPolicy,
-    RoutingSettings,
-)
-from .policies import NETWORK_POLICIES
-from .router import Router, route_once
-
-__all__ = [
-    "NETWORK_POLICIES",
-    "Load",
-    "LoadError",
-    "NoRoute",
-    "PolicyError",
-    "PolicyFactory",
-    "ReplicaLoads",
-    "RequestFacts",
-    "Route",
-    "Router",
-    "RoutingPolicy",
-    "RoutingSettings",
-    "route_once",
-]

@@ -92,12 +92,17 @@ class PlanAndQueues(RoutingPolicy):
                 f"no box can take a request for {self._plan.service}: all {len(loads.ids)} replicas of "
                 f"plan {self._plan.epoch}.{self._plan.version} are excluded ({', '.join(sorted(request.excluded))})"
             )
-        to_prefill = self._with_guesses(loads.prefill_tokens, loads) + max(1, request.prompt_tokens)
-        to_decode = self._with_guesses(loads.outstanding, loads) + 1.0
+        to_prefill, to_decode = loads.prefill_tokens, loads.outstanding
+        if loads.is_silent.any():
+            to_prefill, to_decode = self._with_guesses(to_prefill, loads), self._with_guesses(to_decode, loads)
+        cost = table.prefill.relative_queues(to_prefill + max(1, request.prompt_tokens))
+        cost = cost + table.decode.relative_queues(to_decode + 1.0) + self._beyond_share()
         prefill, decode = table.prefill.replica, table.decode.replica
-        full = (loads.kv_free_tokens < request.prompt_tokens).astype(np.int8)
-        cost = table.prefill.relative_queues(to_prefill) + table.decode.relative_queues(to_decode)
-        best = _cheapest(full[prefill] + full[decode], cost + self._beyond_share())
+        full = loads.kv_free_tokens < request.prompt_tokens
+        if full.any():
+            full_sides = full[prefill].astype(np.int8) + full[decode]
+            cost = np.where(full_sides == full_sides.min(), cost, np.inf)
+        best = int(cost.argmin())  # the first of the least
         self._sent *= 1.0 - 1.0 / self._settings.remembered_requests
         self._sent[table.pairs[best]] += 1.0
         split = _split_tokens(request.prompt_tokens, table.split_share[best])
@@ -113,18 +118,9 @@ class PlanAndQueues(RoutingPolicy):
 
     def _with_guesses(self, queues: Floats, loads: ReplicaLoads) -> Floats:
         """The queues, with a guess for replicas that have reported nothing."""
-        if not loads.is_silent.any():
-            return queues
         usable = self._table.usable
         heard = usable[~loads.is_silent[usable]]
         return np.where(loads.is_silent, queues[heard].max() if len(heard) else 0.0, queues)
-
-
-def _cheapest(full: NDArray[np.int8], cost: Floats) -> int:
-    """The first route of the least cost among those with the fewest `full` sides."""
-    if full.any():
-        cost = np.where(full == full.min(), cost, np.inf)
-    return int(cost.argmin())
 
 
 def _split_tokens(prompt_tokens: int, share: float) -> int:

@@ -74,21 +74,12 @@ def measure(codec: Codec, threads: int, tokens: int, repeats: int) -> list[Codec
         encode(codec, k, v, start=START, layer=0)
 
     def dequantise() -> None:
-        decode(
-            codec,
-            stored,
-            tokens=tokens,
-            heads=HEADS,
-            head_dim=HEAD_DIM,
-            dtype=torch.bfloat16,
-            start=START,
-            layer=0,
-        )
+        shape = {"tokens": tokens, "heads": HEADS, "head_dim": HEAD_DIM}
+        decode(codec, stored, **shape, dtype=torch.bfloat16, start=START, layer=0)
 
-    actions = (("quantise", quantise), ("dequantise", dequantise))
     return [
-        CodecRate.of((op, codec, "cpu"), threads, _path(codec), tokens, *_in_turns(action, copy, repeats))
-        for op, action in actions
+        CodecRate.of((op, codec, "cpu"), threads, _path(codec), tokens, *_in_turns(action, copy, repeats, _clocked))
+        for op, action in (("quantise", quantise), ("dequantise", dequantise))
     ]
 
 
@@ -111,20 +102,17 @@ def measure_on_gpu(codec: Codec, device: torch.device, tokens: int, repeats: int
     def dequantise() -> None:
         found.append(decode_into(codec, payload, *into, start=START, layer=0))
 
-    rows = []
-    for op, action in (("quantise", quantise), ("dequantise", dequantise)):
-        spent: tuple[list[float], list[float]] = ([], [])
-        for turn in range(repeats + 3):
-            for times, run in zip(spent, (action, copy), strict=True):
-                seconds = _queued(run, hold)
-                if turn >= 3:  # the first ones compile and warm up
-                    times.append(seconds)
-            while found:
-                found.pop().raise_if_unsound()
-        medians = (statistics.median(times) for times in spent)
-        path = "copy" if codec is RAW else "triton"
-        rows.append(CodecRate.of((op, codec, device.type), torch.get_num_threads(), path, tokens, *medians))
-    return rows
+    def queued_seconds(run: Callable[[], None]) -> float:
+        seconds = _queued(run, hold)
+        while found:
+            found.pop().raise_if_unsound()
+        return seconds
+
+    path, threads = "copy" if codec is RAW else "triton", torch.get_num_threads()
+    return [
+        CodecRate.of((op, codec, device.type), threads, path, tokens, *_in_turns(action, copy, repeats, queued_seconds))
+        for op, action in (("quantise", quantise), ("dequantise", dequantise))
+    ]
 
 
 def _queued(run: Callable[[], None], hold: Callable[[], None]) -> float:
@@ -161,16 +149,26 @@ def _path(codec: Codec) -> str:
     return "c++" if codec.native is not None and codec.native().available() else "eager"
 
 
-def _in_turns(action: Callable[[], None], copy: Callable[[], None], repeats: int) -> tuple[float, float]:
+def _in_turns(
+    action: Callable[[], None],
+    copy: Callable[[], None],
+    repeats: int,
+    seconds_of: Callable[[Callable[[], None]], float],
+) -> tuple[float, float]:
     """Median seconds of both, one after the other, so that what else the machine does hits both."""
     spent: tuple[list[float], list[float]] = ([], [])
     for turn in range(repeats + 3):
         for times, run in zip(spent, (action, copy), strict=True):
-            began = time.perf_counter()
-            run()
+            seconds = seconds_of(run)
             if turn >= 3:  # the first ones compile and warm up
-                times.append(time.perf_counter() - began)
+                times.append(seconds)
     return statistics.median(spent[0]), statistics.median(spent[1])
+
+
+def _clocked(run: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def _table(rows: Sequence[CodecRate]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,32 +25,32 @@ _VARYING = ["tokens", "lead"]
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Fp8Layout, flag: torch.Tensor) -> None:
     """Fill parameters and codes from `[tokens, heads, head_dim]` 16-bit values."""
-    into = Fp8Sections.of(payload, layout, k.dtype)
-    row = layout.heads * layout.head_dim
-    grid = (layout.key_groups, triton.cdiv(row, CHANNELS))
-    keys = (into.key_zeros, into.key_exponents, into.key_codes, flag)
-    quantise_keys_kernel[grid](k.contiguous(), keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
-    rows = layout.tokens * layout.heads
-    count = _rows_per_program(layout.head_dim)
-    values = (into.value_exponents, into.value_codes, flag)
-    quantise_values_kernel[(triton.cdiv(rows, count),)](v.contiguous(), values, rows, layout.head_dim, count)
+    kernels = quantise_keys_kernel, quantise_values_kernel
+    _launch(kernels, (k.contiguous(), v.contiguous()), Fp8Sections.of(payload, layout, k.dtype), layout, flag)
 
 
 def dequantise(payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Fp8Layout, flag: torch.Tensor) -> None:
     """Write the `[tokens, heads, head_dim]` 16-bit values, both contiguous."""
-    sections = Fp8Sections.of(payload, layout, k.dtype)
+    kernels = dequantise_keys_kernel, dequantise_values_kernel
+    _launch(kernels, (k, v), Fp8Sections.of(payload, layout, k.dtype), layout, flag)
+
+
+def _launch(
+    kernels: tuple[Any, Any],
+    kv: tuple[torch.Tensor, torch.Tensor],
+    sections: Fp8Sections,
+    layout: Fp8Layout,
+    flag: torch.Tensor,
+) -> None:
+    """Run the kernel of K over groups of tokens, then that of V over rows of channels."""
     row = layout.heads * layout.head_dim
     grid = (layout.key_groups, triton.cdiv(row, CHANNELS))
     keys = (sections.key_zeros, sections.key_exponents, sections.key_codes, flag)
-    dequantise_keys_kernel[grid](k, keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
+    kernels[0][grid](kv[0], keys, layout.tokens, layout.lead, row, CHANNELS, num_warps=1)
     rows = layout.tokens * layout.heads
-    count = _rows_per_program(layout.head_dim)
+    count = max(1, ELEMENTS // int(triton.next_power_of_2(layout.head_dim)))
     values = (sections.value_exponents, sections.value_codes, flag)
-    dequantise_values_kernel[(triton.cdiv(rows, count),)](v, values, rows, layout.head_dim, count)
-
-
-def _rows_per_program(head_dim: int) -> int:
-    return max(1, ELEMENTS // int(triton.next_power_of_2(head_dim)))
+    kernels[1][(triton.cdiv(rows, count),)](kv[1], values, rows, layout.head_dim, count)
 
 
 @triton.jit(do_not_specialize=_VARYING)  # type: ignore[misc]

@@ -6,6 +6,8 @@ Neighbouring threads touch neighbouring addresses; the input is read once."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,29 +25,30 @@ _LAUNCH = {"num_warps": 1, "enable_fp_fusion": False}
 
 def quantise(k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor) -> None:
     """Fill parameters and codes from `[coded, heads, head_dim]` 16-bit values in whole groups."""
-    for x, zeros, packed, width in _groups(k, v, payload, layout):
-        columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
-        grid = (triton.cdiv(columns, COLUMNS),)
-        quantise_kernel[grid](x.contiguous(), zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
+    _launch(quantise_kernel, (k.contiguous(), v.contiguous()), payload, layout, flag)
 
 
 def dequantise(
     payload: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor
 ) -> None:
     """Write the `[coded, heads, head_dim]` 16-bit values in whole groups, both contiguous."""
-    for x, zeros, packed, width in _groups(k, v, payload, layout):
-        columns, inner = zeros.numel(), packed[0, 0].numel() if x is k else 1
-        grid = (triton.cdiv(columns, COLUMNS),)
-        dequantise_kernel[grid](x, zeros, packed, flag, columns, inner, width, COLUMNS, **_LAUNCH)
+    _launch(dequantise_kernel, (k, v), payload, layout, flag)
 
 
-def _groups(
-    k: torch.Tensor, v: torch.Tensor, payload: torch.Tensor, layout: Kivi4Layout
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, int], ...]:
-    """Values, zeros (the scales right behind them), codes and width of the groups of K and of V."""
+def _launch(
+    kernel: Any, kv: tuple[torch.Tensor, torch.Tensor], payload: torch.Tensor, layout: Kivi4Layout, flag: torch.Tensor
+) -> None:
+    """Run a kernel over the groups of K, then over those of V. It finds the scales right behind the zeros."""
+    k, v = kv
     sections = Kivi4Sections.of(payload, layout, k.dtype)
-    width = layout.head_dim // layout.value_groups
-    return (k, sections.key_zeros, sections.key_codes, GROUP), (v, sections.value_zeros, sections.value_codes, width)
+    row, width = layout.heads * layout.head_dim, layout.head_dim // layout.value_groups
+    for x, zeros, packed, inner, channels in (
+        (k, sections.key_zeros, sections.key_codes, row, GROUP),
+        (v, sections.value_zeros, sections.value_codes, 1, width),
+    ):
+        columns = zeros.numel()
+        grid = (triton.cdiv(columns, COLUMNS),)
+        kernel[grid](x, zeros, packed, flag, columns, inner, channels, COLUMNS, **_LAUNCH)
 
 
 @triton.jit  # type: ignore[misc]

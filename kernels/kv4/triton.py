@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from ..blocks import constant
 from ..triton_bits import clamped, nearby, power, raise_flag, rounded
 from .layout import Kv4Layout, value_groups
 from .reference import Kv4Sections, hadamard
@@ -90,8 +89,14 @@ def _value_plan(layout: Kv4Layout, device: torch.device) -> tuple[tuple[int], tu
     head_dim, vectors = layout.head_dim, layout.coded * layout.heads
     tiles = 8 if vectors >= 65536 else 1
     shape = value_shape(head_dim)
-    matrix = constant(("hadamard", head_dim), device, lambda: small_hadamard(head_dim))
+    matrix = _hadamard_on(device, head_dim)
     return (triton.cdiv(vectors, shape[-1].value * tiles),), (matrix, vectors, shape, tiles)
+
+
+@cache
+def _hadamard_on(device: torch.device, head_dim: int) -> torch.Tensor:
+    """Kept. The first call waits for the copy, so that any stream may read it."""
+    return small_hadamard(head_dim).to(device)
 
 
 def small_hadamard(head_dim: int) -> torch.Tensor:

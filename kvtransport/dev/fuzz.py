@@ -1,6 +1,6 @@
 """Mutated inputs against both machines of a link and its channels.
 
-    python -m p2pserve.kvtransport.dev.fuzz --inputs 1000000 --seed 1 [--format json]
+    python -m p2pserve.kvtransport.fuzz --inputs 1000000 --seed 1 [--format json]
 
 Two kinds of attacker. *On the path*: records of an honest session are flipped, cut, joined,
 replayed, reordered and strewn with noise before a channel reads them; what comes out must be what
@@ -371,7 +371,7 @@ def _read_all(rng: random.Random, reader: Channel, data: bytes, got: list[Signal
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Anything but a ProtocolError ends the run with its traceback."""
-    parser = argparse.ArgumentParser(prog="python -m p2pserve.kvtransport.dev.fuzz", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m p2pserve.kvtransport.fuzz", description=__doc__.split("\n")[0])
     parser.add_argument("--inputs", type=int, default=100_000, help="mutated inputs to run")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same run")
     parser.add_argument("--format", choices=("table", "json"), default="table")

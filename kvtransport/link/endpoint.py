@@ -27,10 +27,9 @@ class Endpoint:
     """The links of a process, and the memory bound that senders share. A connection before its link
     is kept for `settings.early_s`; of more than 256 the oldest goes."""
 
-    def __init__(self, *, settings: LinkSettings | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, settings: LinkSettings | None = None) -> None:
         self.settings = LinkSettings() if settings is None else settings
         self.budget = ByteBudget(self.settings.limit_bytes)
-        self._clock = clock
         self.make_channel: Callable[..., Channel] = Channel  # for tests that look between seal and send
         self._lock = threading.Lock()
         self._links: dict[bytes, SendLink | ReceiveLink] = {}
@@ -50,14 +49,7 @@ class Endpoint:
         """The sending end of a link, which dials `paths` in the background."""
         with self._lock:
             self._require_new(ticket)
-            link = SendLink(
-                ticket,
-                paths,
-                settings=self.settings,
-                budget=self.budget,
-                clock=self._clock,
-                make_channel=self.make_channel,
-            )
+            link = SendLink(ticket, paths, self.settings, self.budget, self.make_channel)
             self._links[ticket.link] = link
         self._attach_early(link)
         return link
@@ -66,7 +58,7 @@ class Endpoint:
         """The receiving end of a link; `paths` only if it is this end that dials."""
         with self._lock:
             self._require_new(ticket)
-            link = ReceiveLink(ticket, paths, settings=self.settings, clock=self._clock)
+            link = ReceiveLink(ticket, paths, self.settings)
             self._links[ticket.link] = link
         self._attach_early(link)
         return link
@@ -86,7 +78,7 @@ class Endpoint:
             if self._closed:
                 unwanted.append(sock)
             elif link is None:
-                self._early[id(sock)] = (self._clock(), hello, sock)
+                self._early[id(sock)] = (time.monotonic(), hello, sock)
                 if len(self._early) > _MAX_EARLY:
                     unwanted.append(self._early.popitem(last=False)[1][2])
         for each in unwanted:
@@ -147,5 +139,6 @@ class Endpoint:
         """Forget links that are over; return early connections nobody came for."""
         for key in [key for key, link in self._links.items() if link.ended is not None]:
             del self._links[key]
-        late = [key for key, (since, _, _) in self._early.items() if self._clock() - since > self.settings.early_s]
+        now = time.monotonic()
+        late = [key for key, (since, _, _) in self._early.items() if now - since > self.settings.early_s]
         return [self._early.pop(key)[2] for key in late]

@@ -28,8 +28,8 @@ from ..wire.signals import Chunk, Signal
 from ..wire.sockets import dial, explain, fresh_nonce, hang_up, round_trip_s, shake_hands, tune
 from ..wire.tickets import LinkTicket, TransferTicket
 from .dialling import DialAttempt, Dialler
-from .machine import ConnectionStatistics, LinkMachine, PathStatistics
-from .transfers import CloseConnection, EndState, LinkEnded, LinkEvent, Released
+from .machine import LinkMachine, PathStatistics
+from .transfers import CloseConnection, EndState, LinkEnded, LinkEvent
 
 _JOIN_S = 5.0
 _SHORTEST_WAIT_S = 0.005
@@ -42,7 +42,6 @@ class LinkStatistics:
     link: str
     ended: str | None
     transfers: int
-    connections: tuple[ConnectionStatistics, ...]
     paths: dict[str, PathStatistics]
     bytes_sent: int
     bytes_received: int
@@ -80,15 +79,11 @@ class ThreadedLink(ABC):
         ticket: LinkTicket,
         machine: LinkMachine[Any],
         paths: Sequence[DialPath],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
         make_channel: Callable[..., Channel] = Channel,
     ) -> None:
         self.ticket = ticket
         self._make_channel = make_channel
         self._machine = machine
-        self._clock = clock
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # for threads that send
         self._changed = threading.Condition(self._lock)  # for callers
@@ -96,8 +91,8 @@ class ThreadedLink(ABC):
         self._wires: dict[int, LinkConnection] = {}
         self._raw: set[socket.socket] = set()  # not authenticated yet
         self._threads: set[threading.Thread] = set()
-        self._dialler = Dialler(machine.settings, rng or random.Random())
-        self._dialler.set_paths(list(paths), clock())
+        self._dialler = Dialler(machine.settings, random.Random())
+        self._dialler.set_paths(list(paths), time.monotonic())
         self._closed = False
         self._lost = self._bytes_out = self._bytes_in = 0
         with self._lock:
@@ -137,7 +132,7 @@ class ThreadedLink(ABC):
         other paths are closed as soon as one of these is up, and what they had not confirmed is
         sent again."""
         with self._lock:
-            self._dialler.set_paths(list(paths), self._clock())
+            self._dialler.set_paths(list(paths), time.monotonic())
             self._timer.notify_all()
 
     def wait_connected(self, count: int, timeout: float) -> bool:
@@ -149,16 +144,14 @@ class ThreadedLink(ABC):
     def statistics(self) -> LinkStatistics:
         """A view of now."""
         with self._lock:
-            now = self._clock()
             return LinkStatistics(
                 link=self.ticket.link.hex(),
                 ended=self._machine.ended,
-                transfers=self._count_open(),
-                connections=self._machine.connection_statistics(now),
-                paths=self._machine.path_statistics(now),
+                transfers=len(self._machine.transfers),
+                paths=self._machine.path_statistics(time.monotonic()),
                 bytes_sent=self._bytes_out + sum(wire.channel.bytes_out for wire in self._wires.values()),
                 bytes_received=self._bytes_in + sum(wire.channel.bytes_in for wire in self._wires.values()),
-                bytes_resent=self._count_resent(),
+                bytes_resent=self._machine.bytes_resent,
                 connections_lost=self._lost,
                 failures=dict(self._dialler.failures),
             )
@@ -187,19 +180,8 @@ class ThreadedLink(ABC):
     # ---- what depends on who sends --------------------------------------------------------------------------
 
     @abstractmethod
-    def _count_open(self) -> int:
-        """How many transfers are open."""
-
-    def _count_resent(self) -> int:
-        return 0
-
-    @abstractmethod
     def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         """An event of a transfer, under the lock. What calls others goes into `later`."""
-
-    def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
-        """A frame's memory is not needed any more, under the lock."""
-        later.append(release)
 
     @abstractmethod
     def _on_connection(self, wire: LinkConnection) -> None:
@@ -241,7 +223,7 @@ class ThreadedLink(ABC):
         try:
             with self._lock:
                 try:
-                    yield self._clock()
+                    yield time.monotonic()
                 finally:
                     self._handle_events(later)
         finally:
@@ -258,13 +240,11 @@ class ThreadedLink(ABC):
                     if wire is not None:
                         hang_up(wire.sock)
                 case LinkEnded():
-                    self._dialler.set_paths([], self._clock())
+                    self._dialler.set_paths([], time.monotonic())
                     self._closed = True
                     self._work.notify_all()
                     self._changed.notify_all()
                     self._timer.notify_all()
-                case Released(release):
-                    self._release(release, later)
                 case _:
                     self._handle(event, later)
         self._send_soon()
@@ -283,7 +263,7 @@ class ThreadedLink(ABC):
             with self._timer:
                 if self._closed:
                     break
-                now = self._clock()
+                now = time.monotonic()
                 at = min(self._machine.wake_at(now), self._dialler.wake_at())
                 self._timer.wait(max(at - now, _SHORTEST_WAIT_S))
         self._wind_up()
@@ -308,19 +288,17 @@ class ThreadedLink(ABC):
             self._dial_failed(attempt.slot, str(error))
             return
         with self._lock:
-            if not self._closed:
+            is_wanted = not self._closed
+            if is_wanted:
                 self._raw.add(sock)
-                wanted = True
-            else:
-                wanted = False
-        if wanted:
+        if is_wanted:
             self._serve(sock, None, attempt)
         else:
             sock.close()
 
     def _dial_failed(self, slot: int, reason: str) -> None:
         with self._lock:
-            self._dialler.mark_down(slot, reason, self._clock())
+            self._dialler.mark_down(slot, reason, time.monotonic())
             self._timer.notify_all()
 
     def _serve(self, sock: socket.socket, hello: LinkHello | None, attempt: DialAttempt | None = None) -> None:
@@ -370,7 +348,7 @@ class ThreadedLink(ABC):
                 if not count:
                     return
                 channel.note_received(count)
-                now = self._clock()
+                now = time.monotonic()
                 with self._lock:
                     machine.note_heard(wire.number, count, now)
                 while (signal := channel.next_signal()) is not None:

@@ -37,21 +37,9 @@ T = TypeVar("T", bound=Transfer)
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionStatistics:
-    """One connection. `rate_bytes_s`: KV confirmed in the last two seconds; `rtt_s`: by pong."""
-
-    number: int
-    label: str
-    bytes_acknowledged: int
-    bytes_in_flight: int
-    rate_bytes_s: float
-    rtt_s: float | None
-    rtt_min_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
 class PathStatistics:
-    """All connections of a path; `bytes_acknowledged` includes dead ones. `rtt_s`: least recent."""
+    """All connections of a path; `bytes_acknowledged` includes dead ones. `rate_bytes_s`: KV
+    confirmed in the last two seconds; `rtt_s`: by pong, of the nearest connection."""
 
     label: str
     connections: int
@@ -87,7 +75,6 @@ class Connection:
         self.told_at = now
         self.bytes_acknowledged = 0
         self.rtt: float | None = None
-        self.rtt_min: float | None = None
         self.said_goodbye = False
         self._peer_bytes = 0
         self._samples: deque[tuple[float, int]] = deque([(now, 0)])
@@ -134,10 +121,8 @@ class Connection:
 
     def pong(self, token: int, now: float) -> None:
         asked = self._pings.pop(token, None)
-        if asked is None:
-            return
-        self.rtt = now - asked
-        self.rtt_min = self.rtt if self.rtt_min is None else min(self.rtt_min, self.rtt)
+        if asked is not None:
+            self.rtt = now - asked
 
     def is_ack_due(self, now: float) -> bool:
         """Whether to confirm now: at once when it is much or the last for now, else soon."""
@@ -163,17 +148,6 @@ class Connection:
         seconds = min(_RATE_WINDOW_S, max(now - began, _SAMPLE_S))
         return (self._peer_bytes - base) / seconds
 
-    def statistics(self, now: float) -> ConnectionStatistics:
-        return ConnectionStatistics(
-            number=self.number,
-            label=self.label,
-            bytes_acknowledged=self.bytes_acknowledged,
-            bytes_in_flight=self.flight_bytes,
-            rate_bytes_s=self.rate(now),
-            rtt_s=self.rtt,
-            rtt_min_s=self.rtt_min,
-        )
-
     def _sample(self, count: int, now: float) -> None:
         self._peer_bytes = count
         if now - self._samples[-1][0] >= _SAMPLE_S:
@@ -195,6 +169,7 @@ class LinkMachine(ABC, Generic[T]):
         self.connections: dict[int, Connection] = {}
         self.transfers: TransferTable[T] = TransferTable()
         self.ended: str | None = None
+        self.bytes_resent = 0
         self._lease_s = lease_s
         self._used_at = now
         self._alone_since = now
@@ -342,9 +317,6 @@ class LinkMachine(ABC, Generic[T]):
     def has_control(self) -> bool:
         """Whether there is more than chunks to send."""
         return bool(self._to_say)
-
-    def connection_statistics(self, now: float) -> tuple[ConnectionStatistics, ...]:
-        return tuple(connection.statistics(now) for connection in self.connections.values())
 
     def path_statistics(self, now: float) -> dict[str, PathStatistics]:
         """By label: live connections and the bytes of dead ones."""

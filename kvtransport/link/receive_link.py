@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import random
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +98,7 @@ class IncomingTransfer(TransferHandle["ReceiveLink"]):
 
     def progress(self) -> ReceiveProgress:
         """How far it is."""
-        return self._last or self._link.progress(self)
+        return self._link.progress(self)
 
     def _frame(self, ready: FrameReady) -> Callable[[], None] | None:
         self._ready.put(ready)
@@ -122,20 +121,11 @@ class ReceiveLink(ThreadedLink):
 
     _role = LinkRole.RECEIVER
 
-    def __init__(
-        self,
-        ticket: LinkTicket,
-        paths: Sequence[DialPath] = (),
-        *,
-        settings: LinkSettings | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
-    ) -> None:
-        settings = LinkSettings() if settings is None else settings
+    def __init__(self, ticket: LinkTicket, paths: Sequence[DialPath], settings: LinkSettings) -> None:
         self._pool = _BufferPool(settings.pooled_bytes)
-        self._receiver = ReceiveMachine(settings, ticket.lease_s, clock(), self._pool.take)
+        self._receiver = ReceiveMachine(settings, ticket.lease_s, time.monotonic(), self._pool.take)
         self._transfers: dict[bytes, IncomingTransfer] = {}
-        super().__init__(ticket, self._receiver, paths, clock=clock, rng=rng)
+        super().__init__(ticket, self._receiver, paths)
 
     def expect(self, ticket: TransferTicket, on_ready: Callable[[], None] | None = None) -> IncomingTransfer:
         """A transfer will come. `on_ready`, called by the link's thread, must not block: a frame is
@@ -171,10 +161,10 @@ class ReceiveLink(ThreadedLink):
     def progress(self, incoming: IncomingTransfer) -> ReceiveProgress:
         """See `IncomingTransfer.progress`."""
         with self._lock:
-            progress = self._receiver.progress(incoming.ticket.transfer)
-        last = incoming._last  # noqa: SLF001 (ended between the two looks)
-        assert progress is not None or last is not None
-        return progress or last  # type: ignore[return-value]
+            last = incoming._last  # noqa: SLF001 (the other half of this)
+            progress = last or self._receiver.progress(incoming.ticket.transfer)
+        assert progress is not None, "what has not ended is known"
+        return progress
 
     def check_integrity(self) -> None:
         """See `ReceiveMachine.check_integrity`."""
@@ -182,9 +172,6 @@ class ReceiveLink(ThreadedLink):
             self._receiver.check_integrity()
 
     # ---- for ThreadedLink ----------------------------------------------------------------------------------------
-
-    def _count_open(self) -> int:
-        return len(self._transfers)
 
     def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
         call: Callable[[], None] | None = None
@@ -274,7 +261,7 @@ class ReceiveLink(ThreadedLink):
         """Let the kernel wake this thread when it is worth it. Each waking costs both sides more
         than the reading: while chunks come fast it sleeps until one is whole, else the sender is to
         hear of every `wake_bytes`."""
-        now, settings = self._clock(), self._receiver.settings
+        now, settings = time.monotonic(), self._receiver.settings
         enough = max(wire.channel.missing, 1)
         if now - wire.read_at > settings.fast_s:
             enough = min(enough, settings.wake_bytes)
@@ -290,7 +277,7 @@ class ReceiveLink(ThreadedLink):
             with self._lock:
                 if wire.dead:
                     return
-                now, signals = self._clock(), list[Signal]()
+                now, signals = time.monotonic(), list[Signal]()
                 while (signal := self._receiver.next_signal(wire.number, now)) is not None:
                     signals.append(signal)
                 over = self._receiver.ended is not None

@@ -26,22 +26,15 @@ from .settings import LinkSettings
 _PIPE_BYTES = 1 << 20
 _PIECE_BYTES = 256 * 1024
 _JOIN_S = 5.0
+_MAX_CONNECTIONS = 256
 
 
 class Relay:
     """Forwards connections with a permit: accepted sockets that begin with `RELAY_MAGIC`."""
 
-    def __init__(
-        self,
-        *,
-        settings: LinkSettings | None = None,
-        clock: Callable[[], float] = time.time,
-        max_connections: int = 256,
-    ) -> None:
+    def __init__(self) -> None:
         self._ledger = RelayLedger()
-        self._clock = clock
-        self._authenticate_s = (settings or LinkSettings()).authenticate_s
-        self._max = max_connections
+        self._authenticate_s = LinkSettings().authenticate_s
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
         self._threads: set[threading.Thread] = set()
@@ -59,7 +52,7 @@ class Relay:
     def admit(self, permit: Permit) -> None:
         """Let a permit be used. Raises TicketError if there are too many."""
         with self._lock:
-            self._ledger.admit(permit, self._clock())
+            self._ledger.admit(permit, time.time())
 
     def revoke(self, permit: bytes) -> None:
         """Forward nothing more under a permit; its connections end with their next bytes."""
@@ -74,7 +67,7 @@ class Relay:
     def attach(self, sock: socket.socket) -> None:
         """Take over an accepted socket from which nothing has been read."""
         with self._lock:
-            if self._closing.is_set() or len(self._sockets) >= 2 * self._max:
+            if self._closing.is_set() or len(self._sockets) >= 2 * _MAX_CONNECTIONS:
                 sock.close()
                 return
             self._sockets.add(sock)
@@ -131,7 +124,7 @@ class Relay:
     def _enter(self, client: socket.socket) -> Permit:
         hello = receive_exactly(client, RELAY_HELLO_BYTES, time.monotonic() + self._authenticate_s)
         with self._lock:
-            return self._ledger.enter(hello, self._clock())
+            return self._ledger.enter(hello, time.time())
 
     def _dial(self, permit: Permit) -> socket.socket:
         try:
@@ -165,7 +158,7 @@ class Relay:
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             while count := os.splice(source.fileno(), writer, _PIECE_BYTES):
                 with self._lock:
-                    wait = self._ledger.spend(permit, count, self._clock())
+                    wait = self._ledger.spend(permit, count, time.time())
                 if wait and self._closing.wait(wait):
                     raise ConnectionClosed("the relay is closing")
                 while count:

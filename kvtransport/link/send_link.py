@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from .budget import ByteBudget
 from .links import LinkConnection, ThreadedLink, TransferHandle
 from .sending import SendMachine, SendProgress
 from .settings import LinkSettings
-from .transfers import EndState, LinkEvent, TransferEnded, TransferGranted
+from .transfers import EndState, LinkEvent, Released, TransferEnded, TransferGranted
 
 OnEnd = Callable[["OutgoingTransfer", EndState], None]
 
@@ -75,7 +74,7 @@ class OutgoingTransfer(TransferHandle["SendLink"]):
 
     def progress(self) -> SendProgress:
         """How far it is."""
-        return self._last or self._link.progress(self)
+        return self._link.progress(self)
 
     def _grant(self, first: int) -> Callable[[], None]:
         """Under the link's lock. Returns what to do outside it."""
@@ -103,24 +102,20 @@ class SendLink(ThreadedLink):
     def __init__(
         self,
         ticket: LinkTicket,
-        paths: Sequence[DialPath] = (),
-        *,
-        settings: LinkSettings | None = None,
-        budget: ByteBudget | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        rng: random.Random | None = None,
-        make_channel: Callable[..., Channel] = Channel,
+        paths: Sequence[DialPath],
+        settings: LinkSettings,
+        budget: ByteBudget,
+        make_channel: Callable[..., Channel],
     ) -> None:
-        settings = LinkSettings() if settings is None else settings
-        self._sender = SendMachine(settings, ticket.lease_s, clock())
-        self._budget = ByteBudget(settings.limit_bytes) if budget is None else budget
+        self._sender = SendMachine(settings, ticket.lease_s, time.monotonic())
+        self._budget = budget
         self._budgeted = 0
         self._transfers: dict[bytes, OutgoingTransfer] = {}
         self._idle = 0
         self._picked = 0  # chunks that were given to connections, all in all
         self._sealing: dict[int, int] = {}  # connection -> number of the chunk whose memory it reads now
         self._unsealed: list[tuple[int, Callable[[], None]]] = []  # releases that wait for chunks up to a number
-        super().__init__(ticket, self._sender, paths, clock=clock, rng=rng, make_channel=make_channel)
+        super().__init__(ticket, self._sender, paths, make_channel)
 
     def open(self, ticket: TransferTicket, on_end: OnEnd | None = None) -> OutgoingTransfer:
         """Begin a transfer; the link's thread calls `on_end(outgoing, state)` once, not to be held
@@ -161,10 +156,10 @@ class SendLink(ThreadedLink):
     def progress(self, outgoing: OutgoingTransfer) -> SendProgress:
         """See `OutgoingTransfer.progress`."""
         with self._lock:
-            progress = self._sender.progress(outgoing.ticket.transfer, self._clock())
-        last = outgoing._last  # noqa: SLF001 (ended between the two looks)
-        assert progress is not None or last is not None
-        return progress or last  # type: ignore[return-value]
+            last = outgoing._last  # noqa: SLF001 (the other half of this class)
+            progress = last or self._sender.progress(outgoing.ticket.transfer, time.monotonic())
+        assert progress is not None, "what has not ended is known"
+        return progress
 
     def wire_bytes(self, payload_bytes: int) -> int:
         """What a frame with that payload takes on its connections, sent once."""
@@ -184,28 +179,25 @@ class SendLink(ThreadedLink):
 
     # ---- for ThreadedLink ----------------------------------------------------------------------------------------
 
-    def _count_open(self) -> int:
-        return len(self._transfers)
-
-    def _count_resent(self) -> int:
-        return self._sender.bytes_resent
-
     def _handle(self, event: LinkEvent, later: list[Callable[[], None]]) -> None:
-        if isinstance(event, TransferGranted):
-            outgoing = self._transfers.get(event.transfer)
-            if outgoing is not None:
-                later.append(outgoing._grant(event.first))  # noqa: SLF001 (the other half of this class)
-        elif isinstance(event, TransferEnded):
-            outgoing = self._transfers.pop(event.transfer, None)
-            now = self._clock()
-            last = self._sender.progress(event.transfer, now)
-            self._sender.forget(event.transfer)
-            if outgoing is not None and last is not None:
-                later.append(outgoing._end(event.state, last, now))  # noqa: SLF001 (the other half of this class)
+        match event:
+            case Released(release):
+                self._release(release, later)
+            case TransferGranted(transfer, first):
+                outgoing = self._transfers.get(transfer)
+                if outgoing is not None:
+                    later.append(outgoing._grant(first))  # noqa: SLF001 (the other half of this class)
+            case TransferEnded(transfer, state):
+                outgoing = self._transfers.pop(transfer, None)
+                now = time.monotonic()
+                last = self._sender.progress(transfer, now)
+                self._sender.forget(transfer)
+                if outgoing is not None and last is not None:
+                    later.append(outgoing._end(state, last, now))  # noqa: SLF001 (the other half of this class)
 
     def _release(self, release: Callable[[], None], later: list[Callable[[], None]]) -> None:
-        """Not while a connection reads it: its owner will write something else there, which is not
-        for this peer."""
+        """A frame's memory is not needed any more, under the lock. Not released while a connection
+        reads it: its owner will write something else there, which is not for this peer."""
         if self._sealing:
             self._unsealed.append((self._picked, release))
         else:
@@ -255,7 +247,7 @@ class SendLink(ThreadedLink):
             while True:
                 if wire.dead:
                     return False
-                signal = self._sender.next_signal(wire.number, self._clock())
+                signal = self._sender.next_signal(wire.number, time.monotonic())
                 if signal is not None:
                     break
                 if self._sender.ended is not None:

@@ -145,7 +145,6 @@ class SendMachine(LinkMachine[_SendingTransfer]):
         super().__init__(settings, lease_s, now)
         self._ring: deque[_SendingTransfer] = deque()  # transfers that could send now
         self.bytes_held = 0
-        self.bytes_resent = 0
 
     # ---- transfers ------------------------------------------------------------------------------------------
 

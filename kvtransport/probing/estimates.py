@@ -155,7 +155,10 @@ class _DecayedSeries:
             self.doubts.append((x, weight))
             if len(self.doubts) < (self.fast_in_a_row if x > self.mean else self.slow_in_a_row):
                 return False
-            self._restart()
+            contradicting = list(self.doubts)
+            self.reset()
+            for other, its_weight in contradicting:
+                self._merge(other, its_weight)
             return True
         self.doubts.clear()
         self._merge(x, weight)
@@ -204,14 +207,6 @@ class _DecayedSeries:
         self.mean = x if self.weight <= 0.0 else self.mean + step * weight / total
         self.square += weight * step * (x - self.mean) if self.weight > 0.0 else 0.0
         self.weight = total
-
-    def _restart(self) -> None:
-        doubts = self.doubts
-        self.weight = self.square = 0.0
-        self.floor = False
-        self.doubts = []
-        for x, weight in doubts:
-            self._merge(x, weight)
 
     def _age(self, now: float) -> None:
         factor = self._fade_factor(now)

@@ -158,9 +158,7 @@ def rate_gbps(link: LinkFigures, streams: int) -> float:
     return min(link.capacity_gbps, streams * link.one_stream_gbps)
 
 
-def prior(
-    rtt_ms: float, single_gbps: float, multi_gbps: float, *, usd_per_gb: float | None = None, reason: str = "prior"
-) -> LinkFigures:
+def prior(rtt_ms: float, single_gbps: float, multi_gbps: float, *, reason: str = "prior") -> LinkFigures:
     """What to believe of a link before anything is measured: a plain row (round trip, one stream, n
     streams), such as the classes of `sims/data/wan_links.csv`."""
     return LinkFigures(
@@ -168,7 +166,6 @@ def prior(
         rtt_min_s=rtt_ms / 1e3,
         one_stream_gbps=min(single_gbps, multi_gbps),
         capacity_gbps=multi_gbps,
-        usd_per_gb=usd_per_gb,
         rtt_confidence=0.2,
         rate_confidence=0.2,
         source=Source.PRIOR,

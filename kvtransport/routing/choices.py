@@ -9,25 +9,13 @@ quarter apart, share what was found for the first of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, NamedTuple, final
+from dataclasses import replace
+from typing import Final, final
 
 from ..probing.figures import BoxFigures, LinkFigures
-from .paths import PathChoice, PathNetwork, PathQuery, RunningTransfer, choose
+from .paths import PathChoice, PathNetwork, PathQuery, choose
 
 _DIGITS: Final = 3
-
-
-class _Basis(NamedTuple):
-    """Whatever a choice follows from, but for the size."""
-
-    source: str
-    target: str
-    relays: frozenset[str] | None
-    usd_per_s: float | None
-    max_usd_per_gb: float | None
-    current: frozenset[str | None] | None
-    warm: frozenset[str | None]
-    flows: tuple[RunningTransfer, ...]
 
 
 @final
@@ -35,7 +23,7 @@ class ChoiceCache:
     """Of one link, whose transfers all ask for a path at a time of their own."""
 
     def __init__(self) -> None:
-        self._basis: _Basis | None = None
+        self._basis: tuple[object, ...] | None = None  # whatever a choice follows from, but for the size
         self._links: Mapping[tuple[str, str], LinkFigures] = {}
         self._boxes: Mapping[str, BoxFigures] = {}
         self._made: dict[tuple[int, int], PathChoice] = {}
@@ -53,9 +41,7 @@ class ChoiceCache:
     ) -> PathChoice:
         """As `paths.choose`. The tables of `network` count as unchanged while they are the same
         objects: they must not be changed in place."""
-        basis = _Basis(
-            job.source, job.target, job.relays, job.usd_per_s, job.max_usd_per_gb, current, warm, network.flows
-        )
+        basis = (replace(job, bytes=1), current, warm, network.flows)
         if basis != self._basis or network.links is not self._links or network.boxes is not self._boxes:
             self._basis, self._links, self._boxes = basis, network.links, network.boxes
             self._made.clear()

@@ -276,9 +276,7 @@ class _ResidualNetwork:
         # The cheapest bound first: with 32 relays most cannot win even if nothing else were flowing.
         at_best = alpha + job.bytes / bytes_per_s(max(min(leg.capacity_gbps for leg in legs), 1e-9))
         if at_best >= give_up_s and via not in self.observed:
-            path = KVPath(job.source, job.target, via, 0, 0.0)
-            detail = f"{at_best:.3f} s at best"
-            return _Option(Candidate((path,), inf, inf, 0.0, 0.0, "", 0.0, CandidateVerdict.SLOWER, detail))
+            return _impossible_option(job, via, CandidateVerdict.SLOWER, f"{at_best:.3f} s at best")
         limits = self._limits(via, pairs, legs)
         gbps, limit = min(limits, key=lambda item: item[0])
         # Enough streams for the slowest limit; where their windows together still carry less than
@@ -439,9 +437,7 @@ def _pick(
 
 def _explain_rejection(one: Candidate, best: Candidate, reason: CandidateVerdict) -> Candidate:
     if one.seconds >= best.seconds:
-        return replace(
-            one, verdict=CandidateVerdict.SLOWER, detail=f"{one.seconds / best.seconds:.2f}x the time of {best.label}"
-        )
+        return _mark_slower(one, best)
     gain = f"{best.seconds / one.seconds:.2f}x as fast as {best.label}"
     if reason is CandidateVerdict.KEPT_CURRENT:
         return replace(one, verdict=reason, detail=gain)
@@ -452,7 +448,7 @@ def _explain_rejection(one: Candidate, best: Candidate, reason: CandidateVerdict
 
 def _mark_slower(one: Candidate, than: Candidate) -> Candidate:
     ratio = f"{one.seconds / than.seconds:.2f}x the time of {than.label}"
-    return replace(one, verdict=CandidateVerdict.SLOWER, detail=f"{one.detail}, {ratio}" if one.detail else ratio)
+    return replace(one, verdict=CandidateVerdict.SLOWER, detail=ratio)
 
 
 def _discounted_seconds(direct: Candidate, one: Candidate) -> float:

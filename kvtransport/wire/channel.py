@@ -27,11 +27,8 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
 from ..errors import KVProtocolError
-from .ciphers import TAG_BYTES, Cipher, Damaged, RekeyBounds
+from .ciphers import TAG_BYTES, Cipher, Damaged, RekeyBounds, derive_ciphers
 from .frames import MAX_REASON_BYTES
 from .signals import CHUNK_KIND, HEAD_BYTES, MAX_CHUNK_BYTES, LinkGreeting, Signal, pack, payload_bytes, unpack
 from .tickets import LinkTicket
@@ -262,6 +259,5 @@ class Channel:
 
     def _derive(self, acceptor_nonce: bytes) -> None:
         salt = self._hello.nonce + acceptor_nonce
-        keys = HKDF(SHA256(), 64, salt, _INFO + self._hello.pack()).derive(self._ticket.secret)
-        mine, theirs = (keys[:32], keys[32:]) if self.dials else (keys[32:], keys[:32])
-        self._sealer, self._opener = Cipher(mine, self._bounds), Cipher(theirs, self._bounds)
+        info = _INFO + self._hello.pack()
+        self._sealer, self._opener = derive_ciphers(self._ticket.secret, salt, info, self._bounds, dials=self.dials)

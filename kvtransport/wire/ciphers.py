@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
 from ..errors import KVProtocolError
 
@@ -68,3 +68,12 @@ class Cipher:
             self._last = self._counter + self._bounds.seals
             self._bytes = 0
             self.rekeyed += 1
+
+
+def derive_ciphers(
+    secret: bytes, salt: bytes, info: bytes, bounds: RekeyBounds, *, dials: bool
+) -> tuple[Cipher, Cipher]:
+    """To seal what this end says, and to open what the other one does: a key for each direction."""
+    keys = HKDF(SHA256(), 64, salt, info).derive(secret)
+    mine, theirs = (keys[:32], keys[32:]) if dials else (keys[32:], keys[:32])
+    return Cipher(mine, bounds), Cipher(theirs, bounds)

@@ -91,7 +91,6 @@ class RelayUse:
     """What has been forwarded under one permit."""
 
     permit: bytes
-    next_hop: str
     connections: int
     bytes_forwarded: int
     byte_budget: int
@@ -190,7 +189,6 @@ class RelayLedger:
         return tuple(
             RelayUse(
                 permit=account.permit.permit,
-                next_hop=f"{account.permit.next_host}:{account.permit.next_port}",
                 connections=account.connections,
                 bytes_forwarded=account.forwarded,
                 byte_budget=account.permit.byte_budget,

@@ -36,12 +36,9 @@ from enum import IntEnum
 from types import TracebackType
 from typing import Self, final
 
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
 from ..errors import ConnectionClosed, KVProtocolError, TransferAborted, TransferError, TransferTimeout
 from .channel import NONCE_BYTES, LinkHello, LinkRole
-from .ciphers import TAG_BYTES, Cipher, RekeyBounds
+from .ciphers import TAG_BYTES, Cipher, RekeyBounds, derive_ciphers
 from .dial_path import DialPath
 from .frames import MAX_REASON_BYTES
 from .sockets import dial, explain, fresh_nonce, hang_up, receive_exactly, tune
@@ -142,9 +139,8 @@ def greet(
         nonce = _exchange_nonces(sock, ticket, hello, dials, until)
         # Both nonces and both hellos are in the key: nothing of an earlier connection can be replayed,
         # and who was told other parameters derives another key.
-        keys = HKDF(SHA256(), 64, hello.nonce + nonce, _INFO + hello.pack()).derive(ticket.secret)
-        mine, theirs = (keys[:32], keys[32:]) if dials else (keys[32:], keys[:32])
-        sealer, opener = Cipher(mine, settings.bounds), Cipher(theirs, settings.bounds)
+        salt, info = hello.nonce + nonce, _INFO + hello.pack()
+        sealer, opener = derive_ciphers(ticket.secret, salt, info, settings.bounds, dials=dials)
         greeting = bytearray(_SEALED_HEAD_BYTES)
         # Each end proves that it has the key before anything is believed of it.
         sealer.seal(_GREETING.pack(), memoryview(greeting))

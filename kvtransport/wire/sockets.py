@@ -8,7 +8,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
 
 from ..errors import ConnectionClosed, RelayRefused, TransferError, TransferTimeout
 from .channel import LINK_HELLO_BYTES, NONCE_BYTES, Channel, LinkHello, parse_link_hello
@@ -133,8 +132,8 @@ def fresh_nonce() -> bytes:
     return secrets.token_bytes(NONCE_BYTES)
 
 
-def _wait_until(sock: socket.socket, until: float, clock: Callable[[], float] = time.monotonic) -> None:
-    left = until - clock()
+def _wait_until(sock: socket.socket, until: float) -> None:
+    left = until - time.monotonic()
     if left <= 0:
         raise TransferTimeout("the handshake takes too long")
     sock.settimeout(left)

@@ -17,10 +17,9 @@ import msgspec
 from ...coordinator.costs.efficiency import efficiency_of
 from ...coordinator.costs.gpus import GpuError, gpu_table
 from ...coordinator.costs.model_shape import ModelShape
-from ..engine.settings import CPU_KV_CACHE_MIB, GPU_SHARE
 from ..models import ModelInfo
 from ..settings import BoxEngineSettings, FittingSettings
-from .hardware import Gpu, Hardware
+from .hardware import CPU_KV_CACHE_MIB, GPU_SHARE, Gpu, Hardware
 
 FITTING: Final = FittingSettings()
 CUDA_SEES = 0.98  # of what NVML counts: 1 to 2 % are the driver's

@@ -3,7 +3,7 @@
 NVML lists all GPUs of a machine by their place on the bus. An engine sees those that CUDA_VISIBLE_DEVICES names, in the
 order named there, and counts them as NVML does because the node sets CUDA_DEVICE_ORDER for it.
 
-Speed is measured by the engine process on the device it serves from (see `engine.device.measure`);
+Speed is measured by the engine process on the device it serves from (see `engine.vllm.speed.measure`);
 here only what can be read without running anything.
 """
 
@@ -23,6 +23,8 @@ from .home import NodeError
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 ORDER: Final = "CUDA_DEVICE_ORDER"
 HIDDEN: Final = ("-1", "NoDevFiles")  # what batch systems write there for none
+CPU_KV_CACHE_MIB: Final = 256  # what an engine on a CPU takes for KV when nothing is said
+GPU_SHARE: Final = 0.92  # of what CUDA sees of a GPU's memory: what an engine takes in all
 
 Memory = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 

@@ -13,34 +13,25 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import secrets
-import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
-from typing import Literal, final
+from typing import final
 
+import msgspec
 import trio
 
 from ...kvtransport.errors import TransferError
-from ...kvtransport.wire.dial_path import DialPath
-from ...kvtransport.wire.sockets import read_link_hello
-from ...kvtransport.wire.tickets import LinkTicket, issue_link, issue_transfer
 from ..engine import protocol
-from ..engine.agent_side.engine_link import EngineError, EngineLink, ForkServerClient
+from ..engine.agent_side.engine_link import EngineError
 from ..engine.agent_side.fork_server import open_fork_server
-from ..models import ModelError, ModelInfo, open_model
+from ..engine.dev.bench import first_error
+from ..engine.trials.trial import Trial, TrialEngine, open_trial
+from ..models import ModelError, open_model
 
-Mode = Literal["auto", "layerwise", "serialised"]
-
-LEASE_S = 600.0
-DEADLINE_S = 120.0
-FAST_GBPS = 10.0
 AUTO_TOKENS = (16, 64, 256, 1024)
 
 
@@ -72,94 +63,38 @@ class OverlapReport:
 
 
 @final
-class _Engine:
-    """One engine process, and what it has said."""
-
-    def __init__(self) -> None:
-        self.link: EngineLink | None = None
-        self.finished: dict[str, float] = {}
-        self.reports: dict[bytes, protocol.TransferReport] = {}
-        self._news = trio.Event()
-
-    def on_message(self, message: protocol.FromEngine) -> None:
-        match message:
-            case protocol.Step(outputs=outputs):
-                self.finished |= {each.request: time.monotonic() for each in outputs if each.finish is not None}
-            case protocol.TransferReport():
-                self.reports[message.transfer] = message
-            case _:
-                pass
-        self._news.set()
-        self._news = trio.Event()
-
-    def send(self, message: protocol.EngineMessage) -> None:
-        assert self.link is not None
-        self.link.send(message)
-
-    async def until_finished(self, request: str) -> float:
-        while request not in self.finished:
-            await self._news.wait()
-        return self.finished[request]
-
-    async def report(self, transfer: bytes) -> protocol.TransferReport:
-        while transfer not in self.reports:
-            await self._news.wait()
-        report = self.reports[transfer]
-        if not report.delivered:
-            raise TransferError(report.reason)
-        return report
-
-
-@final
 class _Bench:
     """Two engines on this machine, and the link from the first to the second."""
 
-    def __init__(self, prefill: _Engine, decode: _Engine, port: int, codec: str, model: ModelInfo) -> None:
+    def __init__(self, trial: Trial, prefill: TrialEngine, decode: TrialEngine, codec: str) -> None:
+        self._trial = trial
         self._prefill, self._decode = prefill, decode
-        self._port = port
         self._codec = codec
-        self._vocabulary = model.shape.vocabulary
         self._rng = random.Random(1)
-        self._all = protocol.KvSlice(first_layer=0, last_layer=model.layers, first_head=0, last_head=model.kv_heads)
-        self._link: LinkTicket = issue_link(LEASE_S, secrets.token_bytes)
+        self._link = trial.join(decode)
 
-    def prompt(self, tokens: int) -> tuple[int, ...]:
+    def prompt(self, tokens: int) -> list[int]:
         """Tokens that no cache has seen."""
-        return tuple(self._rng.randrange(self._vocabulary) for _ in range(tokens))
+        return [self._rng.randrange(self._prefill.ready.vocabulary) for _ in range(tokens)]
 
     async def prefill_s(self, tokens: int) -> float:
         """Seconds for a prompt alone, without any transfer."""
-        request = secrets.token_hex(4)
         begun = time.monotonic()
-        self._prefill.send(_submit(request, self.prompt(tokens)))
-        return await self._prefill.until_finished(request) - begun
+        return (await self._prefill.generate(self.prompt(tokens), 1)).last_at - begun
 
-    async def transfer(self, tokens: int, mode: Mode, bytes_s: int) -> protocol.TransferReport:
+    async def transfer(self, tokens: int, mode: protocol.WantedSendMode, bytes_s: int) -> protocol.TransferReport:
         """One prompt's KV from the first engine to the second, at most `bytes_s` (0: unthrottled)."""
         prompt = self.prompt(tokens)
-        ticket = issue_transfer(self._link.link, self._codec, DEADLINE_S, secrets.token_bytes)
-        request = secrets.token_hex(4)
-        outlet = protocol.Outlet(
-            slice=self._all,
-            ticket=ticket,
-            link=self._link,
-            paths=(DialPath("127.0.0.1", self._port, pace_bytes_s=bytes_s),),
-            gbps=bytes_s / 1.25e8 if bytes_s else FAST_GBPS,
-            rtt_s=0.0001,
-            pacing=mode,
-        )
-        inlet = protocol.Inlet(slice=self._all, ticket=ticket, link=self._link)
-        self._decode.send(_submit(f"d{request}", prompt, receive=(inlet,), receive_tokens=tokens))
-        self._prefill.send(_submit(f"p{request}", prompt, send=(outlet,)))
-        report = await self._prefill.report(ticket.transfer)
-        await self._decode.until_finished(f"d{request}")
+        (outlet,), receive = self._trial.transfer_ends(self._link, self._codec, self._decode.ready, pacing=mode)
+        if bytes_s:
+            path = msgspec.structs.replace(self._trial.path, pace_bytes_s=bytes_s)
+            outlet = msgspec.structs.replace(outlet, paths=(path,), gbps=bytes_s / 1.25e8)
+        answer = self._decode.submit(prompt, 1, receive=receive, receive_tokens=tokens)
+        begun = self._prefill.submit(prompt, 1, send=(outlet,))
+        report = await self._prefill.report(outlet.ticket.transfer)
+        await self._prefill.answer(begun)
+        await self._decode.answer(answer)
         return report
-
-
-def _submit(request: str, prompt: tuple[int, ...], **transfer: object) -> protocol.Submit:
-    sampling = protocol.Sampling(max_tokens=1, ignore_eos=True)
-    values = {"request": request, "prompt": prompt, "sampling": sampling, "deadline_s": DEADLINE_S, **transfer}
-    return protocol.Submit(**values)  # type: ignore[arg-type]
 
 
 async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
@@ -167,7 +102,7 @@ async def _measure(bench: _Bench, model: str, codec: str, tokens: int, repeats: 
     whole = await bench.transfer(tokens, "layerwise", 0)
     prefill_s = statistics.median([await bench.prefill_s(tokens) for _ in range(repeats)])
     bytes_s = max(1, round(whole.wire_bytes / prefill_s))
-    found: dict[Mode, list[protocol.TransferReport]] = {"layerwise": [], "serialised": []}
+    found: dict[protocol.WantedSendMode, list[protocol.TransferReport]] = {"layerwise": [], "serialised": []}
     for _ in range(repeats):
         for mode, reports in found.items():
             reports.append(await bench.transfer(tokens, mode, bytes_s))
@@ -200,44 +135,15 @@ def _overlap(reports: list[protocol.TransferReport], link_s: float) -> Overlap:
     )
 
 
-@asynccontextmanager
-async def _listener(decode: _Engine) -> AsyncIterator[int]:
-    """The port that the prefill engine dials; what arrives is handed to the decode engine as an agent does it."""
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    async def serve() -> None:
-        accepting = trio.socket.from_stdlib_socket(listener)
-        while True:
-            accepted, _ = await accepting.accept()
-            with socket.socket(fileno=accepted.detach()) as sock:
-                sock.setblocking(True)
-                hello = await trio.to_thread.run_sync(read_link_hello, sock, 5.0)
-                assert decode.link is not None
-                decode.link.attach(hello.pack(), sock)
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(serve)
-        yield int(listener.getsockname()[1])
-        nursery.cancel_scope.cancel()
-
-
-async def _start(server: ForkServerClient, config: protocol.EngineConfig) -> _Engine:
-    engine = _Engine()
-    engine.link = await server.start_engine(config, engine.on_message)
-    return engine
-
-
 async def run(model: str, codec: str, tokens: int, repeats: int) -> OverlapReport:
     """Start two engines and measure. Raises ModelError, EngineError or TransferError."""
     opened = open_model(model)
     with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
         log = FilePath(folder) / "engine.log"
         config = protocol.EngineConfig(model=str(opened.fetch()), kv_cache_mib=256, threads=1, log_file=str(log))
-        async with open_fork_server(log=log, threads=1) as server:
-            prefill, decode = await _start(server, config), await _start(server, config)
-            async with _listener(decode) as port:
-                bench = _Bench(prefill, decode, port, codec, opened.info)
-                return await _measure(bench, model, codec, tokens, repeats)
+        async with open_fork_server(log=log, threads=1) as server, open_trial(server) as trial:
+            prefill, decode = await trial.start(config), await trial.start(config)
+            return await _measure(_Bench(trial, prefill, decode, codec), model, codec, tokens, repeats)
 
 
 def table(report: OverlapReport) -> str:
@@ -270,19 +176,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         report = trio.run(run, options.model, options.codec, options.tokens, options.repeats)
     except* (ModelError, EngineError, TransferError, ValueError) as errors:
-        sys.stderr.write(f"bench: {_first(errors)}\n")
+        sys.stderr.write(f"bench: {first_error(errors)}\n")
     if report is None:
         return 1
     sys.stdout.write(json.dumps(asdict(report), indent=2) if options.format == "json" else table(report))
     sys.stdout.write("\n")
     return 0
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-if __name__ == "__main__":
-    sys.exit(main())

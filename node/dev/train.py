@@ -1,6 +1,6 @@
 """Train the bundled model on the Python standard library, reproducibly and from nothing else.
 
-    python -m p2pserve.node.dev.train --out DIR [--tokens 30e6] [--resume]
+    python -m p2pserve.node.bundled.train --out DIR [--tokens 30e6] [--resume]
 
 The result is a Hugging Face folder: a small Llama (grouped-query attention, RoPE, head_dim 64) in bf16,
 a byte-level BPE tokenizer and a model card with the measured figures. A run can be interrupted and
@@ -318,7 +318,7 @@ Measured in float32 with windows of {CONTEXT} tokens that overlap by half; every
 |---|---|
 {rows}
 
-Train it again with `python -m p2pserve.node.dev.train --out DIR`, measure it with `python -m p2pserve.node.bundled.evaluate`.
+Train it again with `python -m p2pserve.node.bundled.train --out DIR`, measure it with `python -m p2pserve.node.bundled.evaluate`.
 The figures above, with the recipe, are in `metrics.json`.
 
 The weights are under the licence of this repository, Apache-2.0. Python's standard library, from which they were trained, is under the
@@ -339,7 +339,3 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     metrics = train(Recipe(tokens=int(arguments.tokens)), arguments.out, arguments.resume)
     print(json.dumps(metrics, indent=2))
-
-
-if __name__ == "__main__":
-    main()

@@ -34,16 +34,13 @@ class ModelFiles(Protocol):
     @property
     def info(self) -> ModelInfo:
         """What planner, gateway and engine must know of it."""
-        ...
 
     @property
     def folder(self) -> Path:
         """Where its files are, or will be."""
-        ...
 
     def fetch(self, first: int = 0, last: int | None = None, report: Report | None = None) -> Path:
         """Have what an engine needs of the layers `[first, last)` on this box and return the folder; blocks."""
-        ...
 
 
 @final

@@ -17,14 +17,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from . import protocol
 from .mailbox import Outbox, listen
 
 _log = logging.getLogger(__name__)
 
+MAX_REASON: Final = 400  # characters of an error that are shown; the log has all of it
 _MAX_HELLO = 64  # bytes that a connection says first
+
+
+def explain(error: BaseException) -> str:
+    """An error in one line of bounded length."""
+    return " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
 
 
 class StartError(Exception):
@@ -38,32 +44,30 @@ class AgentSockets(NamedTuple):
     connections: socket.socket
 
 
-class EngineProgram(Protocol):
-    """An engine in its process: `take`, `attach` by any thread, the rest by the main one."""
-
-    def take(self, message: protocol.ToEngine) -> None:
-        """The agent wants this; `serve` is to deal with it."""
-        ...
-
-    def attach(self, hello: bytes, connection: socket.socket) -> None:
-        """The agent has accepted a connection, which has said `hello`. Takes over the socket."""
-        ...
-
-    def load(self) -> None:
-        """Load the model. Raises StartError."""
-        ...
+class LoadedEngine(Protocol):
+    """An engine whose model is loaded, for the main thread."""
 
     def ready(self, load_s: float) -> protocol.EngineReady:
         """Describe the engine, which took so long to load."""
-        ...
 
     def serve(self) -> None:
         """Serve until the agent sends `Stop`."""
-        ...
 
     def close(self) -> None:
         """All has been said: let go of other processes."""
-        ...
+
+
+class EngineProgram(Protocol):
+    """An engine in its process: `take`, `attach` by any thread, `load` by the main one."""
+
+    def take(self, message: protocol.ToEngine) -> None:
+        """The agent wants this; `serve` is to deal with it."""
+
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """The agent has accepted a connection, which has said `hello`. Takes over the socket."""
+
+    def load(self) -> LoadedEngine:
+        """Load the model. Raises StartError."""
 
 
 def enter_process(config: protocol.EngineConfig) -> None:
@@ -91,16 +95,16 @@ def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EnginePr
     accept = (sockets.connections, program.attach)
     threading.Thread(target=_accept, args=accept, name="kv-acceptor", daemon=True).start()
     try:
-        program.load()
+        engine = program.load()
     except StartError as error:
         _log.exception("the engine does not start")
         outbox.send(protocol.StartFailed(reason=str(error)))
         outbox.flush()
         return 1
-    outbox.send(program.ready(time.monotonic() - started))
-    program.serve()
+    outbox.send(engine.ready(time.monotonic() - started))
+    engine.serve()
     outbox.flush()
-    program.close()
+    engine.close()
     return 0
 
 

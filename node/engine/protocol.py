@@ -179,8 +179,8 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
 
     With `receive`, the first `receive_tokens` positions of KV are expected from another engine at these inlets, and
     are computed here as far as they do not arrive. All tickets of a request name the same transfer; each, its link.
-    `told_first`: that engine writes the first token too. Once all KV is here, the request waits for `SetFirstToken`, or
-    for `AbortTransfer`, after which it writes its own.
+    `awaits_first_token`: that engine computes the first token too. Once all KV is here, the request waits for
+    `SetFirstToken`, or for `AbortTransfer`, after which it computes its own.
     """
 
     request: str
@@ -190,7 +190,7 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
     send: tuple[Outlet, ...] = ()
     receive: tuple[Inlet, ...] = ()
     receive_tokens: int = 0
-    told_first: bool = False
+    awaits_first_token: bool = False
 
     def __post_init__(self) -> None:
         if self.send and self.receive:
@@ -201,7 +201,7 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
         for end in ends:
             if end.ticket.link != end.link.link:
                 raise ValueError("a ticket is for another link than the one beside it")
-        if self.told_first and (not self.receive or self.receive_tokens != len(self.prompt)):
+        if self.awaits_first_token and (not self.receive or self.receive_tokens != len(self.prompt)):
             raise ValueError("who writes the first token elsewhere has read all of the prompt")
 
 
@@ -252,22 +252,23 @@ class Stop(EngineMessage, frozen=True, kw_only=True, tag="stop"):
 
 
 class EngineReady(EngineMessage, frozen=True, kw_only=True, tag="ready"):
-    """The model is loaded. Figures are the engine's own; `tflops` and `memory_gbps` were measured just now."""
+    """The model is loaded. Figures are the engine's own; `tflops` and `memory_gbps` were measured just now. A stage
+    that is not the head says it before it loads, without figures."""
 
     pid: int
     engine: str  # name and version, as shown to people
     device: str
     dtype: str
     layers: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
     max_model_len: int
-    kv_tokens: int
-    eos_tokens: tuple[int, ...]
-    load_s: float
-    tflops: float
-    memory_gbps: float
+    kv_heads: int = 0
+    head_dim: int = 0
+    vocabulary: int = 0
+    kv_tokens: int = 0
+    eos_tokens: tuple[int, ...] = ()
+    load_s: float = 0.0
+    tflops: float = 0.0
+    memory_gbps: float = 0.0
     async_scheduling: bool = False
 
 
@@ -294,13 +295,13 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The scheduler after a step. `unread_tokens`: still to be prefilled here."""
+    """The scheduler after a step. `pending_prefill_tokens`: still to be prefilled here."""
 
     running: Count
     waiting: Count
     kv_usage: Figure
     kv_free_tokens: Count
-    unread_tokens: Count = 0
+    pending_prefill_tokens: Count = 0
 
 
 class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -109,7 +109,5 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     at_once_bytes: int = 16 << 10
 
 
-CPU_KV_CACHE_MIB: Final = 256  # what an engine on a CPU takes for KV when nothing is said
-GPU_SHARE: Final = 0.92  # of what CUDA sees of a GPU's memory: what an engine takes in all
 TRANSFER_DEFAULTS: Final = TransferSettings()
 PIPELINE_DEFAULTS: Final = PipelineSettings()

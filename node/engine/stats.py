@@ -4,11 +4,11 @@ spread over the time, to which the coordinator fits the profile."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Generic, TypeVar, final
 
 from ...coordinator.profile import StepSample
-from .protocol import Iterations
+from .protocol import EngineMessage, EngineStats, Iterations, NewTokens, Step
 
 INTERVAL_S: Final = 0.1
 SAMPLES_KEPT: Final = 4  # of steps with prefill in them, and as many of the others
@@ -90,6 +90,22 @@ class StepTotals:
 
 
 @final
+class StepReporter:
+    """Tells the agent what steps have added. `send` queues a message to it."""
+
+    def __init__(self, send: Callable[[EngineMessage], None]) -> None:
+        self._send = send
+        self._reported: EngineStats | None = None
+
+    def report(self, outputs: Sequence[NewTokens], stats: EngineStats, iterations: Iterations | None = None) -> None:
+        """Send what is new. That the load has changed is news too, since routes follow it: also when requests have gone
+        without a word, and when it goes back to what it was before the last report."""
+        if outputs or iterations or stats != self._reported:
+            self._reported = stats
+            self._send(Step(outputs=tuple(outputs), stats=stats, iterations=iterations))
+
+
+@final
 class StepMeter:
     """Times the steps of a vLLM scheduler and counts what is in them.
 
@@ -132,7 +148,9 @@ class StepMeter:
         if self._ended is not None and not self._concurrent:
             began = max(began, self._ended)
         if scheduled.total_num_scheduled_tokens:
-            step = describe_step(scheduled, now - began)
+            computed = count_computed(scheduled)
+            counts = scheduled.num_scheduled_tokens.items()
+            step = describe_step(((computed[request], tokens) for request, tokens in counts), now - began)
             self.tally.add(step, len(scheduled.preempted_req_ids or ()))
             self._on_step(step)
             self._ended = now
@@ -141,27 +159,26 @@ class StepMeter:
         return result
 
 
-def describe_step(scheduled: Any, seconds: float) -> StepSample:
-    """What vLLM's `SchedulerOutput` has let requests compute."""
-    counts: dict[str, int] = scheduled.num_scheduled_tokens
-    decoding = prefilling = context = 0
+def count_computed(scheduled: Any) -> dict[str, int]:
+    """How many tokens of each request in vLLM's `SchedulerOutput` had been computed before."""
     cached = scheduled.scheduled_cached_reqs
-    for request, held in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
-        if counts[request] == 1:
-            decoding += 1
-            context += held
+    computed: dict[str, int] = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed | {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+
+
+def describe_step(scheduled: Iterable[tuple[int, int]], seconds: float) -> StepSample:
+    """The step as a sample for the profiler: of each request, the first position and how many tokens; one token counts
+    as decode."""
+    chunks, contexts = list[int](), list[int]()
+    for first, tokens in scheduled:
+        if tokens == 1:
+            contexts.append(first)
         else:
-            prefilling += 1
-    for new in scheduled.scheduled_new_reqs:
-        if counts[new.req_id] == 1:
-            decoding += 1
-            context += new.num_computed_tokens
-        else:
-            prefilling += 1
+            chunks.append(tokens)
     return StepSample(
         seconds=seconds,
-        prefill_requests=prefilling,
-        prefill_tokens=scheduled.total_num_scheduled_tokens - decoding,
-        decode_requests=decoding,
-        decode_context=context,
+        prefill_requests=len(chunks),
+        prefill_tokens=sum(chunks),
+        decode_requests=len(contexts),
+        decode_context=sum(contexts),
     )

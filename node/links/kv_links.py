@@ -36,7 +36,6 @@ class IncomingLinks:
         self._random = random
         self._lease_s = lease_s
         self._tickets: dict[Ends, LinkTicket] = {}
-        self._known: set[bytes] = set()
 
     def __repr__(self) -> str:
         return f"<IncomingLinks {len(self._tickets)}>"
@@ -46,23 +45,19 @@ class IncomingLinks:
         ticket = self._tickets.get(ends)
         if ticket is None:
             ticket = self._tickets[ends] = issue_link(self._lease_s, self._random)
-            self._known.add(ticket.link)
         return ticket
 
     def knows(self, link: bytes) -> bool:
         """Whether a connection that names this link is expected."""
-        return link in self._known
+        return any(ticket.link == link for ticket in self._tickets.values())
 
     def forget_peer(self, peer: PeerId) -> list[LinkTicket]:
         """A sending node is gone for good; returns the links that end with it."""
-        gone = [self._tickets.pop(ends) for ends in list(self._tickets) if ends.peer == peer]
-        self._known.difference_update(ticket.link for ticket in gone)
-        return gone
+        return [self._tickets.pop(ends) for ends in list(self._tickets) if ends.peer == peer]
 
     def forget_all(self) -> None:
         """The engine is gone, and with it the receiving end of every link."""
         self._tickets.clear()
-        self._known.clear()
 
 
 @final

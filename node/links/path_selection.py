@@ -10,7 +10,7 @@ from typing import NamedTuple, final
 from ...bootstrap import PeerId
 from ...kvtransport.probing.estimates import TransferSample
 from ...kvtransport.routing.choices import ChoiceCache
-from ...kvtransport.routing.costs import transfer_cost
+from ...kvtransport.routing.costs import transfer_usd
 from ...kvtransport.routing.paths import PathChoice, PathQuery, RunningTransfer
 from ...kvtransport.routing.steering import PathController
 from ..engine import protocol
@@ -176,7 +176,7 @@ class PathSelector:
             known.waiting_bytes = 0
         network = self._knowledge.network((), now)
         sent = {_via(label): size for label, size in report.paths.items()}
-        return transfer_cost(network.boxes, network.links, (self._knowledge.own, peer), sent).usd
+        return transfer_usd(network.boxes, network.links, (self._knowledge.own, peer), sent)
 
     def links_to(self, peer: PeerId) -> list[LinkInUse]:
         """The links in use to a peer."""

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, final
 
+import msgspec
 import trio
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
@@ -26,10 +27,11 @@ from ..settings import WAN, NodeTuning
 from .place import Place, PlaceError, check_sends, slices_between
 
 Item = TypeVar("Item")
+End = TypeVar("End")
 
 
 class Outlets(Protocol):
-    """The sending ends of this box: `links.kv_outlets.KvOutlets`, or `testing.MemoryOutlets`; see there."""
+    """The sending ends of this box: `links.kv_outlets.KvOutlets`; see there."""
 
     def use_dtype(self, dtype: str) -> None: ...
     async def open(self, ticketed: messages.TicketedSlice, tokens: int) -> protocol.Outlet: ...
@@ -126,9 +128,8 @@ class KvTransfers:
             )
         except (PlaceError, TicketError) as error:
             raise RemoteError("invalid", str(error)) from error
-        found: dict[messages.RankSlice, protocol.Inlet] = {}
 
-        async def open_at(peer: PeerId, theirs: tuple[messages.RankSlice, ...]) -> None:
+        async def open_at(peer: PeerId, theirs: tuple[messages.RankSlice, ...]) -> tuple[protocol.Inlet, ...]:
             request = messages.StageInlets(
                 transfer=wanted.transfer, codec=wanted.codec, deadline_s=wanted.deadline_s, slices=theirs
             )
@@ -141,10 +142,9 @@ class KvTransfers:
             answered = [(inlet.rank, inlet.slice, inlet.ticket.transfer) for inlet in inlets]
             if answered != [(rank_slice.target, rank_slice.slice, wanted.transfer) for rank_slice in theirs]:
                 raise RemoteError("invalid", f"{peer} has opened other inlets than it was asked for")
-            found.update(zip(theirs, inlets, strict=True))
+            return inlets
 
-        await _ask_each_box(open_at, [(PeerId(rank_slice.target_peer), rank_slice) for rank_slice in slices])
-        inlets = tuple(found[rank_slice] for rank_slice in slices)
+        inlets = await _ask_each_box(open_at, [(PeerId(rank_slice.target_peer), rank_slice) for rank_slice in slices])
         ticketed = tuple(
             messages.TicketedSlice(rank_slice=rank_slice, ticket=inlet.ticket)
             for rank_slice, inlet in zip(slices, inlets, strict=True)
@@ -159,9 +159,8 @@ class KvTransfers:
             check_sends(slices, place, kv_heads=self._model.kv_heads)
         except PlaceError as error:
             raise RemoteError("invalid", str(error)) from error
-        found: dict[messages.TicketedSlice, protocol.Outlet] = {}
 
-        async def open_at(peer: PeerId, theirs: tuple[messages.TicketedSlice, ...]) -> None:
+        async def open_at(peer: PeerId, theirs: tuple[messages.TicketedSlice, ...]) -> tuple[protocol.Outlet, ...]:
             request = messages.StageOutlets(tokens=tokens, slices=theirs)
             if peer == self._own:
                 outlets = await self._open_outlets(request)
@@ -173,16 +172,16 @@ class KvTransfers:
                 (ticketed.rank_slice.source, ticketed.rank_slice.slice, ticketed.ticket) for ticketed in theirs
             ]:
                 raise RemoteError("invalid", f"{peer} has opened other outlets than it was asked for")
-            found.update(zip(theirs, outlets, strict=True))
+            return outlets
 
-        await _ask_each_box(open_at, [(PeerId(ticketed.rank_slice.source_peer), ticketed) for ticketed in slices])
+        sources = [(PeerId(ticketed.rank_slice.source_peer), ticketed) for ticketed in slices]
+        outlets = await _ask_each_box(open_at, sources)
         if self.place == place:  # else the engine is gone meanwhile, and its requests with it
-            own = [ticketed for ticketed in slices if ticketed.rank_slice.source_peer == self._own]
-            targets = {ticketed.ticket.link: PeerId(ticketed.rank_slice.target_peer) for ticketed in own}
+            targets = _links_to(ticketed for source, ticketed in sources if source == self._own)
             self._sending[slices[0].ticket.transfer] = _Sending(
                 targets, {ticketed.ticket.link for ticketed in slices}, None
             )
-        return tuple(found[ticketed] for ticketed in slices)
+        return outlets
 
     def abort(self, transfer: bytes, reason: str) -> None:
         """Tell the other stages of this replica that nothing more will be sent or expected."""
@@ -205,22 +204,12 @@ class KvTransfers:
         target = sending.targets.get(report.link) if sending is not None else None
         if sending is None or target is None:
             return None
+        figures = msgspec.convert(report, messages.TransferFigures, from_attributes=True)
         body = messages.StageTransfer(
             transfer=report.transfer,
             link=report.link,
             failed="" if report.delivered else report.reason or "not delivered",
-            figures=messages.TransferFigures(
-                raw_bytes=report.raw_bytes,
-                wire_bytes=report.wire_bytes,
-                frames=report.frames,
-                span_s=report.span_s,
-                visible_s=report.visible_s,
-                hidden_fraction=report.hidden_fraction,
-                mode=report.mode,
-                paths=report.paths,
-                resent_bytes=report.resent_bytes,
-                usd=self._outlets.end_transfer(target, report),
-            ),
+            figures=msgspec.structs.replace(figures, usd=self._outlets.end_transfer(target, report)),
         )
         if sending.head is not None:
             self._tell(sending.head, methods.STAGE_TRANSFER, body)
@@ -262,7 +251,7 @@ class KvTransfers:
             raise RemoteError("no-path", str(error)) from error
         if self.place != place:
             raise RemoteError("no-engine", "the engine process of this stage has ended")
-        targets = {ticketed.ticket.link: PeerId(ticketed.rank_slice.target_peer) for ticketed in body.slices}
+        targets = _links_to(body.slices)
         self._sending[body.slices[0].ticket.transfer] = _Sending(targets, set(targets), peer)
         return messages.StageOutletsOpened(outlets=outlets)
 
@@ -316,19 +305,25 @@ class KvTransfers:
             pass  # nobody is left there who would care
 
 
+def _links_to(slices: Iterable[messages.TicketedSlice]) -> dict[bytes, PeerId]:
+    """The links that they go over, each with the box that it leads to."""
+    return {ticketed.ticket.link: PeerId(ticketed.rank_slice.target_peer) for ticketed in slices}
+
+
 async def _ask_each_box(
-    action: Callable[[PeerId, tuple[Item, ...]], Awaitable[None]], items: list[tuple[PeerId, Item]]
-) -> None:
-    """Do something once for each box with all that concerns it, at all boxes at the same time; raises the first of
-    their NetworkErrors and TransferErrors when all are done."""
+    action: Callable[[PeerId, tuple[Item, ...]], Awaitable[Sequence[End]]], items: list[tuple[PeerId, Item]]
+) -> tuple[End, ...]:
+    """Do something once for each box with all that concerns it, at all boxes at the same time; returns what came of
+    each item. Raises the first of their NetworkErrors and TransferErrors when all are done."""
     groups: dict[PeerId, tuple[Item, ...]] = {}
     for peer, item in items:
         groups[peer] = (*groups.get(peer, ()), item)
+    found: dict[Item, End] = {}
     failures: list[NetworkError | TransferError] = []
 
     async def attempt(peer: PeerId) -> None:
         try:
-            await action(peer, groups[peer])
+            found.update(zip(groups[peer], await action(peer, groups[peer]), strict=True))
         except (NetworkError, TransferError) as error:
             failures.append(error)
 
@@ -340,6 +335,7 @@ async def _ask_each_box(
                 nursery.start_soon(attempt, peer)
     if failures:
         raise failures[0]
+    return tuple(found[item] for _, item in items)
 
 
 def _sum_figures(figures: Sequence[messages.TransferFigures]) -> messages.TransferFigures:

@@ -195,21 +195,12 @@ class Stages:
 
 def limits_of(config: EngineConfig) -> BatchLimits:
     """What the other stages are to be started with, if this is the head's."""
-    return BatchLimits(
-        max_model_len=config.max_model_len,
-        max_batched_tokens=config.max_batched_tokens,
-        max_requests=config.max_requests,
-    )
+    return msgspec.convert(config, BatchLimits, from_attributes=True)
 
 
 def with_limits(config: EngineConfig, limits: BatchLimits) -> EngineConfig:
     """The settings of a stage that follows the head's limits."""
-    return msgspec.structs.replace(
-        config,
-        max_model_len=limits.max_model_len,
-        max_batched_tokens=limits.max_batched_tokens,
-        max_requests=limits.max_requests,
-    )
+    return msgspec.structs.replace(config, **msgspec.structs.asdict(limits))
 
 
 def with_stage(config: EngineConfig, place: Place, pipes: tuple[PipeEnd, ...]) -> EngineConfig:

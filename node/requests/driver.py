@@ -13,7 +13,7 @@ import trio
 from ...bootstrap import NetworkError, PeerId, PeerLost
 from ...bootstrap.methods import Messenger
 from ...coordinator import NoRoute
-from ...coordinator.requests import (
+from ...coordinator.requests.values import (
     Action,
     CancelTransfer,
     CancelWork,

@@ -15,7 +15,8 @@ import trio
 from ...bootstrap import PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...coordinator import Demand, DemandMeter, RoutingSettings
-from ...coordinator.requests import RequestMachine, RequestSettings
+from ...coordinator.requests.machine import RequestMachine
+from ...coordinator.requests.values import RequestSettings
 from .. import messages
 from ..models import ModelInfo
 from ..models.text import PromptError, TextModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from ...coordinator.requests import ShowTokens
+from ...coordinator.requests.values import ShowTokens
 from ..engine.protocol import Sampling
 from ..messages import Generate
 from ..models.text import PromptError, StopFinder, TextModel

@@ -9,7 +9,8 @@ from typing import Any, Generic, assert_never, final
 from ...bootstrap import PeerId
 from ...bootstrap.methods import Body, Notice
 from ...coordinator import Plan
-from ...coordinator.requests import (
+from ...coordinator.requests.machine import RequestMachine
+from ...coordinator.requests.values import (
     CancelTransfer,
     CancelWork,
     EndRequest,
@@ -17,7 +18,6 @@ from ...coordinator.requests import (
     OpenPrefill,
     PassFirstToken,
     Ready,
-    RequestMachine,
     ShowTokens,
 )
 from .. import messages
@@ -114,7 +114,7 @@ class OpenedRequest:
             receive_tokens=opening.split,
             codec=plan.codec,
             prefill=prefill.stages if prefill is not None else (),
-            told_first=opening.first_token,
+            awaits_first_token=opening.first_token,
         )
         return self._asked
 

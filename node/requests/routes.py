@@ -7,7 +7,7 @@ from typing import final
 
 from ...bootstrap import PeerId
 from ...coordinator import NoRoute, Route, Router, RoutingSettings
-from ...coordinator.requests import FindRoute
+from ...coordinator.requests.values import FindRoute
 from ..view import NetworkView, Queue
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from pathlib import Path
 from typing import TypeVar
+
+from ..errors import UsageError
 
 Settings = TypeVar("Settings")
 
@@ -45,6 +48,12 @@ def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings
     """Settings from the options that are called as their fields are; the other fields keep their defaults."""
     given = vars(arguments)
     return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
+
+
+def check_writable(field: str, path: Path | None) -> None:
+    """Raise UsageError if there is no folder for a file that is to be written."""
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{field}: {path.parent} is no folder; make it first")
 
 
 class Listed(argparse.Action):

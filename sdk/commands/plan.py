@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
+from math import inf
 from typing import Any, Final
 
 import msgspec
@@ -35,9 +36,6 @@ def run_plan(arguments: Namespace) -> int:
     console = Console(stderr=True)
     quiet = arguments.format == "json" or not console.is_terminal
 
-    def spent() -> bool:
-        return arguments.budget_s is not None and time.monotonic() - started > arguments.budget_s
-
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, disable=quiet,
         transient=True,
@@ -49,10 +47,7 @@ def run_plan(arguments: Namespace) -> int:
             about = f"step {step}{of}, objective {objective:.4f}"
             bar.update(task, description=f"planning {problem.cluster.gpus} GPUs: {about}")
 
-        found = search(
-            problem, evaluator, rng=np.random.default_rng(arguments.seed), spent=spent, progress=progress,
-            anytime=arguments.budget_s is not None,
-        )  # fmt: skip
+        found = search_plan(problem, evaluator, arguments, progress)
     proposals = evaluator.propose(found.solution, epoch=0, version=1)
     seconds = time.monotonic() - started
     if arguments.format == "json":
@@ -63,6 +58,24 @@ def run_plan(arguments: Namespace) -> int:
         out.print(f"planned in {seconds:.2f} s, {found.steps} steps, seed {arguments.seed}")
     sys.stdout.flush()
     return 0
+
+
+def search_plan(
+    problem: Problem,
+    evaluator: LowerLevel,
+    arguments: Namespace,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> SearchResult:
+    """The best plan by the options' seed, within their budget of time."""
+    until = time.monotonic() + (arguments.budget_s or inf)
+    return search(
+        problem,
+        evaluator,
+        rng=np.random.default_rng(arguments.seed),
+        spent=lambda: time.monotonic() > until,
+        progress=progress,
+        anytime=arguments.budget_s is not None,
+    )
 
 
 def plan_json(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from ...sims.splitwise.metrics import missed_slos, slowdowns, summary
 from ...sims.splitwise.run import Mode, SplitwiseResult, run_setup, write_requests_csv
 from ...sims.splitwise.traces import read_trace
 from ..errors import UsageError
+from .option_values import check_writable
 from .status_view import open_console
 
 
@@ -41,8 +41,8 @@ def _run_splitwise(arguments: Namespace) -> int:
         arguments.setup, arguments.model, arguments.workload, trace, mode=mode, machines=arguments.machines
     )
     seconds = time.process_time() - started
+    check_writable("requests", arguments.requests)
     if arguments.requests is not None:
-        _writable(arguments.requests)
         write_requests_csv(result.outcomes, arguments.requests)
     figures = _figures(result, arguments, mode, seconds)
     if arguments.format == "json":
@@ -91,8 +91,3 @@ def _print_figures(figures: dict[str, Any], console: Console) -> None:
     missed = ", ".join(figures["slo_missed"]) or "none"
     console.print(f"deadlines missed (slowdown against a lone DGX-A100): {missed}")
     console.print(f"{figures['events']} events, {figures['cpu_s']:.2f} CPU seconds")
-
-
-def _writable(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise UsageError(f"requests: {path.parent} is no folder; make it first")

@@ -18,8 +18,7 @@ from ...coordinator.plan import Plan
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.workload import Service
-from ...coordinator.planning.upper.search import search
-from ...coordinator.routing import RoutingSettings
+from ...coordinator.routing.interface import RoutingSettings
 from ...sims.records import Trace, TraceError
 from ...sims.results.chrome_trace import write_chrome_trace
 from ...sims.results.outcomes import SimResult
@@ -29,6 +28,8 @@ from ...sims.scenario import BoxLost, ServiceRun, SimSettings
 from ...sims.workloads import AZURE, Lengths, azure, draw, read_requests, replay
 from ...sims.world import simulate
 from ..errors import UsageError
+from .option_values import check_writable
+from .plan import search_plan
 from .plan_options import problem_of
 from .status_view import open_console
 
@@ -47,9 +48,8 @@ class _PlanFile(msgspec.Struct):
 
 def run_planned(arguments: Namespace) -> int:
     """Plan unless there is a plan, simulate, and write what was asked for. Returns the exit code."""
-    for path in (arguments.requests, arguments.chrome_trace):
-        if path is not None and not path.parent.is_dir():
-            raise UsageError(f"{path.parent} is no folder; make it first")
+    for field, path in (("requests", arguments.requests), ("chrome-trace", arguments.chrome_trace)):
+        check_writable(field, path)
     problem = problem_of(arguments)
     losses = [_loss(text, problem) for text in arguments.lose]
     traces = [_trace(arguments, service, number) for number, service in enumerate(problem.services)]
@@ -103,11 +103,7 @@ def _simulate(
 def _plans(arguments: Namespace, problem: Problem) -> list[Plan]:
     if arguments.plan is None:
         evaluator = LowerLevel(problem)
-        until = time.monotonic() + (arguments.budget_s or float("inf"))
-        found = search(
-            problem, evaluator, rng=np.random.default_rng(arguments.seed), spent=lambda: time.monotonic() > until,
-            anytime=arguments.budget_s is not None,
-        )  # fmt: skip
+        found = search_plan(problem, evaluator, arguments)
         return [proposal.plan for proposal in evaluator.propose(found.solution, epoch=0, version=1)]
     try:
         file = msgspec.json.decode(arguments.plan.read_bytes(), type=_PlanFile)

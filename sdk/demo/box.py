@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,14 +99,21 @@ class DemoBox:
         child = await self._start_node("bootstrap", ["bootstrap", "--codec", codec], {}, ())
         return await self._greeting(child)
 
-    async def start_node(self, number: int, token: str, model: Path, codec: str, phase: Phase | None) -> NodeGreeting:
-        """Start a node with an engine, pinned to a phase or not, and wait until it has joined."""
-        options = ["--phase", phase.value] if phase is not None else []
-        options += ["--model", str(model), "--codec", codec, "--threads", "1", "--kv-cache-mib", str(KV_CACHE_MIB)]
-        return await self.join(number, token, options)
+    async def join_all(self, nodes: int, token: str, options: list[str], phases: Sequence[Phase]) -> frozenset[str]:
+        """Start so many nodes with these `p2pserve join` options at once, pinned to the phases in turn (none: as the
+        planner wants); returns their ids when all have joined."""
+        peers: list[str] = []
 
-    async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
-        """Start a node with an engine and these `p2pserve join` options; wait until it has joined."""
+        async def join(number: int) -> None:
+            pin = ["--phase", phases[number % len(phases)].value] if phases else []
+            peers.append((await self._join(number, token, [*options, *pin])).peer)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(1, nodes + 1):
+                nursery.start_soon(join, number)
+        return frozenset(peers)
+
+    async def _join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
         with self.take_channel() as channel:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]

@@ -231,25 +231,25 @@ class Demo:
         self._stage = "the nodes join"
         if self._settings.nodes > 1:
             self._say("nodes are pinned to prefill and decode in turn: left to the planner, each might do both")
-        peers: list[str] = []
+        settings = self._settings
+        options = ["--model", str(self._model.folder), "--codec", settings.codec, "--threads", "1"]
+        options += ["--kv-cache-mib", str(KV_CACHE_MIB)]
+        joined: list[frozenset[str]] = []
 
-        async def start(number: int) -> None:
-            phase = PINS[number % len(PINS)] if self._settings.nodes > 1 else None
-            greeting = await box.start_node(number, token, self._model.folder, self._settings.codec, phase)
-            peers.append(greeting.peer)
+        async def start() -> None:
+            joined.append(await box.join_all(settings.nodes, token, options, PINS if settings.nodes > 1 else ()))
 
         watcher = Watcher()
         async with trio.open_nursery() as nursery:
-            for number in range(1, self._settings.nodes + 1):
-                nursery.start_soon(start, number)
+            nursery.start_soon(start)
             while True:
                 status = await client.status()
                 for line in watcher.on_status(status):
                     self._say(line)
-                if len(peers) == self._settings.nodes:
+                for peers in joined:
                     self._stage = "the engines start and the coordinator makes its plan"
-                    if covers(status, frozenset(peers)):
-                        return status, frozenset(peers)
+                    if covers(status, peers):
+                        return status, peers
                 await trio.sleep(POLL_S)
 
     async def _ask_all(self, client: AsyncClient) -> list[Generation]:

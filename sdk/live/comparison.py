@@ -1,7 +1,7 @@
 """Does the simulator say what the network does? A live run of emulated nodes, and the same run
 simulated.
 
-    python -m p2pserve.sdk.live.comparison --format json
+    python -m p2pserve.sdk.live_comparison --format json
 
 Starts emulated nodes on this machine, replays a seeded trace through gateway and SDK, and
 simulates the same trace on the plans that the network has made for itself, with the same step
@@ -232,7 +232,7 @@ def table_of(found: LiveComparison) -> Table:
 def parser() -> argparse.ArgumentParser:
     """Of the command line."""
     found = argparse.ArgumentParser(
-        prog="python -m p2pserve.sdk.live.comparison",
+        prog="python -m p2pserve.sdk.live_comparison",
         description="Run a network of emulated nodes on this machine, simulate the same, and compare.",
     )
     add = found.add_argument
@@ -337,7 +337,3 @@ def show(found: LiveComparison) -> None:
         console.print(f"note: {note}")
     verdict = "agree" if found.ok else "do not agree"
     console.print(f"they {verdict} within {found.tolerance:.0%} on TTFT, TPOT and throughput")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

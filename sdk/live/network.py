@@ -94,31 +94,15 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
 
 async def _start(box: DemoBox, client: AsyncClient, token: str, settings: LiveSettings, say: Say) -> Plan:
     """Start the nodes; returns the plan that all of them are in."""
-    options = [
-        "--emulate",
-        settings.cards,
-        "--emulate-specs",
-        settings.specs,
-        "--model",
-        settings.model,
-        "--codec",
-        settings.codec,
-    ]
+    options = ["--emulate", settings.cards, "--emulate-specs", settings.specs, "--model", settings.model]
+    options += ["--codec", settings.codec]
     options += ["--max-num-batched-tokens", str(settings.max_batched_tokens), "--max-requests", str(MAX_REQUESTS)]
-    peers: list[str] = []
-
-    async def start(number: int) -> None:
-        pin = ["--phase", settings.phases[number % len(settings.phases)].value] if settings.phases else []
-        peers.append((await box.join(number, token, [*options, *pin])).peer)
-
     say(f"starting {settings.nodes} emulated nodes of {settings.cards} ({settings.specs}) for {settings.model}")
     with trio.move_on_after(PLAN_S):
-        async with trio.open_nursery() as nursery:
-            for number in range(1, settings.nodes + 1):
-                nursery.start_soon(start, number)
+        peers = await box.join_all(settings.nodes, token, options, settings.phases)
         while True:
             status = await client.status()
-            if covers(status, frozenset(peers)) and status.plan is not None:
+            if covers(status, peers) and status.plan is not None:
                 return status.plan
             await trio.sleep(POLL_S)
     raise DemoFailed(f"no plan with all {settings.nodes} nodes after {PLAN_S:g} s")

@@ -257,9 +257,8 @@ class Engine:
     def _end_run(self, now: float, signals: list[EngineSignal]) -> None:
         batch, steps, chunks = self._batch, self._run_steps, self._run_chunks
         requests = batch.size
-        self._free -= batch.blocks_for(steps)
-        self.counts.peak_blocks = max(self.counts.peak_blocks, self.blocks - self._free)
         counts = self.counts
+        self._take_blocks(batch.blocks_for(steps))
         counts.steps += steps
         counts.output_tokens += steps * requests
         if chunks:
@@ -380,8 +379,7 @@ class Engine:
         if wanted > self._free or not (sequence.external or self._has_place()):
             return None
         self._queue.popleft()
-        self._free -= wanted
-        self.counts.peak_blocks = max(self.counts.peak_blocks, self.blocks - self._free)
+        self._take_blocks(wanted)
         sequence.blocks = wanted
         if sequence.external:
             self._awaiting_kv[sequence.key] = sequence
@@ -416,6 +414,12 @@ class Engine:
             preempted = True
         return preempted
 
+    def _take_blocks(self, blocks: int) -> None:
+        self._free -= blocks
+        held = self.blocks - self._free
+        if held > self.counts.peak_blocks:
+            self.counts.peak_blocks = held
+
     def _free_blocks(self, sequence: Sequence) -> None:
         self._free += sequence.blocks
         sequence.blocks = 0
@@ -439,5 +443,8 @@ class Engine:
 
 def _chunk_of(chunks: list[_PromptChunk]) -> PrefillChunk:
     """The prefill work of one batch in a step."""
-    tokens = sum(chunk.tokens for chunk in chunks)
-    return PrefillChunk(tokens, sum(chunk_pairs(chunk.start, chunk.tokens) for chunk in chunks))
+    tokens, pairs = 0, 0.0
+    for _, start, size in chunks:
+        tokens += size
+        pairs += chunk_pairs(start, size)
+    return PrefillChunk(tokens, pairs)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
+import msgspec
+
 from .sequence import Sequence
 
 
@@ -51,7 +53,7 @@ class SignalKind(IntEnum):
     """Blocks are reserved for KV that is transferred to here."""
 
 
-class EngineSignal(NamedTuple):
+class EngineSignal(msgspec.Struct, frozen=True, gc=False):
     """One thing that a caller has to know."""
 
     kind: SignalKind

@@ -19,7 +19,7 @@ from ...coordinator.planning.model.problem import Problem, Solution
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
 from ...coordinator.planning.upper.settings import SearchSettings
-from ...coordinator.routing import RoutingSettings
+from ...coordinator.routing.interface import RoutingSettings
 from ..policies import SHARES
 from ..records import Trace
 from ..scenario import SimSettings

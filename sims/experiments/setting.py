@@ -22,7 +22,7 @@ from ...coordinator.planning.model.slo import scaled_slo
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.upper.search import search
 from ...coordinator.planning.upper.settings import SearchSettings
-from ...coordinator.routing import RoutingSettings
+from ...coordinator.routing.interface import RoutingSettings
 from ..engine.values import SimEngineSettings
 from ..policies import SHARES
 from ..records import Trace

@@ -7,7 +7,8 @@ POLICIES.
 from collections.abc import Mapping
 from typing import Final
 
-from ...coordinator.routing import NETWORK_POLICIES, PolicyFactory
+from ...coordinator.routing.interface import PolicyFactory
+from ...coordinator.routing.policies import NETWORK_POLICIES
 from .load_blind import PlanShares, RandomReplicas, RoundRobin
 
 __all__ = ["PLAN", "POLICIES", "RANDOM", "ROUND_ROBIN", "SHARES"]

@@ -9,7 +9,7 @@ from typing import final
 import numpy as np
 
 from ...coordinator.plan import Plan
-from ...coordinator.routing import NoRoute, ReplicaLoads, RequestFacts, Route, RoutingPolicy, RoutingSettings
+from ...coordinator.routing.interface import NoRoute, ReplicaLoads, RequestFacts, Route, RoutingPolicy, RoutingSettings
 
 
 class _LoadBlind(RoutingPolicy):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...coordinator.routing import PolicyError, ReplicaLoads, RequestFacts, Route, RoutingPolicy
+from ...coordinator.routing.interface import PolicyError, ReplicaLoads, RequestFacts, Route, RoutingPolicy
 
 
 class SharedPool(RoutingPolicy):

@@ -13,7 +13,7 @@ from math import nan
 
 import numpy as np
 
-from ...coordinator.routing import ReplicaLoads, RequestFacts, RoutingPolicy
+from ...coordinator.routing.interface import ReplicaLoads, RequestFacts, RoutingPolicy
 from ..events import EventQueue, Scheduled
 from ..records import Trace
 from .machine import Machine, MachineTask
@@ -48,7 +48,8 @@ class SplitwiseCluster:
     def run(self) -> int:
         """Let everything happen; returns how many events that took."""
         self._queue.push(self.arrival[0], _TraceFeed(self))
-        return self._queue.run() - self.overtaken
+        self._queue.run()
+        return self._queue.happened - self.overtaken
 
     @property
     def is_stuck(self) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ...coordinator.costs.step_times import StepTimes
 from ...coordinator.costs.tables import SplitwiseTimes
-from ...coordinator.routing import RoutingPolicy
+from ...coordinator.routing.interface import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace
 from .cluster import SplitwiseCluster

@@ -137,8 +137,8 @@ class _PairModel:
         shared_s = visible_s(wire_s / (1.0 - busy)[:, None], latency_s, prefill_s, layers) - least_s
         sending = KVDelays(least_s, busy, shared_s / np.maximum(busy, 1e-9)[:, None])
         is_transferred = prefills != decodes
-        early = ~is_transferred | self.service.decode_writes_first
-        step_s = np.where(is_transferred & self.service.decode_writes_first, decoding.tpot_s, 0.0)
+        early = ~is_transferred | self.service.first_token_at_decode
+        step_s = np.where(is_transferred & self.service.first_token_at_decode, decoding.tpot_s, 0.0)
         admit_s = np.broadcast_to(decoding.admit_s[:, None], wire_s.shape)
         return RequestTimes(self.classes, prefilling, decoding, sending, admit_s, early.astype(np.float64), step_s)
 

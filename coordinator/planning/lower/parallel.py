@@ -101,7 +101,7 @@ class ServiceNeeds(NamedTuple):
     ) -> Array:
         """[replica, load] the share of the service's requests in time at each of LOADS, on replicas
         of one phase: see `queueing.in_time_by_load`."""
-        later = not behaviours[0].does_prefill and not self.service.decode_writes_first
+        later = not behaviours[0].does_prefill and not self.service.first_token_at_decode
         cv = self.service.workload.arrival_cv
         return in_time_by_load(
             behaviours, self.classes, slo, cv, phase_counts=phase_counts, other_phase=other_phase, admitted_later=later

@@ -56,7 +56,7 @@ def _shares(service: Service, classes: Classes) -> Array:
     """At each of _GIGABIT_S, seconds that a Gb takes."""
     slo = service.slo
     gaps_s = np.where(classes.output > 1.5, (classes.output - 1.0) * slo.tpot_s, inf)
-    first_s = slo.ttft_s if service.decode_writes_first else inf
+    first_s = slo.ttft_s if service.first_token_at_decode else inf
     slack_s = SLACK * np.minimum(np.minimum(gaps_s, slo.e2e_s), first_s)
     alone_s = _GIGABIT_S[:, None] * kv_gigabits(service.model, classes.prompt, service.kv_bits)
     late = _SHARES * np.exp(-(slack_s / alone_s)[..., None] * (1.0 - _SHARES))

@@ -85,7 +85,7 @@ class Service:
     """One model with its traffic, its deadlines, and how its KV travels.
 
     `kv_bits` per element on the wire, all overhead included (kv4: 4.5, raw: 16).
-    `decode_writes_first`: the first token comes from the decode replica once the KV is there; else
+    `first_token_at_decode`: the first token comes from the decode replica once the KV is there; else
     from the prefill replica, and what the KV transfer takes counts between the first token and
     the second.
     """
@@ -96,4 +96,4 @@ class Service:
     slo: Slo = field(default_factory=Slo)
     codec: str = "kv4"
     kv_bits: float = 4.5
-    decode_writes_first: bool = False
+    first_token_at_decode: bool = False

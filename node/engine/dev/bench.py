@@ -205,9 +205,9 @@ class Bench:
             (prompt,) = self.prompts(1, TTFT_PROMPT)
             send, receive = self._trial.transfer_ends(link, "raw", decode.ready)
             began = time.monotonic()
-            request = decode.submit(prompt, 2, receive=receive, receive_tokens=len(prompt), told_first=True)
+            request = decode.submit(prompt, 2, receive=receive, receive_tokens=len(prompt), awaits_first_token=True)
             begun = await prefill.answer(prefill.submit(prompt, 1, send=send))
-            decode.tell_first(request, begun.tokens[0])
+            decode.send_first_token(request, begun.tokens[0])
             answer = await decode.answer(request)
             await prefill.report(send[0].ticket.transfer)
             if answer.cached < len(prompt) or answer.tokens[:1] != begun.tokens:
@@ -398,7 +398,7 @@ def main(arguments: list[str] | None = None) -> int:
             stack.enter_context(_quiet())
             report = trio.run(run, model, options.repeats, config)
     except* (ModelError, EngineError, TransferError, OSError) as errors:
-        sys.stderr.write(f"bench: {_first(errors)}\n")
+        sys.stderr.write(f"bench: {first_error(errors)}\n")
     if report is None:
         return 1
     text = msgspec.json.format(msgspec.json.encode(report)).decode() if options.format == "json" else table(report)
@@ -427,7 +427,8 @@ def _quiet() -> Iterator[None]:
             os.close(descriptor)
 
 
-def _first(error: BaseException) -> BaseException:
+def first_error(error: BaseException) -> BaseException:
+    """The first that is no group of others."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from ....coordinator.costs.step_times import StepTimes, chunk_pairs
-from ....coordinator.profile import StepSample
 
 
 @dataclass(slots=True, eq=False)
@@ -72,18 +71,6 @@ class Batch(NamedTuple):
     scheduled: tuple[ScheduledTokens, ...]
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
-
-    def sample(self, seconds: float) -> StepSample:
-        """The step as a sample for the profiler; one token of a request counts as decode."""
-        chunks = [entry.tokens for entry in self.scheduled if entry.tokens > 1]
-        contexts = [entry.first for entry in self.scheduled if entry.tokens == 1]
-        return StepSample(
-            seconds=seconds,
-            prefill_requests=len(chunks),
-            prefill_tokens=sum(chunks),
-            decode_requests=len(contexts),
-            decode_context=sum(contexts),
-        )
 
 
 def step_s(times: StepTimes, scheduled: tuple[ScheduledTokens, ...]) -> float:

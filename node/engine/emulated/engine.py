@@ -12,7 +12,7 @@ from ....coordinator.costs.replica import ReplicaError, StageHardware, kv_capaci
 from ....coordinator.costs.step_times import StepTimes
 from ....kvtransport.errors import TransferError
 from .. import protocol
-from ..stats import StepTotals
+from ..stats import StepReporter, StepTotals, describe_step
 from ..transfers.wait_limits import WaitLimits
 from .batching import Batch, Batcher, step_s
 from .batching import BatchedRequest as Work
@@ -21,20 +21,12 @@ from .transfers import ComputedSpan
 
 _log = logging.getLogger(__name__)
 
-LEAST_KV_TOKENS: Final = 256
-"""An engine with less KV memory is refused: it could serve next to nothing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmulationSettings:
-    """`block_size`: tokens of a KV block where the agent names none. `check_interval_s`: between
-    looks at deadlines; less costs CPU in every step. `catch_up_s`: how far behind its model an
-    engine may still catch up; more is lost, with a warning, so that a pause does not become a
-    burst."""
-
-    block_size: int = 16
-    check_interval_s: float = 0.05
-    catch_up_s: float = 0.1
+LEAST_KV_TOKENS: Final = 256  # an engine with less KV memory is refused: it could serve next to nothing
+BLOCK_SIZE: Final = 16  # tokens of a KV block where the agent names none
+CHECK_INTERVAL_S: Final = 0.05  # between looks at deadlines; less costs CPU in every step
+CATCH_UP_S: Final = 0.1
+"""How far behind its model an engine may still catch up; more is lost, with a warning, so that a pause does not become
+a burst."""
 
 
 class EmulationError(ValueError):
@@ -63,15 +55,12 @@ class ExpectedKv(Protocol):
 
     def start(self) -> None:
         """There are blocks for it: the senders may send."""
-        ...
 
     def progress(self) -> tuple[float, int]:
         """The fraction of all bytes that is here, and how many tokens are complete."""
-        ...
 
     def abort(self, reason: str) -> None:
         """Stop receiving."""
-        ...
 
 
 class TransferPort(Protocol):
@@ -79,31 +68,24 @@ class TransferPort(Protocol):
 
     def send(self, outlets: Sequence[protocol.Outlet], on_end: Callable[[], None]) -> None:
         """Open the sending ends; `on_end` is called once, when all of them have ended."""
-        ...
 
     def send_span(self, transfer: bytes, span: ComputedSpan) -> None:
         """A step computes these tokens of a prompt that is sent."""
-        ...
 
     def withdraw(self, transfer: bytes) -> None:
         """The request has been preempted: what has not been sent is lost, and is computed again."""
-        ...
 
     def expect(self, inlets: Sequence[protocol.Inlet], tokens: int, on_end: Callable[[], None]) -> ExpectedKv:
         """Open the receiving ends. Raises TransferError."""
-        ...
 
     def close_incoming(self, transfer: bytes) -> object:
         """An expected transfer is over."""
-        ...
 
     def abort(self, transfer: bytes, reason: str) -> None:
         """End a transfer."""
-        ...
 
     def carry_out(self, order: protocol.SetLinkPaths | protocol.CloseLink | protocol.AbortTransfer) -> None:
         """Do what the agent wants of a link or a transfer."""
-        ...
 
 
 @dataclass(slots=True)
@@ -132,14 +114,12 @@ class EmulatedEngine:
         *,
         tell: Callable[[protocol.EngineMessage], None],
         wake: Callable[[KvEnded | KvSent], None],
-        settings: EmulationSettings = EmulationSettings(),
     ) -> None:
         self._emulation = emulation
         self._tp = config.tp
-        self._settings = settings
-        self._transfers, self._tell, self._wake = transfers, tell, wake
+        self._transfers, self._wake = transfers, wake
         capacity, self._times = model_capacity(emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib)
-        block_size = config.block_size or settings.block_size
+        block_size = config.block_size or BLOCK_SIZE
         self._batcher = Batcher(
             blocks=capacity // block_size,
             block_size=block_size,
@@ -151,8 +131,8 @@ class EmulatedEngine:
         self._requests: dict[str, _Request] = {}
         self._wait_limits = WaitLimits(config.transfers.wait_limits)
         self._tally = StepTotals()
-        self._reported: protocol.EngineStats | None = None
-        self._checked_at = -settings.check_interval_s
+        self._reporter = StepReporter(tell)
+        self._checked_at = -CHECK_INTERVAL_S
         self._batch: Batch | None = None
         self._ends: float | None = None  # modelled end of the step under way, or of the last one
         self._ended: float | None = None  # when the last step really ended
@@ -197,7 +177,7 @@ class EmulatedEngine:
                 complaint = self._find_fault(message)
                 if complaint:
                     refused = protocol.NewTokens(request, (), "refused", reason=complaint)
-                    self._report((refused,), self._stats())
+                    self._reporter.report((refused,), self._stats())
                 else:
                     self._submit(message, now)
             case protocol.SetFirstToken():
@@ -233,7 +213,7 @@ class EmulatedEngine:
             self._ends = self._ended = None
             return None
         began = self._ends if self._ends is not None else now
-        if now - began > self._settings.catch_up_s:
+        if now - began > CATCH_UP_S:
             _log.warning("this machine is too slow: steps are %.2f s behind those of %s", now - began, self.name)
             began = now
         self._batch, self._ends = batch, began + step_s(self._times, batch.scheduled)
@@ -256,14 +236,15 @@ class EmulatedEngine:
             outputs.append(protocol.NewTokens(work.request, tokens, finish, work.received))
             if work.is_done:
                 del self._requests[work.request]
-        sample = batch.sample(max(0.0, now - began))
+        scheduled = ((entry.first, entry.tokens) for entry in batch.scheduled)
+        sample = describe_step(scheduled, max(0.0, now - began))
         self._tally.add(sample, len(batch.preempted))
         self._wait_limits.on_prefill(sample.prefill_tokens, sample.seconds)
         self._publish(outputs, now)
 
     def check_deadlines(self, now: float) -> None:
         """Now and then, give up requests beyond their deadline, and KV slower than computing."""
-        if now < self._checked_at + self._settings.check_interval_s and not self.idle:
+        if now < self._checked_at + CHECK_INTERVAL_S and not self.idle:
             return
         self._checked_at = now
         late = [request for request, live in self._requests.items() if now > live.deadline]
@@ -310,7 +291,7 @@ class EmulatedEngine:
             try:
                 live.expected = self._transfers.expect(submit.receive, submit.receive_tokens, lambda: self._wake(ended))
                 live.work.external = submit.receive_tokens
-                live.first_token_from = submit.receive[0].ticket.transfer if submit.told_first else None
+                live.first_token_from = submit.receive[0].ticket.transfer if submit.awaits_first_token else None
             except TransferError as error:  # then the prompt is computed
                 _log.warning("request %s cannot receive: %s", submit.request, error)
         if self.idle:
@@ -380,21 +361,7 @@ class EmulatedEngine:
     def _publish(self, outputs: list[protocol.NewTokens], now: float) -> None:
         if self.idle:
             self._batcher.check_integrity()
-        stats = self._stats()
-        iterations = self._tally.take(now, at_once=self.idle)
-        # Also when requests have gone without a word: routes follow the load.
-        if outputs or iterations or stats != self._reported:
-            self._report(tuple(outputs), stats, iterations)
-
-    def _report(
-        self,
-        outputs: tuple[protocol.NewTokens, ...],
-        stats: protocol.EngineStats,
-        iterations: protocol.Iterations | None = None,
-    ) -> None:
-        # Whatever is told counts as told: a load that goes back to what it was before is news again.
-        self._reported = stats
-        self._tell(protocol.Step(outputs=outputs, stats=stats, iterations=iterations))
+        self._reporter.report(outputs, self._stats(), self._tally.take(now, at_once=self.idle))
 
     def _stats(self) -> protocol.EngineStats:
         batcher = self._batcher

@@ -20,6 +20,7 @@ from .transfers import EmulatedTransfers
 AWAIT_S = 0.05  # between looks at deadlines while no step runs and KV is awaited
 
 ToLoop = protocol.ToEngine | KvEnded | KvSent
+Inbox = queue.SimpleQueue[tuple[float, ToLoop]]  # when it came, and what
 
 
 def run_emulated_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
@@ -36,7 +37,7 @@ class EmulatedProgram:
         self._config = config
         self._emulation = msgspec.convert(config.options, protocol.Emulation)
         self._outbox = outbox
-        self._inbox: queue.SimpleQueue[tuple[float, ToLoop]] = queue.SimpleQueue()  # when it came, and what
+        self._inbox: Inbox = queue.SimpleQueue()
         self._transfers = EmulatedTransfers(
             layers=self._emulation.model.layers,
             head_dim=self._emulation.model.head_dim,
@@ -44,7 +45,6 @@ class EmulatedProgram:
             report=outbox.send,
             settings=config.transfers,
         )
-        self._engine: EmulatedEngine | None = None
 
     def take(self, message: ToLoop) -> None:
         """By any thread."""
@@ -54,22 +54,29 @@ class EmulatedProgram:
         """By any thread."""
         self._transfers.attach(hello, connection)
 
-    def load(self) -> None:
+    def load(self) -> EmulatedLoop:
         """There is nothing to load, but the cards may be too small. Raises StartError."""
         try:
-            self._engine = EmulatedEngine(
+            engine = EmulatedEngine(
                 self._config, self._emulation, self._transfers, tell=self._outbox.send, wake=self.take
             )
         except EmulationError as error:
             raise StartError(str(error)) from error
+        return EmulatedLoop(engine, self._inbox)
 
-    def ready(self, load_s: float) -> protocol.EngineReady:
-        """The speeds are those of the cards on paper."""
-        return self._loaded.ready(load_s)
+
+@final
+class EmulatedLoop:
+    """See `process.LoadedEngine`."""
+
+    def __init__(self, engine: EmulatedEngine, inbox: Inbox) -> None:
+        self._engine = engine
+        self._inbox = inbox
+        self.ready = engine.ready
 
     def serve(self) -> None:
         """Step by step, each as long as the model says."""
-        engine, computing = self._loaded, True
+        engine, computing = self._engine, True
         while True:
             wait_s = 0.0 if computing else None if engine.idle else AWAIT_S
             while (letter := self._next(wait_s)) is not None:
@@ -87,11 +94,6 @@ class EmulatedProgram:
 
     def close(self) -> None:
         """No other process is in it."""
-
-    @property
-    def _loaded(self) -> EmulatedEngine:
-        assert self._engine is not None, "load comes first"
-        return self._engine
 
     def _next(self, wait_s: float | None) -> tuple[float, ToLoop] | None:
         """The next message, if one comes in time; None: in whatever time."""

@@ -241,22 +241,5 @@ def table(report: CheckReport) -> str:
     return "\n".join(lines)
 
 
-def page(report: CheckReport) -> str:
-    """The table of `docs/gpu.md`: every figure and, of parts without figures, their verdict."""
-    wanted = {
-        "kernels": [("each codec, over a copy on the device", f">= {CODEC_SHARE:g}")],
-        "engines": [(f"`{name}`", f"{sign} {bound:g}") for name, sign, bound in ENGINE_TARGETS],
-    }
-    rows = ["| part | figure | target | found |", "|---|---|---|---|"]
-    for part in report.parts:
-        if part.figures:
-            found = [(f"`{each.name}`", each.target, f"{each.value:.3f}") for each in part.figures]
-        else:
-            verdict = part.reason or part.status
-            found = [(*each, verdict) for each in wanted.get(part.part, [(part.what, "passes")])]
-        rows += [f"| {' | '.join((part.part, *each))} |" for each in found]
-    return "\n".join(rows)
-
-
 def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)

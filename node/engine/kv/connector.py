@@ -94,7 +94,7 @@ def read_settings(vllm_config: VllmConfig) -> ConnectorSettings:
 
 
 class P2PConnector(KVConnectorBase_V1):
-    """Push connector over p2pserve's own encrypted links."""
+    """Push connector over p2pserve's own encrypted links. `SchedulerSide` and `WorkerSide` do what vLLM asks for."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -129,24 +129,20 @@ class P2PConnector(KVConnectorBase_V1):
         return False
 
     def on_new_request(self, request: Request) -> None:
-        """See `SchedulerSide`."""
         self.scheduler_side.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See `SchedulerSide`."""
         return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """See `SchedulerSide`."""
         self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepWork:
-        """See `SchedulerSide`."""
         return self.scheduler_side.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What all workers together have said after a step. vLLM calls this before it looks at the loads itself."""
-        self.scheduler_side.sends_finished(connector_output.finished_sending or ())
+        self.scheduler_side.release_sent(connector_output.finished_sending or ())
         progress = connector_output.kv_connector_worker_meta
         assert progress is None or isinstance(progress, LoadProgress)
         connector_output.finished_recving = self.scheduler_side.update_progress(
@@ -157,7 +153,6 @@ class P2PConnector(KVConnectorBase_V1):
         )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See `SchedulerSide`."""
         return self.scheduler_side.request_finished(request), None
 
     # ---- worker's side ----------------------------------------------------------------------------------
@@ -169,7 +164,6 @@ class P2PConnector(KVConnectorBase_V1):
         return self._worker_side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """See `WorkerSide.register`."""
         self.worker_side.register(self._layers, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -8,13 +8,12 @@ from typing import Any, Protocol, final
 
 from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.pipe import Pipe
+from ..process import explain
 from ..settings import PIPELINE_DEFAULTS, PipelineSettings
 from .pipes import OnLost, PipeInput, PipelineError, StageLost
 from .vocabulary import CALLABLE, CODEC, Call, CallFailed, CallResult
 
 _log = logging.getLogger(__name__)
-
-MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 
 
 class CallTarget(Protocol):
@@ -57,7 +56,7 @@ class CallServer:
             except TransferError as error:
                 raise StageLost(f"the head is lost: {error}") from error
             except Exception as error:
-                reason = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+                reason = explain(error)
                 _log.exception("a call of the head failed")
                 self._control.send(CODEC.encode(CallFailed(reason)))
                 raise PipelineError(reason) from error

@@ -8,7 +8,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, cast, final
+from typing import TYPE_CHECKING, Any, NoReturn, Self, cast, final
 
 import vllm
 from vllm.platforms import current_platform
@@ -171,16 +171,25 @@ class StageProgram:
         if not self._connections.put(hello, connection):
             self._switchboard.attach(hello, connection)
 
-    def load(self) -> None:
+    def load(self) -> Self:
         """The layers are loaded when the head says so. Raises StartError for a place that cannot be taken."""
         try:
             check_pipeline(self._config)
         except PipelineError as error:
             raise StartError(str(error)) from error
+        return self
 
     def ready(self, load_s: float) -> EngineReady:
-        """The process can be dialled from now on."""
-        return _ready(self._config)
+        """Said before anything is loaded: the process can be dialled from now on. What only the head knows is 0."""
+        kind = cast("DeviceKind", current_platform.device_type)
+        return EngineReady(
+            pid=os.getpid(),
+            engine=f"vllm{'-cpu' if kind == 'cpu' else ''} {vllm.__version__}",
+            device=kind,
+            dtype=self._config.dtype,
+            layers=self._config.partition[self._config.stage],
+            max_model_len=self._config.max_model_len or 0,
+        )
 
     def serve(self) -> None:
         """Do what the head says until it is lost, which ends this process."""
@@ -197,27 +206,6 @@ class StageProgram:
         """End the other workers of this stage."""
         for worker in self._forked:
             worker.end()
-
-
-def _ready(config: EngineConfig) -> EngineReady:
-    """Said before anything is loaded: the process can be dialled from now on. What only the head knows is 0."""
-    kind = cast("DeviceKind", current_platform.device_type)
-    return EngineReady(
-        pid=os.getpid(),
-        engine=f"vllm{'-cpu' if kind == 'cpu' else ''} {vllm.__version__}",
-        device=kind,
-        dtype=config.dtype,
-        layers=config.partition[config.stage],
-        kv_heads=0,
-        head_dim=0,
-        vocabulary=0,
-        max_model_len=config.max_model_len or 0,
-        kv_tokens=0,
-        eos_tokens=(),
-        load_s=0.0,
-        tflops=0.0,
-        memory_gbps=0.0,
-    )
 
 
 def serve_stage(config: EngineConfig, pipes: dict[PipeEnd, Pipe], load: Callable[[LoadStage], StageWorkers]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol, final
 import torch
 
 from ....kvtransport.wire.frames import MAX_PAYLOAD_BYTES
-from ..settings import CPU_KV_CACHE_MIB, GPU_SHARE
+from ...box.hardware import CPU_KV_CACHE_MIB, GPU_SHARE
 
 SIZED_SHARE_OF_MEMORY = 0.01  # vLLM wants one also where the size of the cache is given
 

@@ -21,9 +21,9 @@ from ..mailbox import Outbox
 from ..pipeline.pipes import PipeConnections, PipelineError
 from ..pipeline.stage import StageProgram, check_pipeline, end_process, join_pipeline, run_forked_worker
 from ..pipeline.stage_workers import ForkedWorker, fork_workers
-from ..process import AgentSockets, StartError, serve_agent
+from ..process import AgentSockets, StartError, explain, serve_agent
 from ..scratch import own_temporary_folder
-from ..stats import StepMeter
+from ..stats import StepMeter, StepReporter
 from ..transfers.idle import IdleSteps
 from ..vllm.device import DeviceKind, device_of
 from ..vllm.layout import head_dim, kv_heads
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
-
-MAX_REASON = 400  # characters of an error that are shown; the log has all of it
 
 
 def run_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
@@ -63,7 +61,6 @@ class VllmProgram:
         self._inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
         self._switchboard = Switchboard(config.tp, outbox.send, config.transfers)
         self._connections = PipeConnections(config.pipes)
-        self._runner: EngineRunner | None = None
 
     def take(self, message: protocol.ToEngine) -> None:
         """By the thread that reads messages; wakes a loop that waits for KV."""
@@ -75,54 +72,44 @@ class VllmProgram:
         if not self._connections.put(hello, connection):
             self._switchboard.attach(hello, connection)
 
-    def load(self) -> None:
+    def load(self) -> EngineRunner:
         """Build vLLM's engine; the head of a pipeline waits for the other stages first. Raises StartError."""
         try:
             if self._config.partition:
                 check_pipeline(self._config)
                 join_pipeline(self._config, self._connections, self._forked, end_process(self._outbox))
             with own_temporary_folder():
-                self._runner = EngineRunner(self._config, self._outbox, self._switchboard)
+                return EngineRunner(self._config, self._outbox, self._switchboard, self._inbox, self._forked)
         except PipelineError as error:
             raise StartError(str(error)) from error
 
-    def ready(self, load_s: float) -> protocol.EngineReady:
-        """Describe the engine, with the speed of its device measured now."""
-        return self._loaded.ready(load_s)
-
-    def serve(self) -> None:
-        """The engine's loop."""
-        self._loaded.loop(self._inbox)
-
-    def close(self) -> None:
-        """See worker processes and other stages off, so that none outlives this one."""
-        self._loaded.close()
-        for worker in self._forked:
-            worker.end()
-
-    @property
-    def _loaded(self) -> EngineRunner:
-        assert self._runner is not None, "load comes first"
-        return self._runner
-
 
 @dataclass(slots=True)
-class _Live:
+class _RunningRequest:
     """A request in the engine."""
 
     deadline: float  # on this process's clock
-    told_by: bytes | None  # the transfer whose sender is to tell the first token, until it has
-    unread: int  # tokens of the prompt that are to be read here, until the answer has a token
-    first: tuple[int, ...] = ()  # that token, until it has gone out with the next
+    first_token_from: bytes | None  # the transfer whose sender is to tell the first token, until it has
+    pending_prefill_tokens: int  # tokens of the prompt that are to be read here, until the answer has a token
+    first_token: tuple[int, ...] = ()  # that token, until it has gone out with the next
 
 
+@final
 class EngineRunner:
-    """A vLLM engine and the loop around it. Everything but the constructor runs on one thread."""
+    """See `process.LoadedEngine`: a vLLM engine and the loop around it."""
 
-    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, switchboard: Switchboard) -> None:
+    def __init__(
+        self,
+        config: protocol.EngineConfig,
+        outbox: Outbox,
+        switchboard: Switchboard,
+        inbox: queue.SimpleQueue[protocol.ToEngine],
+        forked: tuple[ForkedWorker, ...],
+    ) -> None:
         self._config = config
-        self._outbox = outbox
         self._switchboard = switchboard
+        self._inbox = inbox
+        self._forked = forked
         self._engine = build_engine(config, switchboard.name)
         self._core: Any = self._engine.engine_core.engine_core  # in-process
         self._scheduler: Any = self._core.scheduler
@@ -132,10 +119,10 @@ class EngineRunner:
         assert isinstance(connector, P2PConnector)
         self._transfers = connector.scheduler_side
         self._step_tokens = int(self._scheduler.max_num_scheduled_tokens)
-        self._live: dict[str, _Live] = {}
+        self._requests: dict[str, _RunningRequest] = {}
         self._eos = eos_tokens(self._engine.model_config)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
-        self._reported: protocol.EngineStats | None = None
+        self._reporter = StepReporter(outbox.send)
         on_step, stages = self._transfers.on_step, bool(config.partition)
         self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
         self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
@@ -177,12 +164,14 @@ class EngineRunner:
         if self._config.tp > 1 or self._config.partition:
             self._core.model_executor.shutdown()
         self._switchboard.close()
+        for worker in self._forked:
+            worker.end()
 
-    def loop(self, inbox: queue.SimpleQueue[protocol.ToEngine]) -> None:
-        """Serve until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
+    def serve(self) -> None:
+        """Until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
         while True:
-            while not inbox.empty() or not self._busy():
-                message = inbox.get()
+            while not self._inbox.empty() or not self._busy():
+                message = self._inbox.get()
                 if isinstance(message, protocol.Stop):
                     return
                 self._handle(message)
@@ -214,18 +203,18 @@ class EngineRunner:
                     # Whatever vLLM has against a request, it says so before the scheduler has it (its own errors are
                     # no ValueErrors): that costs the request, not the others.
                     _log.warning("refused request %s: %s", request, error)
-                    self._give_up(message, " ".join(str(error).split())[:MAX_REASON])
+                    self._refuse(message, explain(error))
             case protocol.SetFirstToken():
-                self._begin_with(message)
+                self._set_first_token(message)
             case protocol.Cancel(request=request):
                 self._abort([request])
             case protocol.AbortTransfer() | protocol.SetLinkPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
-                    self._wait_no_longer(message.transfer)
+                    self._stop_waiting_for_token(message.transfer)
                 # With the next step, so that it does not overtake what has been submitted; without one, directly. A
                 # batch that is in flight when all requests have gone is the last one.
                 if self._scheduler.requests or self._scheduler.finished_req_ids:
-                    self._transfers.pass_on(message)
+                    self._transfers.queue_order(message)
                 else:
                     self._switchboard.carry_out(message)
             case protocol.LimitSteps(tokens=tokens):
@@ -249,9 +238,9 @@ class EngineRunner:
         if worst >= self._vocabulary:  # would fail inside a step, and take the engine with it
             raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
         sampling = submit.sampling
-        self._live[submit.request] = _Live(
+        self._requests[submit.request] = _RunningRequest(
             time.monotonic() + submit.deadline_s,
-            submit.receive[0].ticket.transfer if submit.told_first else None,
+            submit.receive[0].ticket.transfer if submit.awaits_first_token else None,
             len(submit.prompt) - (submit.receive_tokens if submit.receive else 0),
         )
         self._engine.add_request(
@@ -271,75 +260,62 @@ class EngineRunner:
             ),
         )
 
-    def _give_up(self, submit: protocol.Submit, reason: str) -> None:
-        self._live.pop(submit.request, None)
+    def _refuse(self, submit: protocol.Submit, reason: str) -> None:
+        self._requests.pop(submit.request, None)
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
-        self._report((refused,), self._stats())
+        self._reporter.report((refused,), self._stats())
 
-    def _begin_with(self, told: protocol.SetFirstToken) -> None:
+    def _set_first_token(self, told: protocol.SetFirstToken) -> None:
         """Another engine has written the first token of this answer. What comes too late, or is no token, is left: then
         the answer begins with one of our own."""
-        live = self._live.get(told.request)
-        if live is None or live.told_by is None:
+        live = self._requests.get(told.request)
+        if live is None or live.first_token_from is None:
             return
-        transfer, live.told_by = live.told_by, None
-        if told.token < self._vocabulary and self._transfers.first_token(transfer, told.token):
-            live.first = (told.token,)
-        self._wait_no_longer(transfer)
+        transfer, live.first_token_from = live.first_token_from, None
+        if told.token < self._vocabulary and self._transfers.set_first_token(transfer, told.token):
+            live.first_token = (told.token,)
+        self._stop_waiting_for_token(transfer)
 
-    def _wait_no_longer(self, transfer: bytes) -> None:
+    def _stop_waiting_for_token(self, transfer: bytes) -> None:
         """For the first token of the request that receives this."""
-        request = self._transfers.wait_no_longer(transfer)
+        request = self._transfers.stop_waiting_for_token(transfer)
         if request is not None:
             self._scheduler.finished_recving_kv_req_ids.add(request)
 
     def _abort(self, requests: list[str]) -> None:
         """Those that are known. One whose KV is here must not be taken for one that still receives: its blocks would
         never be free."""
-        ended = {request: live for request in requests if (live := self._live.pop(request, None)) is not None}
+        ended = {request: live for request in requests if (live := self._requests.pop(request, None)) is not None}
         for live in ended.values():
-            if live.told_by is not None:
-                self._wait_no_longer(live.told_by)
+            if live.first_token_from is not None:
+                self._stop_waiting_for_token(live.first_token_from)
         if ended:
             self._engine.abort_request(list(ended))
 
     def _expire(self) -> list[protocol.NewTokens]:
         now = time.monotonic()
-        late = [request for request, live in self._live.items() if now > live.deadline]
+        late = [request for request, live in self._requests.items() if now > live.deadline]
         self._abort(late)
         return [protocol.NewTokens(request, (), "deadline") for request in late]
 
     def _publish(self, outputs: list[Any], late: list[protocol.NewTokens]) -> None:
         news = list(late)
         for output in outputs:
-            live = self._live.get(output.request_id)
+            live = self._requests.get(output.request_id)
             if live is None:
                 continue
             completion = output.outputs[0]
-            tokens, live.first = (*live.first, *completion.token_ids), ()
-            live.unread = 0
+            tokens, live.first_token = (*live.first_token, *completion.token_ids), ()
+            live.pending_prefill_tokens = 0
             finish = completion.finish_reason if output.finished else None
             if output.finished:
-                del self._live[output.request_id]
+                del self._requests[output.request_id]
             news.append(protocol.NewTokens(output.request_id, tokens, finish, output.num_cached_tokens or 0))
-        stats = self._stats()
         pausing = not self._busy()
         if pausing:
             self._meter.pause()
         iterations = self._meter.tally.take(time.monotonic(), at_once=pausing)
-        # Also when requests have gone without a word: routes follow the load.
-        if news or iterations or stats != self._reported:
-            self._report(tuple(news), stats, iterations)
-
-    def _report(
-        self,
-        outputs: tuple[protocol.NewTokens, ...],
-        stats: protocol.EngineStats,
-        iterations: protocol.Iterations | None = None,
-    ) -> None:
-        # Whatever is told counts as told: a load that goes back to what it was before is news again.
-        self._reported = stats
-        self._outbox.send(protocol.Step(outputs=outputs, stats=stats, iterations=iterations))
+        self._reporter.report(news, self._stats(), iterations)
 
     def _stats(self) -> protocol.EngineStats:
         running, waiting = self._scheduler.get_request_counts()
@@ -349,7 +325,7 @@ class EngineRunner:
             waiting,
             self._scheduler.get_kv_cache_usage(),
             free * self._scheduler.block_size,
-            sum(live.unread for live in self._live.values()),
+            sum(live.pending_prefill_tokens for live in self._requests.values()),
         )
 
 
@@ -366,7 +342,7 @@ def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
     opening = OpenTransfer(
         transfer=(submit.send or submit.receive)[0].ticket.transfer,
         tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
-        told_first=submit.told_first,
+        awaits_first_token=submit.awaits_first_token,
         send=submit.send,
         receive=submit.receive,
     )

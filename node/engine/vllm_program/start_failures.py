@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-MAX_REASON: Final = 400  # characters of an unknown error that are shown; the log has all of it
+from ..process import MAX_REASON
 
 _QUANTISED: Final = "its weights are quantised with"
 # A pattern, and the line for the user with the pattern's groups in it. The first one that is found counts.

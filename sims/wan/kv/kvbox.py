@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from ....kvtransport import KVFrame, TransferError
+from ....kvtransport.errors import TransferError
 from ....kvtransport.link.endpoint import Endpoint
 from ....kvtransport.link.receive_link import IncomingTransfer, ReceiveLink
 from ....kvtransport.link.relay import Relay
@@ -30,6 +30,7 @@ from ....kvtransport.link.transfers import EndState
 from ....kvtransport.probing.burst import BurstGate, dial_burst, read_burst_hello, receive_burst, send_burst
 from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
+from ....kvtransport.wire.frames import KVFrame
 from ....kvtransport.wire.permits import RELAY_MAGIC
 from ....kvtransport.wire.sockets import read_link_hello, receive_exactly
 from . import orders

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from ....kvtransport.routing.costs import transfer_cost
+from ....kvtransport.routing.costs import transfer_usd
 from ....kvtransport.routing.paths import KVPath, PathChoice, PathQuery, choose
 from ....kvtransport.routing.steering import PathChange, PathController
 from ..emulated import EmulatedWan, Kind
@@ -253,7 +253,7 @@ def _case(
         gbps=moved.gbps,
         compared_with=compared[0],
         compared_s=compared[1],
-        usd=transfer_cost(known.boxes, known.links, (SOURCE, TARGET), by_via).usd,
+        usd=transfer_usd(known.boxes, known.links, (SOURCE, TARGET), by_via),
         by_path=moved.by_path,
         figures=figures or {},
         why=tuple(choice.explain().splitlines()),

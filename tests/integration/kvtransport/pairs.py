@@ -13,25 +13,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 
-from p2pserve.kvtransport import (
-    DialPath,
-    Endpoint,
-    EndState,
-    IncomingTransfer,
-    KVFrame,
-    LinkSettings,
-    LinkTicket,
-    OutgoingTransfer,
-    Permit,
-    ReceiveLink,
-    Relay,
-    SendLink,
-    TransferError,
-    TransferTicket,
-    issue_link,
-    issue_transfer,
-    read_link_hello,
-)
+from p2pserve.kvtransport.errors import TransferError
+from p2pserve.kvtransport.link.endpoint import Endpoint
+from p2pserve.kvtransport.link.receive_link import IncomingTransfer, ReceiveLink
+from p2pserve.kvtransport.link.relay import Relay
+from p2pserve.kvtransport.link.send_link import OutgoingTransfer, SendLink
+from p2pserve.kvtransport.link.settings import LinkSettings
+from p2pserve.kvtransport.link.transfers import EndState
+from p2pserve.kvtransport.wire.dial_path import DialPath
+from p2pserve.kvtransport.wire.frames import KVFrame
+from p2pserve.kvtransport.wire.permits import Permit
+from p2pserve.kvtransport.wire.sockets import read_link_hello
+from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 
 WINDOW = 16 << 20
 SETTINGS = LinkSettings(chunk_bytes=64 * 1024, ping_s=0.2, hedge_s=0.4, limit_bytes=32 << 20)

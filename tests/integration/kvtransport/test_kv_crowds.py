@@ -11,16 +11,13 @@ from functools import partial
 
 import pytest
 
-from p2pserve.kvtransport import (
-    DialPath,
-    EndState,
-    IncomingTransfer,
-    OutgoingTransfer,
-    TransferError,
-    TransferTimeout,
-    read_link_hello,
-)
+from p2pserve.kvtransport.errors import TransferError, TransferTimeout
+from p2pserve.kvtransport.link.receive_link import IncomingTransfer
+from p2pserve.kvtransport.link.send_link import OutgoingTransfer
+from p2pserve.kvtransport.link.transfers import EndState
 from p2pserve.kvtransport.wire.channel import Channel, LinkHello, LinkRole
+from p2pserve.kvtransport.wire.dial_path import DialPath
+from p2pserve.kvtransport.wire.sockets import read_link_hello
 
 from .pairs import (
     DELIVERED,

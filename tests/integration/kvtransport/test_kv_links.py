@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from p2pserve.kvtransport import DialPath, EndState, Refusal, TransferAborted
+from p2pserve.kvtransport.errors import TransferAborted
+from p2pserve.kvtransport.link.transfers import EndState
 from p2pserve.kvtransport.wire.channel import Channel
+from p2pserve.kvtransport.wire.dial_path import DialPath
+from p2pserve.kvtransport.wire.permits import Refusal
 from p2pserve.kvtransport.wire.signals import Signal
 
 from .pairs import DELIVERED, SETTINGS, WAIT_LIMIT_S, WINDOW, Pair, frame, payloads, receive_all, send_all, until
@@ -142,7 +145,7 @@ def test_a_relay_stops_at_its_budget_and_says_why(pair: Pair) -> None:
 def test_a_relay_refuses_with_a_reason(pair: Pair, wrong: dict[str, bytes], refusal: Refusal) -> None:
     import msgspec
 
-    from p2pserve.kvtransport import RelayRefused
+    from p2pserve.kvtransport.errors import RelayRefused
     from p2pserve.kvtransport.wire.sockets import dial
 
     _, through = pair.relay(expires_s=60 if wrong else -1)

@@ -10,7 +10,8 @@ from trio.testing import MockClock
 
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.agent_side.engine_link import EngineLink, EngineLost, EngineRefused, EngineStartError
-from p2pserve.node.testing import READY
+
+from .memory import READY
 
 
 @asynccontextmanager

@@ -26,7 +26,9 @@ from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
 from p2pserve.node.settings import BoxLinkSettings
-from p2pserve.node.testing import MemoryEngine, MemoryExchange, Sent
+from p2pserve.node.testing import MemoryExchange, Sent
+
+from .memory import MemoryEngine
 
 SERVICE = "tiny-1234"
 MODEL = ModelInfo(

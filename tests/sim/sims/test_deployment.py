@@ -12,7 +12,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster, ClusterError
 from p2pserve.coordinator.planning.model.workload import Service, Workload
-from p2pserve.coordinator.routing import NoRoute, RoutingSettings
+from p2pserve.coordinator.routing.interface import NoRoute, RoutingSettings
 from p2pserve.sims.deployment import Deployment, check_plans
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import Sequence
@@ -22,7 +22,8 @@ from p2pserve.sims.policies import ROUND_ROBIN
 from p2pserve.sims.records import Trace
 from p2pserve.sims.scenario import ServiceRun, SimSettings, WorldError
 from p2pserve.sims.serving import ReplicaHost
-from p2pserve.sims.testing import LinearTimes
+
+from ...linear_times import LinearTimes
 
 MODEL = ModelShape(name="toy", layers=4, hidden=16, heads=1, kv_heads=1, head_dim=16, intermediate=32, vocabulary=9)
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED

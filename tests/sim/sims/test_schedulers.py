@@ -25,7 +25,8 @@ from p2pserve.node.engine.emulated.batching import BatchedRequest, Batcher
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import Sequence
 from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineSettings, StepRecord
-from p2pserve.sims.testing import LinearTimes
+
+from ...linear_times import LinearTimes
 
 BLOCK_SIZES = (1, 4, 16)
 PLENTY = 2000

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from p2pserve.coordinator.routing import RoutingPolicy
+from p2pserve.coordinator.routing.interface import RoutingPolicy
 from p2pserve.sims.policies.pools import SharedPool, SplitPools
 from p2pserve.sims.records import Trace
 from p2pserve.sims.splitwise import machine

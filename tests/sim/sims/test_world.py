@@ -13,7 +13,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster, ClusterError
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
-from p2pserve.coordinator.routing import RoutingSettings
+from p2pserve.coordinator.routing.interface import RoutingSettings
 from p2pserve.sims.engine.values import SimEngineSettings
 from p2pserve.sims.policies import PLAN, RANDOM, ROUND_ROBIN
 from p2pserve.sims.records import Trace
@@ -30,8 +30,9 @@ from p2pserve.sims.scenario import (
     Situation,
     WorldError,
 )
-from p2pserve.sims.testing import LinearTimes
 from p2pserve.sims.world import simulate
+
+from ...linear_times import LinearTimes
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 

@@ -5,9 +5,7 @@ wait for it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from p2pserve.kernels import payload as payloads
 from p2pserve.kernels import soundness
-from p2pserve.kernels.blocks import Constants
+from p2pserve.kernels.blocks import header
 from p2pserve.kernels.codec import decode, decode_into, encode, encode_into, wire_dtype
 from p2pserve.kernels.codecs import CODECS
 from p2pserve.kernels.errors import CodecError, NonFiniteError, PayloadError, TensorError
@@ -98,22 +96,10 @@ class TestOnTheHost:
         with pytest.raises(TensorError, match="layer 4: V to decode into is not contiguous"):
             decode_into("raw", right, k, strided, start=0, layer=4)
 
-    def test_constants_are_made_once_for_all_threads(self) -> None:
-        constants = Constants()
-        made, together = [], Barrier(4)
-
-        def make() -> torch.Tensor:
-            made.append(torch.zeros(1))
-            return made[-1]
-
-        def get() -> torch.Tensor:
-            together.wait()
-            return constants.get("zero", torch.device("cpu"), make)
-
-        with ThreadPoolExecutor(4) as pool:
-            found = [run.result() for run in [pool.submit(get) for _ in range(4)]]
-        assert len(made) == 1
-        assert all(tensor is made[0] for tensor in found)
+    def test_a_header_is_made_once_for_each_device(self) -> None:
+        made = header(3, torch.bfloat16, torch.device("cpu"))
+        assert header(3, torch.bfloat16, torch.device("cpu")) is made
+        assert header(3, torch.float16, torch.device("cpu")).tolist() == [3, 1, *bytes(14)]
 
 
 def decode_by_value(name: Codec, payload: torch.Tensor, like: torch.Tensor, start: int) -> Pair:

@@ -6,16 +6,11 @@ import random
 
 import pytest
 
-from p2pserve.kvtransport import (
-    DialPath,
-    KVProtocolError,
-    LinkTicket,
-    TicketError,
-    TransferTicket,
-)
 from p2pserve.kvtransport.dev.fuzz import fuzz
+from p2pserve.kvtransport.errors import KVProtocolError, TicketError
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, Channel, LinkHello, LinkRole, parse_link_hello
 from p2pserve.kvtransport.wire.ciphers import RekeyBounds
+from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.signals import (
     MAX_CHUNK_BYTES,
     Abort,
@@ -33,6 +28,7 @@ from p2pserve.kvtransport.wire.signals import (
     payload_bytes,
     unpack,
 )
+from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 
 TICKET = LinkTicket(bytes(range(16)), bytes(range(32)), 60.0)
 KEY = b"t" * 16

@@ -10,15 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport import (
-    KVFrame,
-    LinkTicket,
-    TicketError,
-    TransferTicket,
-    TransferTimes,
-    issue_link,
-    issue_transfer,
-)
+from p2pserve.kvtransport.errors import TicketError
+from p2pserve.kvtransport.routing.report import TransferTimes
+from p2pserve.kvtransport.wire.frames import KVFrame
+from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 
 LINK: dict[str, Any] = {"link": b"L" * 16, "secret": b"k" * 32, "lease_s": 600.0}
 TRANSFER: dict[str, Any] = {"transfer": b"t" * 16, "link": b"L" * 16, "codec": "kv4", "deadline_s": 20.0}

@@ -17,7 +17,7 @@ from p2pserve.coordinator import (
     RoutingSettings,
     Stage,
 )
-from p2pserve.coordinator.routing import NETWORK_POLICIES
+from p2pserve.coordinator.routing.policies import NETWORK_POLICIES
 from p2pserve.sims.policies import PLAN, POLICIES, RANDOM, ROUND_ROBIN, SHARES
 
 PHASES = {"p": Phase.PREFILL, "q": Phase.PREFILL, "d": Phase.DECODE, "e": Phase.DECODE, "m": Phase.MIXED}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator import PolicyError
-from p2pserve.coordinator.routing import ReplicaLoads, RequestFacts, RoutingPolicy
+from p2pserve.coordinator.routing.interface import ReplicaLoads, RequestFacts, RoutingPolicy
 from p2pserve.sims.policies.pools import SharedPool, SplitPools
 
 

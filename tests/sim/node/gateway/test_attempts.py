@@ -5,7 +5,7 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import PeerId, RemoteError, Role
-from p2pserve.coordinator.requests import RequestSettings
+from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node import messages
 from p2pserve.node.requests.acceptance import prepare
 from p2pserve.node.requests.gateway import SHORT_BYTES
@@ -215,7 +215,7 @@ def test_the_prefill_node_reads_its_share_of_the_prompt(share: float, split: int
             assert isinstance(decode, messages.DecodeOpen)
             assert (decode.prompt, decode.receive_tokens) == (PROMPT_TOKENS, split)
             whole = split == len(PROMPT_TOKENS)
-            assert decode.told_first is whole
+            assert decode.awaits_first_token is whole
             assert [stage.peer for stage in decode.prefill] == [P]
             assert isinstance(prefill, messages.PrefillOpen)
             assert (prefill.prompt, prefill.slices) == (PROMPT_TOKENS[:split], (PART,))

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import PeerId, RemoteError, Role
-from p2pserve.coordinator.requests import RequestSettings
+from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node import messages
 from p2pserve.sdk.requests import Replay
 

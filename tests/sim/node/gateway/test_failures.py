@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import PeerId, Role
-from p2pserve.coordinator.requests import RequestSettings
+from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node import messages
 from p2pserve.node.view import NetworkView
 

@@ -5,7 +5,7 @@ import trio
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, Identity, PeerLost, Unreachable
-from p2pserve.bootstrap.streams.hosts import HostDialler
+from p2pserve.bootstrap.streams.hosts import try_hosts
 
 PEER = Identity(b"p" * 32).peer_id
 AT = Address("box.example", 4001)
@@ -28,7 +28,7 @@ def test_the_first_success_ends_it() -> None:
                 raise PeerLost("no") from OSError(111, "Connection refused")
             return f"connected to {host}"
 
-        assert await HostDialler(6.0, resolve).try_each(AT, PEER, attempt) == "connected to 192.0.2.2"
+        assert await try_hosts(AT, PEER, attempt, dial_s=6.0, resolve=resolve) == "connected to 192.0.2.2"
         assert tried == ["192.0.2.1", "192.0.2.2"]
 
     run(main, MockClock(autojump_threshold=0))
@@ -49,7 +49,7 @@ def test_silent_addresses_share_the_time_and_a_quick_failure_leaves_its_share_to
 
         start = trio.current_time()
         with pytest.raises(Unreachable, match=r"cannot reach 12D3.* at box\.example:4001: no route to host"):
-            await HostDialler(8.0, resolve).try_each(AT, PEER, attempt)
+            await try_hosts(AT, PEER, attempt, dial_s=8.0, resolve=resolve)
         assert {host: at - start for host, at in began.items()} == {"a": 0.0, "quick": 2.0, "b": 2.0, "c": 5.0}
         assert trio.current_time() - start == 8.0
 
@@ -74,7 +74,7 @@ def test_a_process_that_gets_no_processor_past_the_deadline_is_told_so_and_lives
             await trio.sleep_forever()
 
         with pytest.raises(Unreachable, match=r"no answer within 5 s|something other than a p2pserve node"):
-            await HostDialler(5.0, resolve).try_each(AT, PEER, attempt)
+            await try_hosts(AT, PEER, attempt, dial_s=5.0, resolve=resolve)
 
     run(main, clock)
 
@@ -88,7 +88,7 @@ def test_a_host_without_a_name_is_not_dialled() -> None:
             pytest.fail("never called")
 
         with pytest.raises(Unreachable, match="cannot resolve"):
-            await HostDialler(5.0, resolve).try_each(AT, None, attempt)
+            await try_hosts(AT, None, attempt, dial_s=5.0, resolve=resolve)
 
     run(main, MockClock())
 
@@ -102,6 +102,6 @@ def test_whoever_may_answer_is_called_a_member() -> None:
             pytest.fail("never called")
 
         with pytest.raises(Unreachable, match=r"cannot reach a member at box\.example:4001: no answer within 5 s"):
-            await HostDialler(5.0, resolve).try_each(AT, None, attempt)
+            await try_hosts(AT, None, attempt, dial_s=5.0, resolve=resolve)
 
     run(main, MockClock())

@@ -17,13 +17,13 @@ def test_an_identity_is_made_once_and_kept(tmp_path: Path) -> None:
     again = Identity.load_or_create(tmp_path / "home")
     assert first.peer_id == again.peer_id
     assert first.peer_id.startswith("12D3KooW")
-    assert public_key_of(first.peer_id) == first.public_key
+    assert public_key_of(first.peer_id) == first.public
 
 
 def test_the_known_peer_id_of_a_known_key() -> None:
     # The test vector of RFC 8032 (first key), with the id that libp2p gives it.
     seed = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
-    assert Identity(seed).public_key.hex().startswith("d75a980182b10ab7d54bfed3c964073a")
+    assert Identity(seed).public.hex().startswith("d75a980182b10ab7d54bfed3c964073a")
     assert Identity(seed).peer_id == "12D3KooWQK1wnefoLrcVHbbnf5tLzbopUd3K3bFAoJpA7YJgL5pV"
 
 

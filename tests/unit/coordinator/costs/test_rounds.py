@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pserve.coordinator.costs.rounds import TOKEN_BUDGETS, PrefillChunk, choose_token_budget, equal_rounds_s, round_s
-from p2pserve.sims.testing import LinearTimes
+
+from ....linear_times import LinearTimes
 
 PIPELINE = LinearTimes(token=0.4, request=1.0, context=0.01, interval_share=0.25)
 

@@ -2,8 +2,10 @@
 
 import pytest
 
-from p2pserve.coordinator.requests import OpenDecode, RequestMachine, RequestSettings, ShowTokens, Tokens, place
-from p2pserve.coordinator.routing import Route
+from p2pserve.coordinator.requests.machine import RequestMachine
+from p2pserve.coordinator.requests.placement import place
+from p2pserve.coordinator.requests.values import OpenDecode, RequestSettings, ShowTokens, Tokens
+from p2pserve.coordinator.routing.interface import Route
 
 
 class CountedAnswer:

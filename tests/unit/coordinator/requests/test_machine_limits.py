@@ -5,20 +5,20 @@ from math import inf
 
 import pytest
 
-from p2pserve.coordinator.requests import (
+from p2pserve.coordinator.requests.machine import RequestMachine
+from p2pserve.coordinator.requests.values import (
     CancelTransfer,
     CancelWork,
     EndRequest,
     FindRoute,
     OpenDecode,
     Ready,
-    RequestMachine,
     RequestRecord,
     RequestSettings,
     ShowTokens,
     Tokens,
 )
-from p2pserve.coordinator.routing import Route
+from p2pserve.coordinator.routing.interface import Route
 
 SETTINGS = RequestSettings(no_engine_grace_s=5.0, route_retry_s=1.0, figures_grace_s=0.5, max_failures=3)
 SPLIT = Route(prefill="pppppp-prefill", decode="dddddd-decode", split=6)

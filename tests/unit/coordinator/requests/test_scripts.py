@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pserve.coordinator.requests import (
+from p2pserve.coordinator.requests.machine import RequestMachine
+from p2pserve.coordinator.requests.values import (
     Action,
     CancelTransfer,
     CancelWork,
@@ -27,12 +28,11 @@ from p2pserve.coordinator.requests import (
     OpenPrefill,
     PassFirstToken,
     Ready,
-    RequestMachine,
     RequestSettings,
     ShowTokens,
     Tokens,
 )
-from p2pserve.coordinator.routing import Route
+from p2pserve.coordinator.routing.interface import Route
 
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.txt"))
 FINISHES = frozenset({"stop", "length", "deadline"})

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator import Load, NoRoute, Pairing, Phase, Plan, PolicyError, Replica, Route, Router, Stage
-from p2pserve.coordinator.routing import NETWORK_POLICIES, ReplicaLoads, RequestFacts, RoutingPolicy, RoutingSettings
+from p2pserve.coordinator.routing.interface import ReplicaLoads, RequestFacts, RoutingPolicy, RoutingSettings
+from p2pserve.coordinator.routing.policies import NETWORK_POLICIES
 
 PLAN = Plan(
     epoch=1,

@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 
 from p2pserve.coordinator import Load, NoRoute, Pairing, Phase, Plan, Replica, Router, Stage
-from p2pserve.coordinator.routing import PolicyError, RoutingSettings, policies
+from p2pserve.coordinator.routing import policies
+from p2pserve.coordinator.routing.interface import PolicyError, RoutingSettings
 
 ROOT = Path(__file__).parents[4]
 PHASES = {"p1": Phase.PREFILL, "p2": Phase.PREFILL, "d1": Phase.DECODE, "d2": Phase.DECODE}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pserve.coordinator import Load, LoadError, NoRoute, Pairing, Phase, Plan, Replica, Route, Router, Stage
-from p2pserve.coordinator.routing import route_once
+from p2pserve.coordinator.routing.router import route_once
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 

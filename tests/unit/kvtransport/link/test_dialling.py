@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 
-from p2pserve.kvtransport import DialPath
 from p2pserve.kvtransport.link.dialling import Dialler
 from p2pserve.kvtransport.link.settings import LinkSettings
+from p2pserve.kvtransport.wire.dial_path import DialPath
 
 
 def test_the_dialler_dials_what_is_missing_and_waits_longer_each_time() -> None:

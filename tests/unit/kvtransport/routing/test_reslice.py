@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from p2pserve.kernels import codec as codecs
 from p2pserve.kernels.codecs import CODECS
 from p2pserve.kernels.format import Codec
-from p2pserve.kvtransport import Assembly, KVFrame
 from p2pserve.kvtransport.errors import FiguresError
 from p2pserve.kvtransport.routing.reslice import ShardLayout, ShardRank, ShardTransfer, localise, reslice
+from p2pserve.kvtransport.wire.assembly import Assembly
+from p2pserve.kvtransport.wire.frames import KVFrame
 
 TPS, HEADS, PPS = (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 3, 4)
 CUTS = [(tp, pp) for tp in TPS for pp in PPS]

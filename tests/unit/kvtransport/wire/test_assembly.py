@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport import KVFrame, KVProtocolError
+from p2pserve.kvtransport.errors import KVProtocolError
 from p2pserve.kvtransport.wire.assembly import Assembly
+from p2pserve.kvtransport.wire.frames import KVFrame
 
 
 def frame(layer: int = 0, heads: tuple[int, int] = (0, 1), tokens: tuple[int, int] = (0, 1)) -> KVFrame:

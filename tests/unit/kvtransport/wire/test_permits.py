@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from p2pserve.kvtransport import Permit, Refusal, RelayRefused, TicketError
-from p2pserve.kvtransport.wire.permits import RelayLedger, pack_relay_hello
+from p2pserve.kvtransport.errors import RelayRefused, TicketError
+from p2pserve.kvtransport.wire.permits import Permit, Refusal, RelayLedger, pack_relay_hello
 
 
 def permit(**changed: object) -> Permit:

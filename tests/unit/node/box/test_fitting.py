@@ -21,11 +21,10 @@ from p2pserve.node.box.fitting import (
     measure_kv_room,
     measure_room,
 )
-from p2pserve.node.box.hardware import Gpu, Hardware
+from p2pserve.node.box.hardware import GPU_SHARE, Gpu, Hardware
 from p2pserve.node.box.home import NodeError, NodeUsageError
 from p2pserve.node.box.shares import share_of
 from p2pserve.node.engine.backend import ServedModel
-from p2pserve.node.engine.settings import GPU_SHARE
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.hosting import describe_length, engine_config
 from p2pserve.node.settings import BoxEngineSettings, FittingSettings

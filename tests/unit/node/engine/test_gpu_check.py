@@ -13,6 +13,8 @@ import torch
 
 from p2pserve.node.engine.gpucheck import parts, run
 from p2pserve.node.engine.gpucheck.verdicts import (
+    CODEC_SHARE,
+    ENGINE_TARGETS,
     NOT_RUN,
     PARTS,
     CheckPart,
@@ -21,7 +23,6 @@ from p2pserve.node.engine.gpucheck.verdicts import (
     PartResult,
     judge,
     not_run,
-    page,
     report_of,
     table,
     time_limit,
@@ -157,6 +158,23 @@ def test_the_table_has_80_columns_and_says_what_was_missed() -> None:
     assert reason.startswith("  throughput_ratio_32 is 0.5, not >= 0.97; ttft_added_ms is 123, not <= 10")
     assert line.split() == ["throughput_ratio_32", "0.500", ">=", "0.97", "not", "reached"]
     assert "not reached" not in next(line for line in text.splitlines() if "handoff_link" in line)
+
+
+def page(report: CheckReport) -> str:
+    """The table of `docs/gpu.md`: every figure and, of parts without figures, their verdict."""
+    wanted = {
+        "kernels": [("each codec, over a copy on the device", f">= {CODEC_SHARE:g}")],
+        "engines": [(f"`{name}`", f"{sign} {bound:g}") for name, sign, bound in ENGINE_TARGETS],
+    }
+    rows = ["| part | figure | target | found |", "|---|---|---|---|"]
+    for part in report.parts:
+        if part.figures:
+            found = [(f"`{each.name}`", each.target, f"{each.value:.3f}") for each in part.figures]
+        else:
+            verdict = part.reason or part.status
+            found = [(*each, verdict) for each in wanted.get(part.part, [(part.what, "passes")])]
+        rows += [f"| {' | '.join((part.part, *each))} |" for each in found]
+    return "\n".join(rows)
 
 
 def test_the_page_quotes_the_report_that_lies_beside_it() -> None:

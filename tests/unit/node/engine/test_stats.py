@@ -12,7 +12,15 @@ import pytest
 
 from p2pserve.coordinator.profile import StepSample
 from p2pserve.node.engine.protocol import Iterations
-from p2pserve.node.engine.stats import INTERVAL_S, SAMPLES_KEPT, SpreadSample, StepMeter, StepTotals, describe_step
+from p2pserve.node.engine.stats import (
+    INTERVAL_S,
+    SAMPLES_KEPT,
+    SpreadSample,
+    StepMeter,
+    StepTotals,
+    count_computed,
+    describe_step,
+)
 from p2pserve.node.engine.transfers.wait_limits import WaitLimits
 
 
@@ -83,7 +91,10 @@ def test_a_step_is_told_by_what_it_costs() -> None:
     step = scheduled(
         new={"prompt": (0, 100), "transferred": (255, 1)}, cached={"chunk": (512, 64), "a": (40, 1), "b": (50, 1)}
     )
-    assert describe_step(step, 0.5) == StepSample(0.5, 2, 164, 3, 345)
+    held = count_computed(step)
+    assert held == {"prompt": 0, "transferred": 255, "chunk": 512, "a": 40, "b": 50}
+    counts = step.num_scheduled_tokens.items()
+    assert describe_step(((held[name], count) for name, count in counts), 0.5) == StepSample(0.5, 2, 164, 3, 345)
 
 
 class FakeScheduler:

@@ -5,7 +5,7 @@ import pytest
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import NoRoute, Pairing, Phase, Plan, Replica, RoutingSettings, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.coordinator.requests import FindRoute
+from p2pserve.coordinator.requests.values import FindRoute
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes

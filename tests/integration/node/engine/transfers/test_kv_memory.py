@@ -117,9 +117,12 @@ def receive() -> dict[str, object]:
             k, v = values(piece.layer, piece.start, piece.start + piece.k.shape[0])
             wrong += not (torch.equal(piece.k.view(torch.int16), k.view(torch.int16)) and torch.equal(piece.v, v))
         outcome = incoming.outcome(time.monotonic())
-        incoming.applied()
+        incoming.confirm_applied()
         until = time.monotonic() + 30.0
-        while any(link.connections for link in hub.endpoint.statistics()) and time.monotonic() < until:
+        while time.monotonic() < until:
+            paths = (path for link in hub.endpoint.statistics() for path in link.paths.values())
+            if not any(path.connections for path in paths):
+                break
             time.sleep(0.01)  # the sender hangs up when it has been told
     return {"outcome": outcome, "pieces": pieces, "wrong": wrong, "grown_mib": peak_mib() - before}
 

@@ -17,7 +17,8 @@ from p2pserve.coordinator.planning.lower.behaviour import (
 )
 from p2pserve.coordinator.planning.model.length_classes import Classes, classify_lengths
 from p2pserve.coordinator.planning.model.workload import Workload
-from p2pserve.sims.testing import LinearTimes
+
+from .....linear_times import LinearTimes
 
 
 def classes(prompts: list[int], outputs: list[int]) -> Classes:

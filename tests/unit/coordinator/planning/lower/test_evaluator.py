@@ -277,7 +277,7 @@ def test_the_first_token_can_wait_for_the_kv() -> None:
     asked = service(0.2, Slo(ttft_s=1.0))
     papers, ours = (
         LowerLevel(
-            Problem(cluster=boxes(3.0), services=(replace(asked, decode_writes_first=late),), pinned={})
+            Problem(cluster=boxes(3.0), services=(replace(asked, first_token_at_decode=late),), pinned={})
         ).propose(SPLIT, epoch=0, version=0)[0]
         for late in (False, True)
     )

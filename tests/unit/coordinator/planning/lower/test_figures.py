@@ -22,7 +22,8 @@ from p2pserve.coordinator.planning.lower.parallel import BoxGpus, GroupHardware,
 from p2pserve.coordinator.planning.lower.queueing import OtherPhase, in_time_by_load
 from p2pserve.coordinator.planning.model.length_classes import Classes, classify_lengths
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
-from p2pserve.sims.testing import LinearTimes
+
+from .....linear_times import LinearTimes
 
 FILE = Path(__file__).parent / "data" / "figures.json"
 Figures = dict[str, list[float]]

@@ -25,7 +25,8 @@ from p2pserve.coordinator.planning.lower.queueing import (
 )
 from p2pserve.coordinator.planning.model.length_classes import Classes, classify_lengths
 from p2pserve.coordinator.planning.model.workload import Slo, Workload
-from p2pserve.sims.testing import LinearTimes
+
+from .....linear_times import LinearTimes
 
 
 class PlainTimes:

@@ -51,7 +51,7 @@ def test_answers_of_one_token_and_services_without_deadlines_wait_for_nothing() 
 
 def test_a_first_token_behind_the_kv_has_the_tighter_deadline() -> None:
     plain = service(LONG, PACED)
-    behind = replace(plain, decode_writes_first=True)
+    behind = replace(plain, first_token_at_decode=True)
     assert shares(behind).of(np.array(10.0)) < shares(plain).of(np.array(10.0))
 
 

@@ -247,9 +247,6 @@ def test_a_step_takes_what_its_work_takes() -> None:
     assert step_s(Times(), (decode, ScheduledTokens(b, 10, 1))) == pytest.approx(2 + 0.4)
     assert step_s(Times(), (chunk,)) == pytest.approx(4 + chunk_pairs(8, 4) / 1000)
     assert step_s(Times(), (decode, chunk)) == pytest.approx(1000 + 4 + 0.042 + 1 + 0.3)
-    sample = Batch((decode, chunk), (), ()).sample(0.5)
-    assert (sample.seconds, sample.prefill_requests, sample.prefill_tokens) == (0.5, 1, 4)
-    assert (sample.decode_requests, sample.decode_context) == (1, 30)
 
 
 @settings(max_examples=30, deadline=None)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from p2pserve.node.engine.vllm_program.start_failures import MAX_REASON, explain_start_failure
+from p2pserve.node.engine.process import MAX_REASON
+from p2pserve.node.engine.vllm_program.start_failures import explain_start_failure
 
 CASES = """
 1 validation error for ModelConfig: Value error, User-specified max_model_len (1048576) is greater than the derived max_model_len (max_position_embeddings=2048 or model_max_length=None in model's config.json). To allow overriding

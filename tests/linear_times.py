@@ -1,10 +1,10 @@
-"""Step times that one can add up by hand, for tests and benchmarks."""
+"""Step times that one can add up by hand."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..coordinator.costs.step_times import DecodeLine
+from p2pserve.coordinator.costs.step_times import DecodeLine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
