@@ -16,7 +16,7 @@ from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.settings import WAN
-from p2pserve.node.view import NetworkView, Queue, decode_adverts, decode_plan
+from p2pserve.node.view import NetworkView, Queue, count_queues, decode_adverts, decode_plan
 
 A, B, C = PeerId("peer-a"), PeerId("peer-b"), PeerId("peer-c")
 SERVICE = "tiny-1234"
@@ -482,3 +482,7 @@ def test_the_running_service_is_kept_while_a_box_offers_it() -> None:
     assert moved.service == "other"
     assert set(moved.peers) == {B, C}
     assert publish(view, coordinator, 1) is None
+
+
+def test_requests_and_their_unread_tokens_are_counted_by_the_node_they_lie_at() -> None:
+    assert count_queues([(A, 5), (B, 1), (A, 0), (A, 7)]) == {A: Queue(3, 12), B: Queue(1, 1)}

@@ -85,4 +85,5 @@ def test_permits_that_permit_nothing(changed: dict[str, object]) -> None:
     [{"next_host": "h"}, {"next_host": "h" * 255}, {"next_port": 1}, {"next_port": 65535}, {"byte_budget": 1}],
 )
 def test_permits_that_permit_hardly_anything_or_very_much(changed: dict[str, object]) -> None:
-    assert permit(**changed)
+    made = permit(**changed)
+    assert {name: getattr(made, name) for name in changed} == changed

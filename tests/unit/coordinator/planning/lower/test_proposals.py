@@ -130,3 +130,11 @@ def test_the_estimates_of_replicas_add_up_to_what_comes() -> None:
     assert found["a6000"].utilisation == pytest.approx(1.0 / 14.9, rel=0.01)
     assert found["a5000"].utilisation == pytest.approx(1.0 / 10.2, rel=0.01)
     assert found["a6000"].batch == pytest.approx(found["a6000"].utilisation)
+
+
+def test_times_are_those_that_so_many_of_a_hundred_keep() -> None:
+    proposal = propose((whole(A6000, P), whole(A5000, D)), rate=1.0)
+    for times in (proposal.ttft_s, proposal.tpot_s, proposal.e2e_s):
+        assert 0.0 < times.p50 < times.p90 < times.p99 < 100.0
+    # a prompt of a thousand tokens takes 0.237 s; hardly any has to wait at so low a load
+    assert 0.1 < proposal.ttft_s.p50 < 0.5

@@ -38,6 +38,19 @@ def test_flips_change_one_group_to_each_other_phase_and_skip_what_is_alike(make_
         assert group.phase is not M
 
 
+def test_boxes_are_alike_whatever_lies_between_them_if_it_is_the_same_both_ways(
+    make_space: Callable[..., Any],
+) -> None:
+    alike, _ = make_space(near=[(0, 1)])
+    assert len(list(flips(alike, BY_BOX))) == 4
+    one_is_nearer, _ = make_space(near=[(0, 2)])
+    assert len(list(flips(one_is_nearer, BY_BOX))) == 6
+    one_way, _ = make_space()
+    one_way.problem.cluster.gbps[0, 1] = 20.0
+    other = SearchSpace.of(one_way.problem, one_way.evaluator)
+    assert len(list(flips(other, BY_BOX))) == 6
+
+
 def test_flips_obey_pins(make_space: Callable[..., Any]) -> None:
     space, _ = make_space(pinned={"a0": M, "t0": M})
     assert {group.slices[0].box for group, _ in flips(space, BY_BOX)} == {1}
