@@ -14,7 +14,7 @@ from typing import Final
 from ..bootstrap import Address
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
-from ..coordinator.requests import RequestSettings
+from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
 
 

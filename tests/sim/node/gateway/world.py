@@ -15,7 +15,7 @@ from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Ro
 from p2pserve.bootstrap.methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, RoutingSettings, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
-from p2pserve.coordinator.requests import RequestSettings
+from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.box.hardware import Hardware
