@@ -124,7 +124,7 @@ TicketedSlices = Annotated[tuple[TicketedSlice, ...], msgspec.Meta(max_length=MA
 
 class DecodeOpen(Message, frozen=True, kw_only=True):
     """Serve a request to its end. `receive_tokens` > 0 asks for tickets under which the replica of the stages `prefill`
-    may push that prefix's KV. `told_first`: the first token is written there as well, and `decode.first` tells it."""
+    may push that prefix's KV. `awaits_first_token`: that replica computes it too, and `decode.first` tells it."""
 
     request: RequestId
     service: str
@@ -134,7 +134,7 @@ class DecodeOpen(Message, frozen=True, kw_only=True):
     receive_tokens: Count
     codec: str
     prefill: Stages = ()
-    told_first: bool = False
+    awaits_first_token: bool = False
 
 
 class DecodeOpened(Message, frozen=True, kw_only=True):

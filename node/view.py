@@ -37,7 +37,7 @@ class Queue(NamedTuple):
     """Requests that a node has not finished, and the tokens of their prompts that it has not read."""
 
     requests: int = 0
-    unread_tokens: int = 0
+    pending_prefill_tokens: int = 0
 
 
 NO_QUEUE = Queue()
@@ -230,7 +230,7 @@ class NetworkView:
                 mine = own.get(peer, NO_QUEUE)
                 self._others[peer] = Queue(
                     requests=max(0, stats.running + stats.waiting - mine.requests),
-                    unread_tokens=max(0, stats.unread_tokens - mine.unread_tokens),
+                    pending_prefill_tokens=max(0, stats.pending_prefill_tokens - mine.pending_prefill_tokens),
                 )
         self._weighed = {peer: advert.stats for peer, advert in self.adverts.items() if advert.stats is not None}
 
@@ -247,7 +247,7 @@ class NetworkView:
                 Load(
                     replica=peer,
                     outstanding=mine.requests + others.requests,
-                    prefill_tokens=mine.unread_tokens + others.unread_tokens,
+                    prefill_tokens=mine.pending_prefill_tokens + others.pending_prefill_tokens,
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
                 )
             )

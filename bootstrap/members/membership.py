@@ -264,7 +264,6 @@ class Membership:
     def tick(self, now: float) -> TickResult:
         """Move every member to the state that follows from its silence."""
         changed = False
-        forgotten: list[PeerId] = []
         for origin, life in list(self._lives.items()):
             if life is self._own:
                 continue
@@ -279,7 +278,6 @@ class Membership:
             is_over = life.gone_since is not None and origin not in self._connected
             if is_over and now >= self._forget_at(life):
                 self._forget(origin, life, now)
-                forgotten.append(PeerId(origin))
                 changed = True
         self._forgotten = {origin: last for origin, last in self._forgotten.items() if last[1] > now}
         # A session lives by what comes over it alone: others may vouch for a peer that this node does
@@ -291,7 +289,7 @@ class Membership:
         )
         for peer in ping:
             self._connected[peer].pinged_at = now
-        return TickResult(drop=drop, ping=ping, forgotten=tuple(forgotten), changed=changed)
+        return TickResult(drop=drop, ping=ping, changed=changed)
 
     def wake_at(self, now: float) -> float | None:
         """When :meth:`tick` next has something to do; ``None`` while alone."""

@@ -64,9 +64,9 @@ class ForkServer:
             for key, _ in self._selector.select(REAP_INTERVAL_S):
                 self._receive(key.fileobj)  # type: ignore[arg-type]
             self._reap()
-        self._bury()
+        self._wait_for_engines()
 
-    def _bury(self) -> None:
+    def _wait_for_engines(self) -> None:
         """The agents are gone, so the engines end too: see them off, or they stay as zombies of nobody."""
         give_up = time.monotonic() + LAST_EXITS_S
         while self._children and time.monotonic() < give_up:

@@ -179,8 +179,8 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
 
     With `receive`, the first `receive_tokens` positions of KV are expected from another engine at these inlets, and
     are computed here as far as they do not arrive. All tickets of a request name the same transfer; each, its link.
-    `told_first`: that engine writes the first token too. Once all KV is here, the request waits for `SetFirstToken`, or
-    for `AbortTransfer`, after which it writes its own.
+    `awaits_first_token`: that engine computes the first token too. Once all KV is here, the request waits for
+    `SetFirstToken`, or for `AbortTransfer`, after which it computes its own.
     """
 
     request: str
@@ -190,7 +190,7 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
     send: tuple[Outlet, ...] = ()
     receive: tuple[Inlet, ...] = ()
     receive_tokens: int = 0
-    told_first: bool = False
+    awaits_first_token: bool = False
 
     def __post_init__(self) -> None:
         if self.send and self.receive:
@@ -201,7 +201,7 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
         for end in ends:
             if end.ticket.link != end.link.link:
                 raise ValueError("a ticket is for another link than the one beside it")
-        if self.told_first and (not self.receive or self.receive_tokens != len(self.prompt)):
+        if self.awaits_first_token and (not self.receive or self.receive_tokens != len(self.prompt)):
             raise ValueError("who writes the first token elsewhere has read all of the prompt")
 
 
@@ -295,13 +295,13 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The scheduler after a step. `unread_tokens`: still to be prefilled here."""
+    """The scheduler after a step. `pending_prefill_tokens`: still to be prefilled here."""
 
     running: Count
     waiting: Count
     kv_usage: Figure
     kv_free_tokens: Count
-    unread_tokens: Count = 0
+    pending_prefill_tokens: Count = 0
 
 
 class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -114,7 +114,9 @@ class Worker:
         """Queue a request; with `receive_tokens`, first make tickets for its KV."""
         self._engine_for(body.service)
         _refuse_known(body.request, self._decodes)
-        if body.receive_tokens > len(body.prompt) or (body.told_first and body.receive_tokens < len(body.prompt)):
+        if body.receive_tokens > len(body.prompt) or (
+            body.awaits_first_token and body.receive_tokens < len(body.prompt)
+        ):
             raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
         # Known from here on, so that it can be stopped while the other stages are being asked.
         job = self._decodes[body.request] = _Job(gateway, body.request)
@@ -134,7 +136,7 @@ class Worker:
                     deadline_s=body.deadline_s,
                     receive=inlets,
                     receive_tokens=body.receive_tokens if inlets else 0,
-                    told_first=body.told_first and bool(inlets),
+                    awaits_first_token=body.awaits_first_token and bool(inlets),
                 ),
             )
         except BaseException as error:

@@ -114,7 +114,7 @@ class OpenedRequest:
             receive_tokens=opening.split,
             codec=plan.codec,
             prefill=prefill.stages if prefill is not None else (),
-            told_first=opening.first_token,
+            awaits_first_token=opening.first_token,
         )
         return self._asked
 

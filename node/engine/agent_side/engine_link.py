@@ -142,7 +142,7 @@ class ForkServerClient:
             except (OSError, trio.ClosedResourceError):
                 packet = b""
             if not packet:
-                self._failure = self._failure or f"the fork server ended{_see(self._log)}"
+                self._failure = self._failure or f"the fork server ended{_refer_to(self._log)}"
                 self._ready.set()
                 return
             match protocol.fork_server_event.decode(packet):
@@ -209,7 +209,7 @@ class EngineLink:
             raise EngineRefused(self._refusal)
         if self._failure is None:
             await self._wait_exit()
-            self._failure = f"the engine process {self.exit_text()} while it was loading the model{_see(log)}"
+            self._failure = f"the engine process {self.exit_text()} while it was loading the model{_refer_to(log)}"
         raise EngineStartError(self._failure)
 
     async def wait_gone(self) -> str:
@@ -243,16 +243,16 @@ class EngineLink:
     async def serve(self) -> None:
         """Carry messages both ways until the process is gone or the task is cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._write)
+            nursery.start_soon(self._write_messages)
             try:
-                await self._read()
+                await self._read_messages()
             finally:
                 self._gone.set()
                 self._started.set()
                 self.close()
                 nursery.cancel_scope.cancel()
 
-    async def _write(self) -> None:
+    async def _write_messages(self) -> None:
         async for message in self._outbox:
             data = memoryview(protocol.frame(message))
             try:
@@ -261,7 +261,7 @@ class EngineLink:
             except (OSError, trio.ClosedResourceError):
                 return  # the reader sees the end of the stream and says so
 
-    async def _read(self) -> None:
+    async def _read_messages(self) -> None:
         unframer = protocol.Unframer()
         while True:
             try:
@@ -297,5 +297,5 @@ class EngineLink:
                 self._on_message(message)
 
 
-def _see(log: Path | None) -> str:
+def _refer_to(log: Path | None) -> str:
     return f"; see {log}" if log is not None else ""

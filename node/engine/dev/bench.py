@@ -205,9 +205,9 @@ class Bench:
             (prompt,) = self.prompts(1, TTFT_PROMPT)
             send, receive = self._trial.transfer_ends(link, "raw", decode.ready)
             began = time.monotonic()
-            request = decode.submit(prompt, 2, receive=receive, receive_tokens=len(prompt), told_first=True)
+            request = decode.submit(prompt, 2, receive=receive, receive_tokens=len(prompt), awaits_first_token=True)
             begun = await prefill.answer(prefill.submit(prompt, 1, send=send))
-            decode.tell_first(request, begun.tokens[0])
+            decode.send_first_token(request, begun.tokens[0])
             answer = await decode.answer(request)
             await prefill.report(send[0].ticket.transfer)
             if answer.cached < len(prompt) or answer.tokens[:1] != begun.tokens:

@@ -291,7 +291,7 @@ class EmulatedEngine:
             try:
                 live.expected = self._transfers.expect(submit.receive, submit.receive_tokens, lambda: self._wake(ended))
                 live.work.external = submit.receive_tokens
-                live.first_token_from = submit.receive[0].ticket.transfer if submit.told_first else None
+                live.first_token_from = submit.receive[0].ticket.transfer if submit.awaits_first_token else None
             except TransferError as error:  # then the prompt is computed
                 _log.warning("request %s cannot receive: %s", submit.request, error)
         if self.idle:

@@ -28,20 +28,20 @@ LOG_END_BYTES: Final = 4096
 END_S: Final = 10.0  # for a part that is asked to end
 
 
-def run_check(say: Callable[[str], None]) -> CheckReport:
+def run_check(print_line: Callable[[str], None]) -> CheckReport:
     """All parts in their order, also after one has failed; on a box without a GPU, none. Raises OSError."""
     cards = gpu_names()
     began, started = datetime.now(UTC), time.monotonic()
     results: list[PartResult] = []
     if not cards:
-        say(FOR_CPUS if probe().gpus else NO_GPU)
+        print_line(FOR_CPUS if probe().gpus else NO_GPU)
         results += [not_run(part) for part in PARTS]
     with tempfile.TemporaryDirectory(prefix="p2pserve-gpu-check-", ignore_cleanup_errors=True) as folder:
         for position, part in enumerate(PARTS[len(results) :]):
             limit_s = time_limit(position, time.monotonic() - started)
-            say(f"{part.name}: {part.what} (at most {limit_s:.0f} s)")
+            print_line(f"{part.name}: {part.what} (at most {limit_s:.0f} s)")
             result = run_part(part, limit_s, Path(folder))
-            say(f"{part.name}: {result.status}" + (f" after {result.seconds:.1f} s" if result.seconds else ""))
+            print_line(f"{part.name}: {result.status}" + (f" after {result.seconds:.1f} s" if result.seconds else ""))
             results.append(result)
     return report_of(
         results,

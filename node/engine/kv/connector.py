@@ -142,7 +142,7 @@ class P2PConnector(KVConnectorBase_V1):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """What all workers together have said after a step. vLLM calls this before it looks at the loads itself."""
-        self.scheduler_side.sends_finished(connector_output.finished_sending or ())
+        self.scheduler_side.release_sent(connector_output.finished_sending or ())
         progress = connector_output.kv_connector_worker_meta
         assert progress is None or isinstance(progress, LoadProgress)
         connector_output.finished_recving = self.scheduler_side.update_progress(

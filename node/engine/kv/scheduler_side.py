@@ -27,7 +27,7 @@ class _Send:
     transfer: bytes
     tokens: int
     announced: int = 0  # positions that the workers may read
-    begun: bool = False  # they have been told of the request, and will say when they read it no more
+    is_known: bool = False  # they have been told of the request, and will say when they read it no more
 
 
 @dataclass(slots=True)
@@ -36,10 +36,10 @@ class _Receive:
     transfer: bytes
     tokens: int
     since: float  # when the request came
-    told_first: bool  # the first token is still to be told; without it, KV that is all there is not told to vLLM
-    asked: bool = False  # blocks were allocated once; after a preemption there is nothing left to wait for
+    awaits_first_token: bool  # until it has come, vLLM is not told that all KV is there
+    has_had_blocks: bool = False  # after a preemption there is nothing left to wait for
     blocks: set[int] = field(default_factory=set)
-    here: bool = False  # all KV is, and vLLM has not been told
+    is_complete: bool = False  # all KV is, and vLLM has not been told
 
 
 @final
@@ -55,10 +55,10 @@ class SchedulerSide:
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
         self._held: dict[str, bytes] = {}  # requests that are over and hold their blocks, with their transfers
-        self._gave_way_at = 0.0
+        self._yielded_at = 0.0
         self._next = StepWork()
         self._wait_limits = WaitLimits(settings.wait_limits)
-        self._looked_at = -settings.look_s
+        self._checked_at = -settings.look_s
 
     def __repr__(self) -> str:
         requests = f"sends={len(self._sends)} held={len(self._held)} receives={len(self._receives)}"
@@ -66,22 +66,22 @@ class SchedulerSide:
 
     # ---- for the engine's loop --------------------------------------------------------------------------
 
-    def pass_on(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
+    def queue_order(self, order: SetLinkPaths | CloseLink | AbortTransfer) -> None:
         """Something the agent wants of the workers, in order with the requests it has submitted."""
         self._next.orders.append(order)
 
-    def first_token(self, transfer: bytes, token: int) -> bool:
+    def set_first_token(self, transfer: bytes, token: int) -> bool:
         """The request that waits for this transfer goes on from this token. False when it does not wait any more."""
         receive = self._receiving(transfer)
         return receive is not None and go_on_from(receive.request, token)
 
-    def wait_no_longer(self, transfer: bytes) -> str | None:
+    def stop_waiting_for_token(self, transfer: bytes) -> str | None:
         """The first token has come, or will not: vLLM's id of the request if all its KV is here."""
         receive = self._receiving(transfer)
         if receive is None:
             return None
-        receive.told_first = False
-        here, receive.here = receive.here, False
+        receive.awaits_first_token = False
+        here, receive.is_complete = receive.is_complete, False
         return receive.request.request_id if here else None
 
     def on_step(self, step: StepSample) -> None:
@@ -99,23 +99,23 @@ class SchedulerSide:
             self._sends[request.request_id] = _Send(opening.transfer, opening.tokens)
         else:
             self._receives[request.request_id] = _Receive(
-                request, opening.transfer, opening.tokens, self._clock(), opening.told_first
+                request, opening.transfer, opening.tokens, self._clock(), opening.awaits_first_token
             )
         self._next.orders.append(opening)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many positions after the local prefix hit will come from the other engine. Asked repeatedly."""
         receive = self._receives.get(request.request_id)
-        if receive is None or receive.asked or receive.tokens <= num_computed_tokens:
+        if receive is None or receive.has_had_blocks or receive.tokens <= num_computed_tokens:
             return 0, False
         return receive.tokens - num_computed_tokens, True
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Blocks exist: the workers may load into them."""
         receive = self._receives.get(request.request_id)
-        if receive is None or receive.asked:
+        if receive is None or receive.has_had_blocks:
             return
-        receive.asked = True
+        receive.has_had_blocks = True
         if num_external_tokens == 0:  # all of it was in the local prefix cache
             self._next.present.append(receive.transfer)
             return
@@ -149,8 +149,8 @@ class SchedulerSide:
         """Collect this step's work."""
         work, self._next = self._next, StepWork()
         work.computing = scheduler_output.total_num_scheduled_tokens > 0
-        self._look(work)
-        self._give_way(work)
+        self._check_wait_limits(work)
+        self._yield_blocks(work)
         if self._sends:
             self._withdraw_sends(work, scheduler_output.preempted_req_ids or ())
             self._add_sends(work, scheduler_output)
@@ -163,7 +163,7 @@ class SchedulerSide:
         """Requests that have lost their blocks will compute their prompts again, in others."""
         for request in preempted:
             send = self._sends.get(request)
-            if send is not None and send.begun:
+            if send is not None and send.is_known:
                 send.announced = 0
                 work.withdrawn.append(send.transfer)
 
@@ -180,29 +180,29 @@ class SchedulerSide:
                 continue
             final = last == send.tokens
             work.sends.append(SendWork(request, send.transfer, list(table[0]), scheduled, last, final=final))
-            send.announced, send.begun = last, True
+            send.announced, send.is_known = last, True
 
-    def _look(self, work: StepWork) -> None:
+    def _check_wait_limits(self, work: StepWork) -> None:
         """Now and then: ask how much has come, and give up what comes too late."""
         now = self._clock()
-        if not self._wait_limits.waiting or now < self._looked_at + self._settings.look_s:
+        if not self._wait_limits.waiting or now < self._checked_at + self._settings.look_s:
             return
-        self._looked_at = now
+        self._checked_at = now
         work.report_progress = True
         for request, reason in self._wait_limits.give_up(now).items():
             work.orders.append(AbortTransfer(transfer=self._receives[request].transfer, reason=reason))
 
-    def _give_way(self, work: StepWork) -> None:
+    def _yield_blocks(self, work: StepWork) -> None:
         """Two engines whose prompts each wait for a place at the other would wait until their deadlines: the oldest of
         those that hold blocks here makes room, a second apart."""
         now = self._clock()
-        if not self._held or now < self._gave_way_at + self._settings.yield_apart_s:
+        if not self._held or now < self._yielded_at + self._settings.yield_apart_s:
             return
         if any(
-            not receive.asked and now > receive.since + self._settings.yield_after_s
+            not receive.has_had_blocks and now > receive.since + self._settings.yield_after_s
             for receive in self._receives.values()
         ):
-            self._gave_way_at = now
+            self._yielded_at = now
             request = next(iter(self._held))
             self._held[request] = self._held.pop(request)  # another one next time: this may be under way
             work.orders.append(YieldBlocks(transfer=self._held[request]))
@@ -214,7 +214,7 @@ class SchedulerSide:
         hold nothing useful. Returns the loads whose end vLLM may hear of now; the others wait for their first token."""
         for request, each in self._receives.items() if failed or invalid else ():
             if request in failed or not invalid.isdisjoint(each.blocks):
-                each.told_first = False  # computing what is missing does not wait for anybody
+                each.awaits_first_token = False  # computing what is missing does not wait for anybody
         now = self._clock()
         for request, arrived in ({} if progress is None else progress.arrived).items():
             self._wait_limits.on_arrival(request, arrived.part, arrived.tokens, now)
@@ -222,23 +222,23 @@ class SchedulerSide:
         for request in finished:
             self._wait_limits.end(request)
             receive = self._receives.get(request)
-            if receive is not None and receive.told_first:
-                receive.here = True
+            if receive is not None and receive.awaits_first_token:
+                receive.is_complete = True
             else:
                 told.add(request)
         return told
 
-    def sends_finished(self, requests: Iterable[str]) -> None:
+    def release_sent(self, requests: Iterable[str]) -> None:
         """No worker reads the blocks of these requests any more."""
         for request in requests:
             self._held.pop(request, None)
 
     def request_finished(self, request: Request) -> bool:
-        """The request is over. Returns whether its blocks are held until `sends_finished`."""
+        """The request is over. Returns whether its blocks are held until `release_sent`."""
         send = self._sends.pop(request.request_id, None)
         if send is not None and send.announced < send.tokens:
             self._next.cancelled.append(send.transfer)
-        if send is not None and send.begun:
+        if send is not None and send.is_known:
             self._held[request.request_id] = send.transfer
         receive = self._receives.pop(request.request_id, None)
         if receive is not None:

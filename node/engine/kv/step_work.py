@@ -16,11 +16,11 @@ PARAMS_KEY = "p2pserve"
 
 class OpenTransfer(msgspec.Struct, frozen=True, kw_only=True):
     """The ends of one request's transfer; each worker opens its own rank's. `tokens`: positions
-    sent or expected. `told_first`: whether the token after them is told."""
+    sent or expected. `awaits_first_token`: whether the token after them is told."""
 
     transfer: bytes
     tokens: int
-    told_first: bool = False
+    awaits_first_token: bool = False
     send: tuple[Outlet, ...] = ()
     receive: tuple[Inlet, ...] = ()
 

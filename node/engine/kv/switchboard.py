@@ -205,7 +205,7 @@ class WorkerLine:
     def __repr__(self) -> str:
         return f"<WorkerLine {self.hub}>"
 
-    def holds(self, links: tuple[bytes, ...]) -> None:
+    def claim_links(self, links: tuple[bytes, ...]) -> None:
         """Connections of these links are for this worker."""
         self._tell(ClaimLinks(links=links))
 

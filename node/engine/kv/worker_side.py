@@ -86,7 +86,7 @@ class WorkerSide:
         self._make_device = make_device
         self._line: WorkerLine | None = None
         self._device: Device = CpuDevice()
-        self._told: set[bytes] = set()
+        self._claimed_links: set[bytes] = set()
         self._caches: list[LayerCache] = []  # as they are computed
         self._positions: dict[str, int] = {}
         self._step_began: Mark | None = None
@@ -152,7 +152,7 @@ class WorkerSide:
                 case OpenTransfer():
                     self._open(order)
                 case YieldBlocks(transfer=transfer):
-                    self.hub.give_way(transfer)
+                    self.hub.abort_unless_granted(transfer)
                 case _:
                     self.hub.carry_out(order)
 
@@ -168,10 +168,10 @@ class WorkerSide:
             self.hub.expect(inlets, opening.tokens)
         except TransferError as error:  # its load will find nothing, and the prompt is computed
             _log.warning("transfer %s cannot be received: %s", opening.transfer.hex(), error)
-        if not links <= self._told:
-            self._told |= links
+        if not links <= self._claimed_links:
+            self._claimed_links |= links
             assert self._line is not None
-            self._line.holds(tuple(links))
+            self._line.claim_links(tuple(links))
 
     # ---- sending --------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class WorkerSide:
         mark: Mark | None = None
         for send in work.sends:
             for outgoing in self.hub.outgoing(send.transfer):
-                due = outgoing.pacing.due(position, len(self._caches))
+                due = outgoing.pacing.layers_due(position, len(self._caches))
                 if due:
                     mark = self._device.mark() if mark is None else mark
                     self._announce(outgoing, due, send, mark)
@@ -197,7 +197,7 @@ class WorkerSide:
         """All of the step has been computed, or is queued on the device. Announce what no hook has (graphs that are
         captured as a whole have none), say which prompts are complete, remember which leave all at once, and how long
         the step took."""
-        self._learn()
+        self._report_prefills()
         if not work.sends:
             return
         mark = self._device.mark()
@@ -233,18 +233,18 @@ class WorkerSide:
         held_up_s = self._clock() - begun
         self._held_up_s += held_up_s
         if fresh:
-            self.hub.pacer.held_up(outgoing.pacing.codec, send.computed, fresh, held_up_s)
+            self.hub.pacer.on_hold_up(outgoing.pacing.codec, send.computed, fresh, held_up_s)
 
     def _layers(self, positions: range) -> range:
         first = self._caches[0].index
         return range(first + positions.start, first + positions.stop)
 
-    def _learn(self) -> None:
+    def _report_prefills(self) -> None:
         """Tell the pacer of steps that the device is done with."""
         while self._prefills and self._prefills[0].ended.reached:
             step = self._prefills.popleft()
             seconds = max(0.0, step.ended.seconds_since(step.began) - step.held_up_s)
-            self.hub.pacer.computed(step.pacings, step.tokens, seconds)
+            self.hub.pacer.on_prefill(step.pacings, step.tokens, seconds)
 
     def take_sent(self, finished: set[str]) -> set[str]:
         """Requests whose blocks are free now, each once. `finished`: over since the last step."""
@@ -298,7 +298,7 @@ class WorkerSide:
         elif outcome:
             self._fail(load, load.first + incoming.progress()[1])
         elif outcome is not None:
-            incoming.applied()
+            incoming.confirm_applied()
             self._finish(load)
 
     def _find_slots(self, block_ids: list[int], first: int, last: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.executor.abstract import Executor
 
 from .pipes import PipelineError, WhileWaiting, do_nothing
-from .remote import Answers, RemoteWorker, tell
+from .remote import Answers, RemoteWorker, call_all
 from .stage_workers import StageWorkers
 from .vocabulary import CALLABLE, CODEC, LoadStage
 from .worker import StageWorker
@@ -66,7 +66,7 @@ class PipelineExecutor(Executor):
         stage_rank = StageWorker.stage_rank
         assert stage_rank is not None
         hello = LoadStage(vllm.__version__, CODEC.schema, stage_rank.partition)
-        loading = tell(self.stages, "load", hello)
+        loading = call_all(self.stages, "load", hello)
         self.workers.load(self.vllm_config)
         merges = JoinedAnswers(False, loading, lambda answers: answers[1:]).result()
         self.collective_rpc("merge_activations", args=(merges,))
@@ -82,13 +82,13 @@ class PipelineExecutor(Executor):
         """Results of all stages, the head's first. Raises PipelineError for what other stages cannot be asked."""
         if not isinstance(method, str) or method not in CALLABLE:
             raise PipelineError(f"{method} is nothing that the stages of a pipeline are asked to do")
-        others = tell(self.stages, method, *args, **(kwargs or {}))
+        others = call_all(self.stages, method, *args, **(kwargs or {}))
         joined = JoinedAnswers(self.workers.call(method, args, kwargs or {}), others, list)
         return joined if non_block else joined.result(timeout)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Run a batch. With tokens in it the outcome is that of `sample_tokens`, which follows at once."""
-        others = tell((*self.workers.remotes, *self.stages), "run_batch", scheduler_output)
+        others = call_all((*self.workers.remotes, *self.stages), "run_batch", scheduler_output)
         mine = self.workers.worker.execute_model(scheduler_output)
         if scheduler_output.num_scheduled_tokens:
             self._sampling, others = others, ()

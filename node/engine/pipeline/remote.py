@@ -33,7 +33,7 @@ class RemoteWorker:
     def __repr__(self) -> str:
         return f"<RemoteWorker {self.name} pending={len(self._pending)} {self._reader}>"
 
-    def say(self, number: int, buffers: Sequence[bytes | bytearray | memoryview]) -> Future[Any]:
+    def call(self, number: int, buffers: Sequence[bytes | bytearray | memoryview]) -> Future[Any]:
         """Send a call that `CODEC` has encoded."""
         future: Future[Any] = Future()
         with self._lock:
@@ -82,10 +82,10 @@ Answers = Sequence[tuple[RemoteWorker, Future[Any]]]
 _numbers = itertools.count(1)
 
 
-def tell(workers: Sequence[RemoteWorker], method: str, *args: Any, **kwargs: Any) -> Answers:
+def call_all(workers: Sequence[RemoteWorker], method: str, *args: Any, **kwargs: Any) -> Answers:
     """One call to all of them, encoded once. Raises StageLost."""
     if not workers:
         return []
     number = next(_numbers)
     buffers = CODEC.encode(Call(number, method, args, kwargs))
-    return [(worker, worker.say(number, buffers)) for worker in workers]
+    return [(worker, worker.call(number, buffers)) for worker in workers]

@@ -31,7 +31,7 @@ from ..kv.connector import read_settings
 from ..scratch import own_temporary_folder
 from ..settings import PIPELINE_DEFAULTS, PipelineSettings
 from .pipes import OnLost
-from .remote import Answers, RemoteWorker, tell
+from .remote import Answers, RemoteWorker, call_all
 from .vocabulary import JoinStage
 from .worker import make_worker
 
@@ -101,7 +101,7 @@ class StageWorkers:
         """Make all workers, which meet while they load. Raises StageLost."""
         with own_temporary_folder():
             meeting = get_file_store_init_method()
-            joining = tell(self.remotes, "load", JoinStage(meeting, read_settings(config).switchboard))
+            joining = call_all(self.remotes, "load", JoinStage(meeting, read_settings(config).switchboard))
             self.join(config, meeting)
             _wait(joining, None)
 
@@ -115,7 +115,7 @@ class StageWorkers:
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the stage as a whole returns. Raises StageLost."""
-        told = tell(self.remotes, method, *args, **kwargs)
+        told = call_all(self.remotes, method, *args, **kwargs)
         mine = run_method(self.worker, method, args, kwargs)
         if isinstance(mine, AsyncModelRunnerOutput):
             mine = mine.get_output()

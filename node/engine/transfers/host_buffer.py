@@ -14,7 +14,7 @@ import torch
 
 ALIGNMENT: Final = 4096  # neighbours share no page, and few pieces are left over
 SHARE: Final = 4  # a transfer that holds a quarter leaves the last quarter to the others
-_LOOK_AGAIN_S: Final = 0.1
+LOOK_AGAIN_S: Final = 0.1
 
 
 @final
@@ -47,20 +47,22 @@ class HostBuffer:
         with self._room:
             return self.size - sum(length for _, length in self._free)
 
-    def take(self, size: int, mine: Callable[[], int], timeout: float, wanted: Callable[[], bool]) -> Extent | None:
-        """A piece of `size` bytes, once there is one, or None after `timeout` seconds or when it is not `wanted` any
-        more. `mine`: bytes that the one who asks holds now, which may become less while it waits. Who holds much leaves
-        room for who holds little: a receiver that has stopped taking must not hold up those of others."""
+    def take(
+        self, size: int, held_by_caller: Callable[[], int], timeout: float, is_wanted: Callable[[], bool]
+    ) -> Extent | None:
+        """A piece of `size` bytes, once there is one, or None after `timeout` seconds or when it is no longer wanted
+        (`is_wanted`). `held_by_caller`: bytes that the caller holds now, which may become less while it waits. Who
+        holds much leaves room for who holds little: a receiver that has stopped taking must not hold up others."""
         reserved = -(-size // ALIGNMENT) * ALIGNMENT
         if reserved > self.size:
             raise ValueError(f"{size} bytes do not fit a transfer buffer of {self.size}; make it larger")
         until = time.monotonic() + timeout
         with self._room:
-            while (extent := self._fit(reserved, size, mine())) is None:
+            while (extent := self._fit(reserved, size, held_by_caller())) is None:
                 left = until - time.monotonic()
-                if left <= 0 or not wanted():
+                if left <= 0 or not is_wanted():
                     return None
-                self._room.wait(min(left, _LOOK_AGAIN_S))
+                self._room.wait(min(left, LOOK_AGAIN_S))
             return extent
 
     def give(self, extent: Extent) -> None:

@@ -75,7 +75,7 @@ class TransferHub(OpenTransfers[PromptSender, PromptReceiver]):
         def make(link: SendLink, report: SendReport) -> PromptSender:
             if not self.shard.holds(outlet.slice):
                 raise TransferError(f"{outlet.slice} is not held by this worker, which holds {self.shard}")
-            pacing = self.pacer.transfer(outlet.ticket.codec, tokens, outlet)
+            pacing = self.pacer.decide(outlet.ticket.codec, tokens, outlet)
             return PromptSender(outlet, link, self.shard, self._source, pacing, report)
 
         def tell_if_last() -> None:
@@ -84,7 +84,7 @@ class TransferHub(OpenTransfers[PromptSender, PromptReceiver]):
 
         self._open_sender(outlet, make, tell_if_last)
 
-    def give_way(self, transfer: bytes) -> None:
+    def abort_unless_granted(self, transfer: bytes) -> None:
         """Give up what waits for a place at its receiver."""
         for outgoing in self.outgoing(transfer):
             if not outgoing.is_granted:

@@ -144,7 +144,7 @@ class PromptReceiver:
         with self._room:
             return self._assembly.fraction, int(self._assembly.complete_tokens())
 
-    def applied(self) -> None:
+    def confirm_applied(self) -> None:
         """The engine has written everything into its cache: the senders may be told."""
         with self._room:
             self._applied = True

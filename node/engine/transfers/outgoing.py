@@ -87,8 +87,8 @@ class PromptSender(TransferSender):
         self._shard = shard
         self._source = source
         self._queue: queue.SimpleQueue[_Window | _Done | str] = queue.SimpleQueue()
-        self._announced = dict.fromkeys(outlet.slice.layers, 0)  # position up to which each layer is in the queue
-        self._read = dict(self._announced)  # ... and has been read
+        self._announced_up_to = dict.fromkeys(outlet.slice.layers, 0)  # position up to which each layer is in the queue
+        self._read_up_to = dict(self._announced_up_to)  # ... and has been read
         self._reading = threading.Lock()  # held while the cache is read, and while blocks are withdrawn
         self._token_bytes = self._payload_bytes(0, WINDOW_TOKENS) // WINDOW_TOKENS
         self._held = 0  # bytes of the host buffer
@@ -102,9 +102,9 @@ class PromptSender(TransferSender):
         The device may still be at it. Returns how many were news."""
         fresh = 0
         for layer in layers:
-            first = self._announced.get(layer, computed.last)
+            first = self._announced_up_to.get(layer, computed.last)
             if first < computed.last:
-                self._announced[layer] = computed.last
+                self._announced_up_to[layer] = computed.last
                 self._queue.put(_Window(layer, first, computed, self.withdrawals))
                 fresh += 1
         return fresh
@@ -117,13 +117,13 @@ class PromptSender(TransferSender):
         """The prompt loses its blocks, unread from now on; the rest is announced again later."""
         self.withdrawals += 1  # first: the window that is being read is waited for, and none that comes after it
         with self._reading:
-            self._announced.update(self._read)
+            self._announced_up_to.update(self._read_up_to)
 
     def progress(self) -> SendProgress:
         """The link is given nothing before the receiver has a place for it, and then a little at a time: what still
         lies in the cache waits for it all the same."""
         progress = super().progress()
-        unread = sum(last - self._read[layer] for layer, last in self._announced.items())
+        unread = sum(last - self._read_up_to[layer] for layer, last in self._announced_up_to.items())
         return replace(progress, bytes_queued=progress.bytes_queued + unread * self._token_bytes)
 
     # ---- the transfer's thread ------------------------------------------------------------------------------
@@ -212,9 +212,9 @@ class PromptSender(TransferSender):
             stream.download(payload, into.memory)
             stream.drain()
             soundness.raise_if_unsound()
-            self._read[window.layer] = end
+            self._read_up_to[window.layer] = end
             seconds = device.thread_clock() - begun
-        self.pacing.encoded(into.memory.numel(), seconds)
+        self.pacing.on_frame(into.memory.numel(), seconds)
         return True
 
     def _tokens_per_frame(self) -> int:

@@ -41,16 +41,16 @@ class Pacing:
         """Whether layers leave while later ones are being computed."""
         return self.mode.mode is SendMode.LAYERWISE
 
-    def due(self, position: int, layers: int) -> range:
+    def layers_due(self, position: int, layers: int) -> range:
         """The layers, by position, to send once the one at `position` of `layers` has been computed."""
         group = self.mode.layers_per_group
         first = position // group * group
         last = min(first + group, layers) - 1
         return range(first, last + 1) if self.layerwise and position == last else range(0)
 
-    def encoded(self, size: int, seconds: float) -> None:
+    def on_frame(self, size: int, seconds: float) -> None:
         """A frame of `size` bytes took so long to encode."""
-        self._pacer.encoded(self.codec, size, seconds)
+        self._pacer.on_frame(self.codec, size, seconds)
 
 
 @final
@@ -83,12 +83,12 @@ class SlowDown:
             self._prefills[mode].extend(kept)
 
     @property
-    def unknown(self) -> SendMode | None:
+    def unmeasured_mode(self) -> SendMode | None:
         """The mode of which too few prefills have been seen to compare the two."""
         fewest = min(SendMode, key=lambda mode: len(self._prefills[mode]))
         return fewest if len(self._prefills[fewest]) < self._enough else None
 
-    def part(self, usual_s: Callable[[int], float]) -> float:
+    def fraction(self, usual_s: Callable[[int], float]) -> float:
         """What is added to a prefill, as a part of what it usually takes for its number of tokens; both modes must have
         been seen. Medians, because on a busy machine, or after a pause, any prefill may take several times as long."""
         slower, alone = (
@@ -111,7 +111,7 @@ class Pacer:
     def __repr__(self) -> str:
         return f"<Pacer {self._estimators}>"
 
-    def transfer(self, codec: str, tokens: int, outlet: Outlet) -> Pacing:
+    def decide(self, codec: str, tokens: int, outlet: Outlet) -> Pacing:
         """How to send a prompt of `tokens`. Estimated is all that this worker has of it: a link that carries half
         of that is as good as one that is twice as fast."""
         streams = sum(path.streams for path in outlet.paths)
@@ -125,7 +125,7 @@ class Pacer:
             mode = replace(mode, mode=SendMode(outlet.pacing), layers_per_group=group, why="asked for")
         return Pacing(mode, self, codec)
 
-    def computed(self, pacings: Sequence[Pacing], tokens: int, seconds: float) -> None:
+    def on_prefill(self, pacings: Sequence[Pacing], tokens: int, seconds: float) -> None:
         """A step read `tokens` of prompts whose KV is pushed like this, and took so long, sending not counted."""
         layerwise = any(pacing.layerwise for pacing in pacings)
         with self._lock:
@@ -136,12 +136,12 @@ class Pacer:
                 slow_down.on_prefill(mode, tokens, seconds)
                 slow_down.notice_change(mode, self._estimator(codec).prefill_s)
 
-    def held_up(self, codec: str, tokens: int, layers: int, seconds: float) -> None:
+    def on_hold_up(self, codec: str, tokens: int, layers: int, seconds: float) -> None:
         """Announcing `tokens` positions of so many layers has kept the engine for so long."""
         with self._lock:
             self._estimator(codec).on_hold_up(tokens, layers, seconds)
 
-    def encoded(self, codec: str, size: int, seconds: float) -> None:
+    def on_frame(self, codec: str, size: int, seconds: float) -> None:
         """A frame of `size` bytes took so long to encode."""
         with self._lock:
             self._estimator(codec).on_frame(size, seconds)
@@ -152,11 +152,11 @@ class Pacer:
         if mode.mode is SendMode.SERIALISED or slow_down is None:
             return mode
         whole = replace(mode, mode=SendMode.SERIALISED, layers_per_group=estimator.shape.layers)
-        unknown = slow_down.unknown
-        if unknown is not None:
-            why = f"not measured yet: prefills {unknown.value}"
-            return replace(mode if unknown is SendMode.LAYERWISE else whole, why=why)
-        slower_s = slow_down.part(estimator.prefill_s) * estimator.prefill_s(tokens)
+        unmeasured = slow_down.unmeasured_mode
+        if unmeasured is not None:
+            why = f"not measured yet: prefills {unmeasured.value}"
+            return replace(mode if unmeasured is SendMode.LAYERWISE else whole, why=why)
+        slower_s = slow_down.fraction(estimator.prefill_s) * estimator.prefill_s(tokens)
         first_s = estimator.held_up_s(tokens, mode.layers_per_group) + slower_s
         visible_s = mode.visible_layerwise_s + slower_s
         chosen = mode if first_s + visible_s < mode.visible_serialised_s else whole

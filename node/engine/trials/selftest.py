@@ -86,7 +86,7 @@ async def run_selftest(server: EngineStarter) -> SelfTestResult:
     limit_s = GPU_LIMIT_S if probe().gpus else CPU_LIMIT_S
     reason = f"it was not done after {limit_s:g} s"
     with trio.move_on_after(limit_s):
-        reason = await _complaint(server)
+        reason = await find_fault(server)
     return SelfTestResult(
         versions=installed(server.version), passed=not reason, reason=reason, seconds=trio.current_time() - began
     )
@@ -126,7 +126,7 @@ def _make_folder(folder: Path) -> None:
         raise EngineStartError(f"{folder}: {error.strerror}; name another folder with XDG_CACHE_HOME") from error
 
 
-async def _complaint(server: EngineStarter) -> str:
+async def find_fault(server: EngineStarter) -> str:
     """What is wrong, in one line; "" if nothing."""
     prompts = [random.Random(seed).choices(range(1, TINY.vocabulary), k=PROMPT_TOKENS) for seed in (7, 8)]
     doing = "an engine"

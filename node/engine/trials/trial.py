@@ -116,7 +116,7 @@ class TrialEngine:
         send: tuple[protocol.Outlet, ...] = (),
         receive: tuple[protocol.Inlet, ...] = (),
         receive_tokens: int = 0,
-        told_first: bool = False,
+        awaits_first_token: bool = False,
         temperature: float = 0.0,
         seed: int | None = None,
     ) -> str:
@@ -132,12 +132,12 @@ class TrialEngine:
                 send=send,
                 receive=receive,
                 receive_tokens=receive_tokens,
-                told_first=told_first,
+                awaits_first_token=awaits_first_token,
             )
         )
         return request
 
-    def tell_first(self, request: str, token: int) -> None:
+    def send_first_token(self, request: str, token: int) -> None:
         """The token that the sender of its KV has written first. Raises EngineLost."""
         assert self.link is not None
         self.link.send(protocol.SetFirstToken(request=request, token=token))

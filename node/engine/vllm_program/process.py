@@ -85,13 +85,13 @@ class VllmProgram:
 
 
 @dataclass(slots=True)
-class _Live:
+class _RunningRequest:
     """A request in the engine."""
 
     deadline: float  # on this process's clock
-    told_by: bytes | None  # the transfer whose sender is to tell the first token, until it has
-    unread: int  # tokens of the prompt that are to be read here, until the answer has a token
-    first: tuple[int, ...] = ()  # that token, until it has gone out with the next
+    first_token_from: bytes | None  # the transfer whose sender is to tell the first token, until it has
+    pending_prefill_tokens: int  # tokens of the prompt that are to be read here, until the answer has a token
+    first_token: tuple[int, ...] = ()  # that token, until it has gone out with the next
 
 
 @final
@@ -119,7 +119,7 @@ class EngineRunner:
         assert isinstance(connector, P2PConnector)
         self._transfers = connector.scheduler_side
         self._step_tokens = int(self._scheduler.max_num_scheduled_tokens)
-        self._live: dict[str, _Live] = {}
+        self._requests: dict[str, _RunningRequest] = {}
         self._eos = eos_tokens(self._engine.model_config)
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reporter = StepReporter(outbox.send)
@@ -203,18 +203,18 @@ class EngineRunner:
                     # Whatever vLLM has against a request, it says so before the scheduler has it (its own errors are
                     # no ValueErrors): that costs the request, not the others.
                     _log.warning("refused request %s: %s", request, error)
-                    self._give_up(message, explain(error))
+                    self._refuse(message, explain(error))
             case protocol.SetFirstToken():
-                self._begin_with(message)
+                self._set_first_token(message)
             case protocol.Cancel(request=request):
                 self._abort([request])
             case protocol.AbortTransfer() | protocol.SetLinkPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
-                    self._wait_no_longer(message.transfer)
+                    self._stop_waiting_for_token(message.transfer)
                 # With the next step, so that it does not overtake what has been submitted; without one, directly. A
                 # batch that is in flight when all requests have gone is the last one.
                 if self._scheduler.requests or self._scheduler.finished_req_ids:
-                    self._transfers.pass_on(message)
+                    self._transfers.queue_order(message)
                 else:
                     self._switchboard.carry_out(message)
             case protocol.LimitSteps(tokens=tokens):
@@ -238,9 +238,9 @@ class EngineRunner:
         if worst >= self._vocabulary:  # would fail inside a step, and take the engine with it
             raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
         sampling = submit.sampling
-        self._live[submit.request] = _Live(
+        self._requests[submit.request] = _RunningRequest(
             time.monotonic() + submit.deadline_s,
-            submit.receive[0].ticket.transfer if submit.told_first else None,
+            submit.receive[0].ticket.transfer if submit.awaits_first_token else None,
             len(submit.prompt) - (submit.receive_tokens if submit.receive else 0),
         )
         self._engine.add_request(
@@ -260,56 +260,56 @@ class EngineRunner:
             ),
         )
 
-    def _give_up(self, submit: protocol.Submit, reason: str) -> None:
-        self._live.pop(submit.request, None)
+    def _refuse(self, submit: protocol.Submit, reason: str) -> None:
+        self._requests.pop(submit.request, None)
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
         self._reporter.report((refused,), self._stats())
 
-    def _begin_with(self, told: protocol.SetFirstToken) -> None:
+    def _set_first_token(self, told: protocol.SetFirstToken) -> None:
         """Another engine has written the first token of this answer. What comes too late, or is no token, is left: then
         the answer begins with one of our own."""
-        live = self._live.get(told.request)
-        if live is None or live.told_by is None:
+        live = self._requests.get(told.request)
+        if live is None or live.first_token_from is None:
             return
-        transfer, live.told_by = live.told_by, None
-        if told.token < self._vocabulary and self._transfers.first_token(transfer, told.token):
-            live.first = (told.token,)
-        self._wait_no_longer(transfer)
+        transfer, live.first_token_from = live.first_token_from, None
+        if told.token < self._vocabulary and self._transfers.set_first_token(transfer, told.token):
+            live.first_token = (told.token,)
+        self._stop_waiting_for_token(transfer)
 
-    def _wait_no_longer(self, transfer: bytes) -> None:
+    def _stop_waiting_for_token(self, transfer: bytes) -> None:
         """For the first token of the request that receives this."""
-        request = self._transfers.wait_no_longer(transfer)
+        request = self._transfers.stop_waiting_for_token(transfer)
         if request is not None:
             self._scheduler.finished_recving_kv_req_ids.add(request)
 
     def _abort(self, requests: list[str]) -> None:
         """Those that are known. One whose KV is here must not be taken for one that still receives: its blocks would
         never be free."""
-        ended = {request: live for request in requests if (live := self._live.pop(request, None)) is not None}
+        ended = {request: live for request in requests if (live := self._requests.pop(request, None)) is not None}
         for live in ended.values():
-            if live.told_by is not None:
-                self._wait_no_longer(live.told_by)
+            if live.first_token_from is not None:
+                self._stop_waiting_for_token(live.first_token_from)
         if ended:
             self._engine.abort_request(list(ended))
 
     def _expire(self) -> list[protocol.NewTokens]:
         now = time.monotonic()
-        late = [request for request, live in self._live.items() if now > live.deadline]
+        late = [request for request, live in self._requests.items() if now > live.deadline]
         self._abort(late)
         return [protocol.NewTokens(request, (), "deadline") for request in late]
 
     def _publish(self, outputs: list[Any], late: list[protocol.NewTokens]) -> None:
         news = list(late)
         for output in outputs:
-            live = self._live.get(output.request_id)
+            live = self._requests.get(output.request_id)
             if live is None:
                 continue
             completion = output.outputs[0]
-            tokens, live.first = (*live.first, *completion.token_ids), ()
-            live.unread = 0
+            tokens, live.first_token = (*live.first_token, *completion.token_ids), ()
+            live.pending_prefill_tokens = 0
             finish = completion.finish_reason if output.finished else None
             if output.finished:
-                del self._live[output.request_id]
+                del self._requests[output.request_id]
             news.append(protocol.NewTokens(output.request_id, tokens, finish, output.num_cached_tokens or 0))
         pausing = not self._busy()
         if pausing:
@@ -325,7 +325,7 @@ class EngineRunner:
             waiting,
             self._scheduler.get_kv_cache_usage(),
             free * self._scheduler.block_size,
-            sum(live.unread for live in self._live.values()),
+            sum(live.pending_prefill_tokens for live in self._requests.values()),
         )
 
 
@@ -342,7 +342,7 @@ def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
     opening = OpenTransfer(
         transfer=(submit.send or submit.receive)[0].ticket.transfer,
         tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
-        told_first=submit.told_first,
+        awaits_first_token=submit.awaits_first_token,
         send=submit.send,
         receive=submit.receive,
     )

@@ -316,7 +316,7 @@ def test_rates_and_prices_of_links_are_what_is_known_of_both_ends() -> None:
 
 def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_report() -> None:
     view = view_of(
-        a=advert(stats=EngineStats(running=5, waiting=1, kv_usage=0.5, kv_free_tokens=500, unread_tokens=70)),
+        a=advert(stats=EngineStats(running=5, waiting=1, kv_usage=0.5, kv_free_tokens=500, pending_prefill_tokens=70)),
         b=advert(stats=EngineStats(running=1, waiting=0, kv_usage=0.1, kv_free_tokens=900)),
         c=advert(),
     )

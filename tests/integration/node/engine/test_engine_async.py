@@ -248,23 +248,25 @@ def test_an_answer_goes_on_from_a_token_that_was_told(run: Callable[[Body], None
             for when in ("after", "before", "instead"):
                 prompt = prompt_of(length, f"told {when}")
                 outlet, inlet = engines.ends()
-                request = engines.decode.submit(prompt, COUNT, receive=(inlet,), receive_tokens=length, told_first=True)
+                request = engines.decode.submit(
+                    prompt, COUNT, receive=(inlet,), receive_tokens=length, awaits_first_token=True
+                )
                 transfer = outlet.ticket.transfer
                 if when == "instead":
                     token = 77
-                    engines.decode.tell_first(request, token)
+                    engines.decode.send_first_token(request, token)
                     engines.decode.link.send(protocol.AbortTransfer(transfer=transfer, reason="the sender is gone"))
                 else:
                     first = engines.prefill.submit(prompt, 1, send=(outlet,))
                     token = (await engines.alone(prompt, 1))[0] ^ 1
                     if when == "before":
-                        engines.decode.tell_first(request, token)
+                        engines.decode.send_first_token(request, token)
                     await engines.prefill.answer(first)
                     await engines.prefill.report(transfer)
                     if when == "after":
                         await engines.decode.generate(prompt_of(9, f"{length}"), COUNT)  # it had time for a dozen steps
                         assert request not in engines.decode.answers
-                        engines.decode.tell_first(request, token)
+                        engines.decode.send_first_token(request, token)
                 answer = await engines.decode.answer(request)
                 assert answer.tokens == [token, *await engines.alone((*prompt, token), COUNT - 1)], f"{when} {length}"
 
@@ -283,7 +285,7 @@ def test_a_cancelled_request_gives_its_blocks_back(run: Callable[[Body], None], 
             prompt = prompt_of(300, f"cancelled {when} {number}")
             outlet, inlet = engines.ends()
             told = when == "here"
-            request = engine.submit(prompt, 200, receive=(inlet,), receive_tokens=300, told_first=told)
+            request = engine.submit(prompt, 200, receive=(inlet,), receive_tokens=300, awaits_first_token=told)
             if when != "waiting":
                 first = engines.prefill.submit(prompt, 1, send=(outlet,))
                 if when == "loading":

@@ -215,7 +215,7 @@ def test_the_prefill_node_reads_its_share_of_the_prompt(share: float, split: int
             assert isinstance(decode, messages.DecodeOpen)
             assert (decode.prompt, decode.receive_tokens) == (PROMPT_TOKENS, split)
             whole = split == len(PROMPT_TOKENS)
-            assert decode.told_first is whole
+            assert decode.awaits_first_token is whole
             assert [stage.peer for stage in decode.prefill] == [P]
             assert isinstance(prefill, messages.PrefillOpen)
             assert (prefill.prompt, prefill.slices) == (PROMPT_TOKENS[:split], (PART,))

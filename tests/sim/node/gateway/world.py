@@ -282,9 +282,9 @@ class World:
             if body.receive_tokens:
                 assert 1 <= body.receive_tokens <= len(body.prompt)
                 assert body.prefill
-                assert not body.told_first or body.receive_tokens == len(body.prompt)
+                assert not body.awaits_first_token or body.receive_tokens == len(body.prompt)
                 await job.kv.wait()
-                if body.told_first and what != "alone":
+                if body.awaits_first_token and what != "alone":
                     await job.word.wait()
             made = 0
             while made < min(total, good):

@@ -132,7 +132,7 @@ def test_gpus_compile_and_capture_and_are_given_the_time(
 
     box = Hardware(cores=4, memory_gib=8.0, processor="x", gpus=gpus)
     monkeypatch.setattr(selftest, "probe", lambda: box)
-    monkeypatch.setattr(selftest, "_complaint", never)
+    monkeypatch.setattr(selftest, "find_fault", never)
     server = cast("EngineStarter", FakeServer("0.33.0"))
     verdict = trio.run(selftest.run_selftest, server, clock=trio.testing.MockClock(autojump_threshold=0))
     assert not verdict.passed

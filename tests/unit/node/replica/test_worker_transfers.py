@@ -110,10 +110,10 @@ def test_a_gateway_that_cannot_be_told_the_first_token_loses_its_prefill(world: 
 
 
 def test_the_first_token_is_passed_on_by_its_gateway_only(world: World) -> None:
-    world.decode(told_first=True)
+    world.decode(awaits_first_token=True)
     (submit,) = world.asked()
     assert isinstance(submit, protocol.Submit)
-    assert submit.told_first
+    assert submit.awaits_first_token
     body = messages.FirstToken(request="r", token=5)
     world.worker.first_token(B, Role.WORKER, body)
     world.worker.first_token(A, Role.WORKER, messages.FirstToken(request="unknown", token=5))
@@ -123,11 +123,11 @@ def test_the_first_token_is_passed_on_by_its_gateway_only(world: World) -> None:
 
 
 def test_nobody_waits_for_a_first_token_without_kv_of_the_whole_prompt(world: World) -> None:
-    world.decode(told_first=True, prefill=())
+    world.decode(awaits_first_token=True, prefill=())
     (submit,) = world.asked()
     assert isinstance(submit, protocol.Submit)
-    assert not submit.told_first
-    assert refusal(world, "decode", request="s", told_first=True, receive_tokens=2) == "invalid"
+    assert not submit.awaits_first_token
+    assert refusal(world, "decode", request="s", awaits_first_token=True, receive_tokens=2) == "invalid"
 
 
 @pytest.mark.parametrize("finish", ["deadline", "error", "refused"])

@@ -69,7 +69,7 @@ class Pair:
             for inlet in inlets
         )
         request = self.decode.submit(
-            prompt, COUNT, receive=receive, receive_tokens=len(prompt), told_first=True, **sampling
+            prompt, COUNT, receive=receive, receive_tokens=len(prompt), awaits_first_token=True, **sampling
         )
         return request, send
 
@@ -83,7 +83,7 @@ class Pair:
     async def transfer_prompt(self, prompt: tuple[int, ...], **sampling: Any) -> TrialAnswer:
         """The whole of it."""
         request, send = self.receive(prompt, **sampling)
-        self.decode.tell_first(request, await self.begin(prompt, send, **sampling))
+        self.decode.send_first_token(request, await self.begin(prompt, send, **sampling))
         return await self.decode.answer(request)
 
     async def alone(self, prompt: tuple[int, ...], count: int = COUNT, **sampling: Any) -> list[int]:
@@ -162,7 +162,7 @@ def test_the_answer_goes_on_without_computing_anything_twice(run: Callable[..., 
         assert done() == steps
         many = [pair.receive(prompt_of(300, str(seed))) for seed in range(6)]
         for seed, (request, send) in enumerate(many):
-            pair.decode.tell_first(request, await pair.begin(prompt_of(300, str(seed)), send))
+            pair.decode.send_first_token(request, await pair.begin(prompt_of(300, str(seed)), send))
         for seed, (request, _) in enumerate(many):
             assert (await pair.decode.answer(request)).tokens == await pair.alone(prompt_of(300, str(seed)))
 
@@ -175,13 +175,13 @@ def test_what_was_told_counts_and_not_what_this_engine_would_have_written(run: C
             prompt = prompt_of(length)
             request, send = pair.receive(prompt)
             other = (await pair.begin(prompt, send)) ^ 1
-            pair.decode.tell_first(request, other)
+            pair.decode.send_first_token(request, other)
             answer = await pair.decode.answer(request)
             assert answer.tokens == [other, *await pair.alone((*prompt, other), COUNT - 1)]
         # Told before any KV has come, and although none ever will
         prompt = prompt_of(200)
         request, send = pair.receive(prompt)
-        pair.decode.tell_first(request, 77)
+        pair.decode.send_first_token(request, 77)
         assert pair.decode.link is not None
         pair.decode.link.send(protocol.AbortTransfer(transfer=send[0].ticket.transfer, reason="the sender is gone"))
         assert (await pair.decode.answer(request)).tokens == [77, *await pair.alone((*prompt, 77), COUNT - 1)]
@@ -204,7 +204,7 @@ def test_a_request_whose_kv_is_here_waits_for_its_first_token(run: Callable[...,
                 transfer = send[0].ticket.transfer
                 pair.decode.link.send(protocol.AbortTransfer(transfer=transfer, reason="there is no first token"))
             else:
-                pair.decode.tell_first(request, token if word == "token" else 1 << 20)
+                pair.decode.send_first_token(request, token if word == "token" else 1 << 20)
             answer = await pair.decode.answer(request)
             assert answer.tokens == await pair.alone(prompt)
 
@@ -217,7 +217,7 @@ def test_a_request_whose_kv_does_not_come_begins_by_itself(run: Callable[..., No
         request, _ = pair.receive(prompt, deadline_s=0.3)  # which nobody sends
         answer = await pair.decode.answer(request)
         assert answer.tokens == await pair.alone(prompt)
-        pair.decode.tell_first(request, 5)  # too late for anything
+        pair.decode.send_first_token(request, 5)  # too late for anything
         assert (await pair.decode.generate(prompt, COUNT)).tokens == answer.tokens
 
     run(body)

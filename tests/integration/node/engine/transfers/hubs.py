@@ -344,7 +344,7 @@ class TwoHubs:
     def receive(self, outgoing: PromptSender, incoming: PromptReceiver, *, first: int = 0) -> TransferReport:
         """The receiving engine does its part."""
         assert_arrived_once(receive_rest(incoming), self.tokens, first=first)
-        incoming.applied()
+        incoming.confirm_applied()
         return self.reports.end(outgoing.ticket)
 
     def finish(self, outgoing: PromptSender, incoming: PromptReceiver, *, first: int = 0) -> TransferReport:

@@ -95,7 +95,7 @@ def test_an_abort_is_reported_once_whenever_it_comes(when: str) -> None:
         assert report.reason == "the client has gone"
         if when == "after":  # all of it is there, and may be used
             assert incoming.outcome(0.0) == ""
-            incoming.applied()
+            incoming.confirm_applied()
             assert settled(incoming) == ""
         else:
             assert "the client has gone" in (settled(incoming) or "")

@@ -215,7 +215,7 @@ def test_a_transfer_without_credit_gives_way_and_one_that_has_it_does_not() -> N
         _, (sends, incoming) = hubs.open(ticket_of(1), start=False), hubs.open(ticket_of(2))
         until(lambda: sends.is_granted)
         for ticket in (ticket_of(1), ticket_of(2), ticket_of(3)):  # the third is not known
-            hubs.sender.give_way(ticket.transfer)
+            hubs.sender.abort_unless_granted(ticket.transfer)
         assert "the receiver has no place for it" in hubs.reports.end(ticket_of(1)).reason
         assert hubs.sender.outgoing(ticket_of(1).transfer) == ()
         assert hubs.finish(sends, incoming).delivered

@@ -111,7 +111,7 @@ def test_a_connection_may_come_before_its_request(order: str) -> None:
         send_all(end)
         pieces = receive_rest(incoming)
         assert end.state.name == "open"  # nothing is delivered before the engine has written it
-        incoming.applied()
+        incoming.confirm_applied()
         assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
         assert sender.listener.accepted == 1
     assert_arrived_once(pieces, TOKENS)
@@ -191,7 +191,7 @@ def test_a_connection_that_is_cut_is_dialled_again_and_nothing_is_lost() -> None
         end.send(frame(1, 0, TOKENS))
         end.finish(TOKENS)
         assert_arrived_once(receive_rest(incoming), TOKENS)
-        incoming.applied()
+        incoming.confirm_applied()
         assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
         assert sender.listener.accepted >= 2
 
@@ -242,7 +242,7 @@ def test_what_was_cut_before_the_receiver_spoke_is_taken_as_far_as_it_is_wanted(
         hub.start(incoming, 6, slots_of)
         assert_arrived_once(receive_rest(incoming), TOKENS, first=6)
         assert incoming.progress() == (1.0, 2)
-        incoming.applied()
+        incoming.confirm_applied()
         assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
     assert hub.memory_in_use.staged_bytes == 0
 
@@ -339,7 +339,7 @@ def test_a_small_staging_area_holds_what_it_may_and_stops_nothing() -> None:
         for each, end in zip(incoming, ends, strict=True):
             assert_arrived_once(arrived[each.transfer], tokens)
             until(lambda: each.outcome(0.0) == "")  # noqa: B023 (it is waited for here)
-            each.applied()
+            each.confirm_applied()
             assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
     assert hub.memory_in_use.staged_bytes == 0
 

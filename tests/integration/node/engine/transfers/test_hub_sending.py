@@ -211,7 +211,7 @@ def test_heads_that_come_from_two_senders_are_told_apart_and_all_awaited() -> No
         pieces = receive_rest(incoming)
         assert sorted((each.layer, each.head) for each in pieces) == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert_arrived_once(pieces, TOKENS)
-        incoming.applied()
+        incoming.confirm_applied()
         reports.until(lambda: len(reports.ends) == len(PARTS))
         assert all(report.delivered for report in reports.ends)
         for each in (hub, *senders):
@@ -234,7 +234,7 @@ def test_one_of_a_worker_s_heads_is_sent_without_the_others() -> None:
         pieces = receive_rest(incoming)
         assert [(each.head, each.k.shape) for each in pieces] == [(0, (TOKENS, 1, SHARD.head_dim))] * LAYERS
         assert all((each.k[:, 0, 0] % 1 == 1 / 4).all() for each in pieces)  # head 1
-        incoming.applied()
+        incoming.confirm_applied()
         report = reports.end(TICKET)
         assert report.delivered
         assert report.raw_bytes == LAYERS * TOKENS * ROW_BYTES // HEADS

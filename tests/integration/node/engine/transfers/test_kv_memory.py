@@ -117,7 +117,7 @@ def receive() -> dict[str, object]:
             k, v = values(piece.layer, piece.start, piece.start + piece.k.shape[0])
             wrong += not (torch.equal(piece.k.view(torch.int16), k.view(torch.int16)) and torch.equal(piece.v, v))
         outcome = incoming.outcome(time.monotonic())
-        incoming.applied()
+        incoming.confirm_applied()
         until = time.monotonic() + 30.0
         while time.monotonic() < until:
             paths = (path for link in hub.endpoint.statistics() for path in link.paths.values())

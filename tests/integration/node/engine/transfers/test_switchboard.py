@@ -26,7 +26,7 @@ import sys, threading
 from types import SimpleNamespace
 from p2pserve.node.engine.kv.switchboard import WorkerLine
 line = WorkerLine(sys.argv[1], lambda tell, tell_news: SimpleNamespace())
-line.holds((b"l" * 16,))
+line.claim_links((b"l" * 16,))
 threading.Event().wait()
 """
 
@@ -104,15 +104,15 @@ def test_a_connection_reaches_the_worker_whose_link_it_is_of(order: str) -> None
     links = [b"a" * 16, b"b" * 16]
     with joined(2) as (switchboard, lines, hubs, agent):
         if order == "link first":
-            lines[1].holds((links[1],))
+            lines[1].claim_links((links[1],))
             hubs[1].tell(report_of(9))
             agent.until(lambda: len(agent.given) == 1)  # it came after what the worker holds
         near, far = connection(b"hello")
         switchboard.attach(hello_of(links[1]), far)
         assert far.fileno() == -1 or order == "connection first"
         if order == "connection first":
-            lines[0].holds((links[0],))
-            lines[1].holds((links[1],))
+            lines[0].claim_links((links[0],))
+            lines[1].claim_links((links[1],))
         hubs[1].until(lambda: len(hubs[1].given) == 1)
         assert hubs[1].given == [(hello_of(links[1]), b"hello")]
         assert hubs[0].given == []
@@ -131,7 +131,7 @@ def test_a_single_worker_takes_every_connection() -> None:
 def test_a_link_that_is_closed_is_forgotten() -> None:
     link = b"a" * 16
     with joined(2) as (switchboard, lines, hubs, agent):
-        lines[0].holds((link,))
+        lines[0].claim_links((link,))
         hubs[0].tell(report_of(9))
         agent.until(lambda: len(agent.given) == 1)
         assert "1 links" in repr(switchboard)

@@ -225,7 +225,7 @@ def test_kv_stays_until_its_transfer_has_ended_and_later_prompts_wait_for_the_ro
     assert bench.step() is not None
     assert bench.step() is None  # the second would need 400 of the 368 positions that are left
     told = stats(bench)
-    assert (told.running, told.waiting, told.kv_free_tokens, told.unread_tokens) == (0, 3, 368, 1200)
+    assert (told.running, told.waiting, told.kv_free_tokens, told.pending_prefill_tokens) == (0, 3, 368, 1200)
     assert told.kv_usage == pytest.approx(400 / 768)
     for number in range(4):
         assert bench.step() is None
@@ -305,9 +305,9 @@ def test_kv_from_elsewhere_leaves_one_position_to_compute() -> None:
     assert bench.transfers.forgotten == [TICKET.transfer]
 
 
-def told_first(bench: Bench) -> tuple[tuple[int, ...], FakeArrivals]:
+def awaits_first_token(bench: Bench) -> tuple[tuple[int, ...], FakeArrivals]:
     """A request that waits for KV of all of its prompt, and for its first token."""
-    prompt = bench.submit("r", 600, 3, receive=(INLET,), receive_tokens=600, told_first=True)
+    prompt = bench.submit("r", 600, 3, receive=(INLET,), receive_tokens=600, awaits_first_token=True)
     assert bench.step() is None
     (arrivals,) = bench.transfers.arrivals
     return prompt, arrivals
@@ -322,7 +322,7 @@ def arrive(arrivals: FakeArrivals, tokens: int) -> None:
 def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
     """Whichever comes first; the last position of the prompt is not computed again."""
     bench = Bench()
-    prompt, arrivals = told_first(bench)
+    prompt, arrivals = awaits_first_token(bench)
     told = protocol.SetFirstToken(request="r", token=77)
     if first == "token":
         bench.engine.handle(told, bench.now)
@@ -344,7 +344,7 @@ def test_an_answer_goes_on_from_a_token_that_was_told(first: str) -> None:
 @pytest.mark.parametrize("word", ["abort", "no token"])
 def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
     bench = Bench()
-    prompt, arrivals = told_first(bench)
+    prompt, arrivals = awaits_first_token(bench)
     arrive(arrivals, 600)
     assert bench.step() is None
     if word == "abort":
@@ -358,7 +358,7 @@ def test_without_a_first_token_the_answer_begins_here(word: str) -> None:
 
 def test_what_is_missing_is_computed_without_waiting_for_a_first_token() -> None:
     bench = Bench(max_batched_tokens=1000)
-    prompt, arrivals = told_first(bench)
+    prompt, arrivals = awaits_first_token(bench)
     arrive(arrivals, 37)
     assert bench.step() == pytest.approx(TIMES.prefill_s(568, chunk_pairs(32, 568)))
     bench.engine.handle(protocol.SetFirstToken(request="r", token=77), bench.now)
@@ -438,7 +438,7 @@ def test_the_load_returns_to_nothing_when_requests_are_cancelled(steps: int) -> 
         bench.step()
     bench.engine.handle(protocol.Cancel(request="r"), bench.now)
     bench.step()
-    assert (stats(bench).running, stats(bench).waiting, stats(bench).unread_tokens) == (0, 0, 0)
+    assert (stats(bench).running, stats(bench).waiting, stats(bench).pending_prefill_tokens) == (0, 0, 0)
     assert stats(bench).kv_usage == 0.0
 
 

@@ -72,7 +72,7 @@ def test_a_prompts_blocks_are_held_from_its_end_until_no_worker_reads_them(sched
     assert scheduler.request_finished(request) is True
     held.append(scheduler.has_held_blocks)
     assert scheduler.build_connector_meta(step({})).cancelled == []
-    scheduler.sends_finished({"r", "another"})
+    scheduler.release_sent({"r", "another"})
     assert [*held, scheduler.has_held_blocks] == [False, True, False]
 
 
@@ -196,7 +196,7 @@ def test_what_a_sliding_window_has_left_behind_is_not_loaded(
 def waiting_for_first(scheduler: SchedulerSide) -> Any:
     """A request whose KV and first token both come from another engine."""
     opening = receiving(b"t" * 16, 40)
-    opening = OpenTransfer(transfer=opening.transfer, tokens=40, receive=opening.receive, told_first=True)
+    opening = OpenTransfer(transfer=opening.transfer, tokens=40, receive=opening.receive, awaits_first_token=True)
     request = begin(scheduler, "r", opening)
     scheduler.update_state_after_alloc(request, blocks_of(7, 8, 9), 40)
     scheduler.build_connector_meta(step({}))
@@ -206,14 +206,14 @@ def waiting_for_first(scheduler: SchedulerSide) -> Any:
 def test_vllm_hears_of_kv_once_the_first_token_has_been_told(scheduler: SchedulerSide) -> None:
     waiting_for_first(scheduler)
     assert scheduler.update_progress(None, {"r"}, set(), set()) == set()
-    assert scheduler.wait_no_longer(b"x" * 16) is None
-    assert scheduler.wait_no_longer(b"t" * 16) == "r"
-    assert scheduler.wait_no_longer(b"t" * 16) is None  # it has been told
+    assert scheduler.stop_waiting_for_token(b"x" * 16) is None
+    assert scheduler.stop_waiting_for_token(b"t" * 16) == "r"
+    assert scheduler.stop_waiting_for_token(b"t" * 16) is None  # it has been told
 
 
 def test_a_first_token_that_comes_before_the_kv_does_not_end_the_wait_for_it(scheduler: SchedulerSide) -> None:
     waiting_for_first(scheduler)
-    assert scheduler.wait_no_longer(b"t" * 16) is None
+    assert scheduler.stop_waiting_for_token(b"t" * 16) is None
     assert scheduler.update_progress(None, {"r"}, set(), set()) == {"r"}
 
 
@@ -274,6 +274,6 @@ def test_a_request_that_ends_is_waited_for_no_longer(scheduler: SchedulerSide, c
 
 def test_orders_of_the_agent_travel_with_the_next_step(scheduler: SchedulerSide) -> None:
     order = AbortTransfer(transfer=b"t" * 16, reason="nobody wants it")
-    scheduler.pass_on(order)
+    scheduler.queue_order(order)
     assert scheduler.build_connector_meta(step({})).orders == [order]
     assert scheduler.build_connector_meta(step({})).orders == []

@@ -86,7 +86,7 @@ class Receiver:
     def progress(self) -> tuple[float, int]:
         return 0.5, 20
 
-    def applied(self) -> None:
+    def confirm_applied(self) -> None:
         self.was_applied = True
 
 
@@ -109,10 +109,10 @@ class Hub:
     def tell_news(self) -> None:
         self.news += 1
 
-    def computed(self, pacings: list[Pacing], tokens: int, seconds: float) -> None:
+    def on_prefill(self, pacings: list[Pacing], tokens: int, seconds: float) -> None:
         self.learned.append((tokens, seconds))
 
-    def held_up(self, codec: str, tokens: int, layers: int, seconds: float) -> None:
+    def on_hold_up(self, codec: str, tokens: int, layers: int, seconds: float) -> None:
         self.held.append((codec, tokens, layers))
 
     def outgoing(self, transfer: bytes) -> list[Sender]:

@@ -109,7 +109,7 @@ def test_who_holds_nothing_gets_any_piece_that_fits() -> None:
 
 
 def test_who_waits_is_woken_by_what_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_buffer, "_LOOK_AGAIN_S", WAIT_LIMIT_S)  # it does not look by itself
+    monkeypatch.setattr(host_buffer, "LOOK_AGAIN_S", WAIT_LIMIT_S)  # it does not look by itself
     buffer = buffer_of(4)
     first, _ = taken(buffer, 1), taken(buffer, 3)
     asked = threading.Event()
@@ -128,7 +128,7 @@ def test_who_waits_is_woken_by_what_comes_back(monkeypatch: pytest.MonkeyPatch) 
 
 def test_who_gives_back_while_it_waits_counts_as_holding_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else one whose pieces have all been confirmed meanwhile would wait for others to give something back."""
-    monkeypatch.setattr(host_buffer, "_LOOK_AGAIN_S", WAIT_LIMIT_S)
+    monkeypatch.setattr(host_buffer, "LOOK_AGAIN_S", WAIT_LIMIT_S)
     buffer = buffer_of(4)
     _, mine = taken(buffer, 3), taken(buffer, 1)
     held, asked = [mine.reserved], threading.Event()

@@ -38,7 +38,7 @@ def outlet_of(
 
 def sent_layers(pacing: Pacing, layers: int) -> list[int]:
     """The layers in the order in which one step hands them over; what is serialised leaves at its end."""
-    found = [each for position in range(layers) for each in pacing.due(position, layers)]
+    found = [each for position in range(layers) for each in pacing.layers_due(position, layers)]
     return found if pacing.layerwise else [*found, *range(layers)]
 
 
@@ -50,7 +50,7 @@ def test_each_layer_leaves_exactly_once_and_never_before_it_is_computed(
     pacing = Pacing(SendDecision(mode, group, 0.0, 0.0, "a test"), pacer_of(layers), "kv4")
     assert sent_layers(pacing, layers) == list(range(layers))
     for position in range(layers):
-        due = pacing.due(position, layers)
+        due = pacing.layers_due(position, layers)
         assert len(due) <= group
         assert all(each <= position for each in due)
         assert not due or due[-1] == position
@@ -64,16 +64,16 @@ def measured(pacer: Pacer, *, hold_up_s: float = 0.0005, token_s: float = 0.0005
     """An engine that has prefilled, announced and encoded for a while; a prefill beside which layers leave takes
     `slowed_down` times as long."""
     for tokens in (100, 400, 800):
-        pacer.computed([pacing_of(pacer, SendMode.SERIALISED)], tokens, tokens * token_s)
-        pacer.computed([pacing_of(pacer, SendMode.LAYERWISE)], tokens, tokens * token_s * slowed_down)
+        pacer.on_prefill([pacing_of(pacer, SendMode.SERIALISED)], tokens, tokens * token_s)
+        pacer.on_prefill([pacing_of(pacer, SendMode.LAYERWISE)], tokens, tokens * token_s * slowed_down)
     for tokens in (100, 200, 400, 800):
-        pacer.held_up("kv4", tokens, 1, hold_up_s)
-        pacer.encoded("kv4", 1 << 20, 0.0005)
+        pacer.on_hold_up("kv4", tokens, 1, hold_up_s)
+        pacer.on_frame("kv4", 1 << 20, 0.0005)
 
 
 def test_before_anything_is_measured_layers_leave_one_by_one() -> None:
     """So that all of it gets measured."""
-    pacing = pacer_of().transfer("kv4", 1000, outlet_of())
+    pacing = pacer_of().decide("kv4", 1000, outlet_of())
     assert (pacing.mode.mode, pacing.mode.layers_per_group) == (SendMode.LAYERWISE, 1)
     assert "not measured yet" in pacing.mode.why
 
@@ -82,8 +82,8 @@ def test_the_engine_decides_by_what_it_has_measured_and_by_the_link() -> None:
     """A short prompt on a fast link is not worth announcing layers one by one, a long one on a slow link is."""
     pacer = pacer_of()
     measured(pacer, hold_up_s=0.002)
-    short = pacer.transfer("kv4", 8, outlet_of(gbps=100.0))
-    long = pacer.transfer("kv4", 2000, outlet_of(gbps=0.5))
+    short = pacer.decide("kv4", 8, outlet_of(gbps=100.0))
+    long = pacer.decide("kv4", 2000, outlet_of(gbps=0.5))
     assert short.mode.mode is SendMode.SERIALISED
     assert long.mode.mode is SendMode.LAYERWISE
     assert long.mode.visible_layerwise_s < long.mode.visible_serialised_s
@@ -97,7 +97,7 @@ def test_layers_stay_when_leaving_would_slow_the_prefill_down_by_more_than_it_hi
     measured(free)
     measured(slowed, slowed_down=1.2)
     modes = {
-        name: (free.transfer("kv4", 500, way).mode, slowed.transfer("kv4", 500, way).mode) for name, way in ways.items()
+        name: (free.decide("kv4", 500, way).mode, slowed.decide("kv4", 500, way).mode) for name, way in ways.items()
     }
     assert [mode.mode for mode in modes["near"]] == [SendMode.LAYERWISE, SendMode.SERIALISED]
     assert [mode.mode for mode in modes["far"]] == [SendMode.LAYERWISE, SendMode.LAYERWISE]
@@ -112,7 +112,7 @@ def test_what_holds_the_engine_up_counts_for_the_first_token_too() -> None:
     """Three announcements of 2 ms would be worth it for the second token alone."""
     pacer = pacer_of()
     measured(pacer, hold_up_s=0.002)
-    mode = pacer.transfer("kv4", 500, outlet_of(gbps=10.0)).mode
+    mode = pacer.decide("kv4", 500, outlet_of(gbps=10.0)).mode
     assert mode.visible_layerwise_s < mode.visible_serialised_s < mode.visible_layerwise_s + 3 * 0.002
     assert mode.mode is SendMode.SERIALISED
 
@@ -121,11 +121,11 @@ def test_both_ways_are_taken_in_turn_until_the_prefills_of_each_are_known() -> N
     pacer = pacer_of()
     taken = []
     for _ in range(8):
-        pacing = pacer.transfer("kv4", 500, outlet_of(gbps=0.5))
+        pacing = pacer.decide("kv4", 500, outlet_of(gbps=0.5))
         taken.append(pacing.mode.mode.value[0])
-        pacer.computed([pacing], 500, 0.25)
-        pacer.held_up("kv4", 500, LAYERS, 0.001)
-        pacer.encoded("kv4", 1 << 20, 0.0005)
+        pacer.on_prefill([pacing], 500, 0.25)
+        pacer.on_hold_up("kv4", 500, LAYERS, 0.001)
+        pacer.on_frame("kv4", 1 << 20, 0.0005)
     assert "".join(taken) == "lslslsll"
 
 
@@ -136,10 +136,10 @@ def test_when_the_machine_changes_both_ways_are_measured_again() -> None:
     taken: list[SendMode] = []
 
     def prefill(machine: float) -> None:
-        mode = pacer.transfer("kv4", 400, outlet).mode.mode
+        mode = pacer.decide("kv4", 400, outlet).mode.mode
         taken.append(mode)
         beside = 2.0 if mode is SendMode.LAYERWISE else 1.0
-        pacer.computed([pacing_of(pacer, mode)], 400, 0.2 * beside * machine)
+        pacer.on_prefill([pacing_of(pacer, mode)], 400, 0.2 * beside * machine)
 
     for _ in range(10):
         prefill(1.0)
@@ -156,8 +156,8 @@ def test_a_step_is_slowed_down_by_any_transfer_whose_layers_leave_beside_it() ->
     measured(pacer)
     both = [pacing_of(pacer, mode) for mode in SendMode]
     for _ in range(8):
-        pacer.computed(both, 500, 2 * 500 * 0.0005)
-    assert pacer.transfer("kv4", 500, outlet_of(gbps=5.0)).mode.mode is SendMode.SERIALISED
+        pacer.on_prefill(both, 500, 2 * 500 * 0.0005)
+    assert pacer.decide("kv4", 500, outlet_of(gbps=5.0)).mode.mode is SendMode.SERIALISED
 
 
 def test_a_prefill_that_was_held_up_by_others_decides_nothing() -> None:
@@ -165,22 +165,22 @@ def test_a_prefill_that_was_held_up_by_others_decides_nothing() -> None:
     for mode in SendMode:
         pacer = pacer_of()
         measured(pacer)
-        pacer.computed([pacing_of(pacer, mode)], 400, 10 * 400 * 0.0005)
-        assert pacer.transfer("kv4", 500, outlet_of(gbps=0.5)).mode.mode is SendMode.LAYERWISE
+        pacer.on_prefill([pacing_of(pacer, mode)], 400, 10 * 400 * 0.0005)
+        assert pacer.decide("kv4", 500, outlet_of(gbps=0.5)).mode.mode is SendMode.LAYERWISE
 
 
 def test_a_link_that_carries_half_of_it_is_as_good_as_one_twice_as_fast() -> None:
     pacer = pacer_of()
     measured(pacer)
     half, whole = outlet_of(gbps=0.5, heads=4), outlet_of(gbps=1.0)
-    assert pacer.transfer("kv4", 500, half).mode == pacer.transfer("kv4", 500, whole).mode
-    assert pacer.transfer("kv4", 500, outlet_of(gbps=0.5)).mode != pacer.transfer("kv4", 500, whole).mode
+    assert pacer.decide("kv4", 500, half).mode == pacer.decide("kv4", 500, whole).mode
+    assert pacer.decide("kv4", 500, outlet_of(gbps=0.5)).mode != pacer.decide("kv4", 500, whole).mode
 
 
 def test_a_link_that_moves_nothing_is_no_reason_to_fail() -> None:
     pacer = pacer_of()
     measured(pacer)
-    assert pacer.transfer("kv4", 100, outlet_of(gbps=0.0)).mode.mode is SendMode.SERIALISED
+    assert pacer.decide("kv4", 100, outlet_of(gbps=0.0)).mode.mode is SendMode.SERIALISED
 
 
 @pytest.mark.parametrize("is_measured", [False, True])
@@ -190,7 +190,7 @@ def test_what_is_asked_for_is_done(is_measured: bool, tokens: int, gbps: float) 
     if is_measured:
         measured(pacer, hold_up_s=0.002)
     for pacing in ("layerwise", "serialised"):
-        found = pacer.transfer("kv4", tokens, outlet_of(gbps, pacing=pacing))
+        found = pacer.decide("kv4", tokens, outlet_of(gbps, pacing=pacing))
         assert found.mode.mode.value == pacing
         assert found.layerwise == (pacing == "layerwise")
         assert sent_layers(found, LAYERS) == list(range(LAYERS))
@@ -199,8 +199,8 @@ def test_what_is_asked_for_is_done(is_measured: bool, tokens: int, gbps: float) 
 def test_codecs_are_measured_apart_and_a_transfer_feeds_its_own() -> None:
     pacer = pacer_of()
     measured(pacer)
-    assert "not measured yet" in pacer.transfer("raw", 100, outlet_of()).mode.why
-    pacing = pacer.transfer("raw", 100, outlet_of(streams=(2, 3)))
-    pacing.encoded(1 << 20, 0.001)
-    assert "frames" not in pacer.transfer("raw", 100, outlet_of()).mode.why
-    assert "not measured yet" not in pacer.transfer("kv4", 100, outlet_of()).mode.why
+    assert "not measured yet" in pacer.decide("raw", 100, outlet_of()).mode.why
+    pacing = pacer.decide("raw", 100, outlet_of(streams=(2, 3)))
+    pacing.on_frame(1 << 20, 0.001)
+    assert "frames" not in pacer.decide("raw", 100, outlet_of()).mode.why
+    assert "not measured yet" not in pacer.decide("kv4", 100, outlet_of()).mode.why
