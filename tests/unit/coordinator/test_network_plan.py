@@ -147,7 +147,7 @@ def test_a_joining_box_moves_nobody_unless_that_pays() -> None:
 
 
 def test_nobody_is_left_to_write_and_hardly_anything_is_in_time() -> None:
-    """Then no flip gains 2 % of all requests, and somebody has to write all the same."""
+    """Then no flip gains 2 % of all requests, and somebody has to decode all the same."""
     before = some_plan(box("p", phase=P), box("q", phase=P), box("d", phase=D))
     flood = Demand(requests_s=1e5, arrival_cv=1.0, lengths=((1000, 200),))
     after = some_plan(box("p"), box("q"), previous=before, demands=(flood,))

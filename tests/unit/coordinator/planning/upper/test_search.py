@@ -88,7 +88,7 @@ def test_a_start_by_rates_carries_as_much_as_any_solution_of_its_phases() -> Non
 
     def carried(solution: Solution) -> float:
         rates = [space.evaluator.max_rates(group, 2) for group in solution]
-        return min(sum(read for read, _ in rates), sum(write for _, write in rates))
+        return min(sum(prefill for prefill, _ in rates), sum(decode for _, decode in rates))
 
     start = Packing(space, 2).start(np.random.default_rng(0), phases)
     every = [found for found in all_solutions(space) if found and all(group.phase in phases for group in found)]
