@@ -193,5 +193,5 @@ def test_a_short_fuzz_finds_nothing() -> None:
     assert report.inputs >= 20_000
     assert len(report.by_mutation) == 14
     assert report.refused > 1000
-    assert report.delivered > 10
+    assert report.transfers_delivered > 10
     assert fuzz(2_000, seed=7).by_mutation == fuzz(2_000, seed=7).by_mutation
