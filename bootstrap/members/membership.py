@@ -84,10 +84,6 @@ class _Outcome(Enum):
     IGNORED = "ignored"  # it cannot be checked yet, or there is no room
 
 
-def _trust_everybody(peer: str, record: MemberRecord) -> None:
-    """The check of a membership that is used without a network key."""
-
-
 def _not_measured(peer: PeerId) -> float | None:
     """The round trip to a peer, as a membership without links knows it."""
     return None
@@ -102,7 +98,7 @@ class Membership:
         role: Role,
         *,
         incarnation: int,
-        check: CheckRecord = _trust_everybody,
+        check: CheckRecord,
         settings: NetworkSettings | None = None,
     ) -> None:
         if not 0 < incarnation <= MAX_COUNTER:
@@ -258,6 +254,7 @@ class Membership:
         life = self._lives.get(peer)
         if life is not None and life is not self._own:
             life.lost_at = now
+            # As silent as the dead from now on; `lost_at` keeps out what others heard of it before.
             if life.heard_at is not None:
                 life.heard_at = min(life.heard_at, now - self._settings.dead_s)
 

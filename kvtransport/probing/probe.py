@@ -326,6 +326,7 @@ class ProbeScheduler:
         if self._reserved is not None:
             wait = max(self._reserved.until - now, 0.1)
             return BurstRefusal(DeferReason.RESERVED, self._jitter(min(wait, self.settings.retry_s)))
+        # A peer may say that every burst of its is overdue. It disturbs serving once in `postpone_s` all the same.
         last = self._overdue_granted.get(peer, -inf)
         may_disturb = request.overdue and now - last >= self.settings.postpone_s
         if not activity.idle and not may_disturb:
@@ -333,6 +334,7 @@ class ProbeScheduler:
         usd = request.max_bytes / GB * usd_per_gb
         self._add_allowance(now)
         if usd > self._usd:
+            # Until the allowance has flowed in, but no longer than the peer would wait for its next burst anyway.
             missing = (usd - self._usd) / max(self.settings.usd_per_day, 1e-12) * _DAY_S
             return BurstRefusal(
                 DeferReason.BUDGET, min(max(missing, self.settings.retry_s), self.settings.burst_every_s)

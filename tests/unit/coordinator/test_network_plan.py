@@ -163,6 +163,17 @@ def test_a_box_with_figures_that_make_no_sense_stops_nobody(figures: tuple[float
         assert {"odd", "even"} <= set(plan.peers)
 
 
+def test_requests_go_from_who_prefills_to_who_decodes() -> None:
+    """Also where hardly anything is expected of anybody."""
+    flood = Demand(requests_s=1e6, arrival_cv=50.0, lengths=((90_000, 90_000),))
+    for figures, demands in (((100.0, 1000.0), ()), ((1e-6, 1e-6), (flood,))):
+        phases = {"p": P, "q": P, "d": D, "m": M}
+        plan = some_plan(*(box(name, *figures, phase=phase) for name, phase in phases.items()), demands=demands)
+        for pair in plan.pairings:
+            assert phases[pair.prefill] is not D
+            assert phases[pair.decode] is not P
+
+
 # ---- routing --------------------------------------------------------------------------------------------------
 
 
