@@ -117,6 +117,10 @@ class Changer(ast.NodeTransformer):
         """Texts of errors are not decisions."""
         return node
 
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        """Nor is what holds anyway."""
+        return node
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         """Nor are other texts."""
         return node

@@ -85,8 +85,10 @@ def test_a_connection_that_is_lost_is_no_failed_attempt_and_is_dialled_again_soo
     dialler.mark_down(one.slot, "reset", 10.0)
     assert dialler.failures == {}
     assert 10.0 + settings.redial_first_s / 2 <= dialler.wake_at() <= 10.0 + settings.redial_first_s
-    dialler.mark_down(two.slot, "refused", 10.0)
+    soonest = dialler.wake_at()
+    dialler.mark_down(two.slot, "refused", 20.0)
     assert dialler.failures == {"relay": "refused"}
+    assert dialler.wake_at() == soonest
     dialler.mark_down(99, "never wanted", 10.0)
     dialler.set_paths([DialPath("a", 1)], 11.0)
     assert dialler.failures == {}, "of paths that are wanted"

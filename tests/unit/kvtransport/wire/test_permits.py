@@ -38,6 +38,11 @@ def test_the_ledger_knows_its_permits_and_nobody_elses() -> None:
     assert refusal(ledger, b"GET / HTTP/1.1", 1.0) == Refusal.FORGED
     assert refusal(ledger, pack_relay_hello(permit(), b"4" * 16), 50.0) == Refusal.EXPIRED
     assert ledger.statistics()[0].connections == 1
+    ledger.enter(pack_relay_hello(permit(), b"5" * 16), 2.0)
+    assert ledger.statistics()[0].connections == 2
+    ledger.leave(permit().permit)
+    ledger.leave(b"x" * 16)
+    assert ledger.statistics()[0].connections == 1
     assert ledger.strangers == 2
 
 

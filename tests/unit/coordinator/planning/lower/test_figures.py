@@ -131,6 +131,7 @@ CASES: dict[str, Callable[[], Figures]] = {
     "a box that is one stage, and two others": configurations(
         "llama-30b", ALL, (TI, 4, True), (A40, 2, False), (A5000, 3, False)
     ),
+    "a model that hardly fits": configurations("llama2-70b", Slo(), (A40, 2, False), (TI, 4, False)),
     "four boxes without deadlines": configurations(
         "llama-13b", Slo(), (A5000, 2, False), (A40, 2, False), (TI, 1, False), (A5000, 2, False)
     ),
