@@ -105,7 +105,7 @@ quick: lint
 	@echo "quick: pytest, unit tests on $(JOBS) processes"
 	@$(EACH) $(PY) -m pytest -q -n $(JOBS) tests/unit
 
-# Whether unit tests notice small faults in the modules that decide (see tests/mutants.py). Some ten minutes.
+# Whether unit tests notice small faults in the modules that decide (see tests/mutants.py). Some ten minutes on two cores.
 mutants: setup
 	@$(PY) -m tests.mutants
 

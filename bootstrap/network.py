@@ -68,12 +68,8 @@ class NetworkStatistics:
     coordinator: str | None
     epoch: int
     revision: int
-    requests_served: int
-    requests_failed: int
     strangers_refused: int
     entries_forged: int
-    messages_shed: int
-    dials_failed: int
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -131,7 +127,7 @@ class Network:
         self._sessions.on_change = self._on_session_change
         self._gossip = Gossip(self._membership, self._sessions, self._handlers, self.rng, self._on_news, self.settings)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
-        self._revision = self._shed = self._dials_failed = 0
+        self._revision = 0
         self._changed = trio.Event()
         self._kick = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -256,7 +252,6 @@ class Network:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
         # A notice that is left out would be a gap that neither side knows of. Better no connection.
         if not session.control.send_nowait(encode_notice(notice.name, encode_body(body))):
-            self._shed += 1
             session.control.abandon(f"{peer} does not read its messages and was disconnected; choose another peer")
             raise PeerLost(f"{peer} does not read its messages and was disconnected; choose another peer")
 
@@ -286,12 +281,8 @@ class Network:
             coordinator=self.coordinator[0] if self.coordinator else None,
             epoch=self._peering.epoch,
             revision=self._revision,
-            requests_served=self._handlers.served,
-            requests_failed=self._handlers.failed,
             strangers_refused=self._sessions.refused,
             entries_forged=self._gossip.forged,
-            messages_shed=self._shed + sum(s.control.statistics().shed for s in self._sessions.by_peer.values()),
-            dials_failed=self._dials_failed,
         )
 
     def check_integrity(self) -> None:
@@ -439,7 +430,6 @@ class Network:
             # Of two nodes with one identity that both got in somewhere, the one that was started later goes.
             if isinstance(error, IdentityInUse) and self._born > error.holder_born:
                 raise
-            self._dials_failed += 1
             self._peering.on_dialled(dial.peer, False, trio.current_time())
         else:
             self._peering.on_dialled(dial.peer, True, trio.current_time())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import cache
-from importlib.resources import files
-from io import StringIO
 from math import log, sqrt
 from typing import Annotated, Final, final
 
@@ -16,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .bounds import Tokens
+from .costs.tables import packaged_rows
 from .planning.model.length_classes import classify_lengths
 from .planning.model.workload import Workload
 from .workload_profiler import REFERENCE, Shift, WorkloadProfiler, WorkloadStatistics
@@ -221,7 +219,6 @@ def _differ(before: float, after: float, error: float) -> bool:
 @cache
 def azure_lengths(kind: str) -> tuple[Lengths, Lengths]:
     """Prompts and outputs of 512 requests of Azure's traces, `coding` or `conversation`."""
-    text = (files(__package__) / "data" / "azure_lengths.csv").read_text(encoding="utf-8")
-    rows = [row for row in csv.DictReader(StringIO(text)) if row["workload"] == kind]
+    rows = [row for row in packaged_rows("azure_lengths.csv") if row["workload"] == kind]
     prompts, outputs = (np.array([int(row[name]) for row in rows], dtype=np.int64) for name in ("prompt", "output"))
     return prompts, outputs

@@ -82,6 +82,7 @@ def plan_network(
     replicas, pairings, expected = _share_requests(network, solution)
     if previous is not None:
         replicas = _keep_step_budgets(replicas, previous, network.settings.budget_factor)
+        # Shares that are as good stay: a plan of the same content is no news, and nobody has to follow another one.
         if replicas == previous.replicas and _may_keep_shares(network, solution, previous.pairings, pairings):
             pairings = previous.pairings
             if (named["epoch"], codec.name) == (previous.epoch, previous.codec):

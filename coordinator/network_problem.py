@@ -136,6 +136,7 @@ def build_network_problem(
     workload = workload if rate is None else replace(workload, rate=rate)
     asked = 0.0 if rate is None and is_idle(told) else workload.rate
     longest = int((workload.prompts + workload.outputs).max())
+    # Engines' own steps are compared at the lengths of this traffic, so the workload has to be there first.
     usable = calibrate_boxes(usable, workload)
     cards = {
         stage.peer: _card_for_stage(usable[stage.peer], model, stage, max(room, longest) + part)
@@ -160,6 +161,7 @@ def build_network_problem(
         problem=problem, evaluator=LowerLevel(problem, loaded, memory), heads=heads,
         stages={group.head: group.stages for group in groups}, asked=asked, why=tuple(why),
     )  # fmt: skip
+    # What the replicas carry is known only by evaluating them: a problem for more than is asked is made in a second go.
     least = 0.0 if rate is not None else READY * found.colocated_rate
     if least <= workload.rate:
         return found

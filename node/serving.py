@@ -68,6 +68,7 @@ class Serving:
             text=served.text,
             nursery=nursery,
             routing=settings.routing,
+            settings=settings.requests,
         )
         network.handle(methods.GENERATE, self.gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)

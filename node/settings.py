@@ -14,6 +14,7 @@ from typing import Final
 from ..bootstrap import Address
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
+from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
 
 
@@ -138,6 +139,7 @@ class NodeSettings:
     links: BoxLinkSettings = field(default_factory=BoxLinkSettings)
     engine: BoxEngineSettings = field(default_factory=BoxEngineSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+    requests: RequestSettings = field(default_factory=RequestSettings)
     tuning: NodeTuning = WAN
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner
     phase: Phase | None = None  # what the box is to do, whatever would be best

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self, final
 
@@ -51,16 +52,13 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
     return queues
 
 
-def decode_adverts(entries: Mapping[PeerId, bytes]) -> tuple[dict[PeerId, Advert], tuple[PeerId, ...]]:
-    """Adverts by peer, and the peers whose entry is none (of another version, or garbage)."""
+def decode_adverts(entries: Mapping[PeerId, bytes]) -> dict[PeerId, Advert]:
+    """Adverts by peer, without those that are none (of another version, or garbage)."""
     adverts: dict[PeerId, Advert] = {}
-    refused = []
     for peer, payload in entries.items():
-        try:
+        with suppress(*DECODE_ERRORS):
             adverts[peer] = _adverts.decode(payload)
-        except DECODE_ERRORS:
-            refused.append(peer)
-    return adverts, tuple(refused)
+    return adverts
 
 
 def decode_plan(payload: bytes) -> Plan | None:
@@ -96,9 +94,8 @@ class NetworkView:
     def update(self, entries: Mapping[PeerId, bytes]) -> None:
         """Take in the adverts of the live members; only what has changed is decoded."""
         news = {peer: payload for peer, payload in entries.items() if self._payloads.get(peer) != payload}
-        decoded, _ = decode_adverts(news)
         kept = {peer: advert for peer, advert in self.adverts.items() if peer in entries and peer not in news}
-        self.adverts = kept | decoded
+        self.adverts = kept | decode_adverts(news)
         self._payloads = dict(entries)
 
     def update_links(self, entries: Mapping[PeerId, bytes]) -> None:

@@ -13,7 +13,9 @@ it. Time belongs to the queue and only moves forward; it is a plain float in sec
 import heapq
 from collections.abc import Iterable
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 
 class EventOrderError(ValueError):
@@ -28,7 +30,7 @@ class Event(Protocol):
         ...
 
 
-class Scheduled(NamedTuple):
+class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """An event and when it is due, in seconds."""
 
     at: float
@@ -65,5 +67,5 @@ class EventQueue:
         while heap:
             self.now, _, event = heapq.heappop(heap)
             self.happened += 1
-            for at, following in event.happen(self.now):
-                self.push(at, following)
+            for following in event.happen(self.now):
+                self.push(following.at, following.event)

@@ -143,6 +143,7 @@ def draw(
     else:
         arrival = _arrivals_until(_positive("seconds", seconds or 0.0), gaps, rng)
     count = len(arrival)
+    # Prompt and output of one request stay together: long prompts have other outputs than short ones.
     rows = rng.integers(len(lengths.prompt), size=count)
     return Trace(
         ids=np.arange(count),
@@ -194,6 +195,7 @@ def read_requests(path: Path) -> Trace:
             column.append(int(count))
     if not arrival:
         raise TraceError(f"{path}: there are no requests in it")
+    # Stable: requests of the same moment stay in the order of the file.
     order = np.argsort(np.array(arrival), kind="stable")
     return Trace(
         ids=order.astype(np.int64),

@@ -5,7 +5,7 @@ always holds), makes them one at a time in a copy of the checkout, and runs the 
 `tests/unit` and `tests/sim/bootstrap` that import it. A fault that no test notices is printed with its line.
 
     $ make mutants
-    bootstrap/members/election.py:71: `<` -> `<=`: survived
+    bootstrap/members/election.py:71: Lt -> LtE: survived
     killed 187 of 200 (93.5 %)
 """
 
@@ -16,24 +16,29 @@ import ast
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache, partial
+from functools import cache
+from importlib import import_module
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-T = TypeVar("T")
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_S = 60.0
 FOLDERS = ("tests/unit", "tests/sim/bootstrap")
 PASSING = 0.9
+NO_FAULT = -1
+
+OTHERS = ("cryptography", "hypothesis.strategies", "msgspec", "numpy", "scipy.special", "trio.testing")
+PRELOADED = "ignore::pytest.PytestAssertRewriteWarning"  # of plugins among them, which pytest would rewrite
 
 MODULES = [
     f"{folder}/{name}"
@@ -53,7 +58,7 @@ MODULES = [
             "cells", "clustering", "light_rescheduling", "moves", "packing", "scorer", "search", "search_space",
             "seed_assignment", "tabu",
         ),
-        "coordinator/requests": ("machine",),
+        "coordinator/requests": ("machine", "placement"),
         "coordinator/routing": ("interface", "plan_and_queues", "router"),
         "kvtransport/link": ("budget", "dialling", "machine", "receiving", "sending", "transfers"),
         "kvtransport/probing": ("burst_meter", "estimates", "probe"),
@@ -65,8 +70,7 @@ MODULES = [
         "node/engine/transfers": ("idle", "pacing", "wait_limits"),
         "node/links": ("link_knowledge", "path_selection"),
         "node/replica": ("place",),
-        "node/requests": ("request",),
-        "sims": ("gateway",),
+        "node/requests": ("acceptance", "live_request", "routes"),
     }.items()
     for name in names
 ]  # fmt: skip
@@ -88,9 +92,9 @@ class Mutant(NamedTuple):
 
 
 class Changer(ast.NodeTransformer):
-    """Walks a module's functions and changes the place with the given number; -1 changes nothing and counts."""
+    """Walks a module's functions and changes the place with the given number; NO_FAULT changes nothing and counts."""
 
-    def __init__(self, number: int = -1) -> None:
+    def __init__(self, number: int = NO_FAULT) -> None:
         self.number, self.count, self.change = number, 0, ""
         self._depth = 0
 
@@ -113,9 +117,17 @@ class Changer(ast.NodeTransformer):
         """Texts of errors are not decisions."""
         return node
 
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        """Nor is what holds anyway."""
+        return node
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         """Nor are other texts."""
         return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        """Nor is `strict=True`, which says that lengths agree."""
+        return node if node.arg == "strict" else self.generic_visit(node)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         """The annotation stays as it is."""
@@ -187,16 +199,21 @@ def read_tests() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
+def is_above(folder: Path, module: str) -> bool:
+    """Whether a folder of tests mirrors the module's own, or one of its room's above that."""
+    return folder != Path("tests/unit") and (Path("tests/unit") / module).is_relative_to(folder)
+
+
 @cache
 def find_tests(module: str) -> list[str]:
-    """The unit tests that import `module` and are in the folder that mirrors its own, those of its name first; where
-    there are none, all that import it, or else all of that folder or of its room."""
+    """The unit tests that import `module` and are in the folder that mirrors its own or above that, those of its name
+    first; where there are none, all that import it, or else all of that folder or of its room."""
     room, _, name = module.replace("/", ".").rpartition(".")
     direct = (f"p2pserve.{room}.{name} import", f"p2pserve.{room} import {name}\n")
     texts = read_tests()
     found = [path for path, text in texts.items() if any(phrase in text for phrase in direct)]
     mirror = [path for path in texts if Path(path).parent == Path("tests/unit") / Path(module).parent]
-    near = [path for path in found if path in mirror]
+    near = [path for path in found if is_above(Path(path).parent, module)]
     in_room = [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
     return sorted(near or found or mirror or in_room, key=lambda path: Path(path).stem != f"test_{name}")
 
@@ -209,27 +226,38 @@ class Outcome(Enum):
     HUNG = "killed: does not end"
 
 
-def run_tests(tests: Sequence[str], copy: Path) -> Outcome:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+def start_tests(tests: Sequence[str], copy: Path) -> int:
+    """Pytest in a fork, which has what tests import of others already: that takes longer than most tests. Its pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
     try:
-        ran = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Outcome.HUNG
-    return Outcome.FAILED if ran.returncode else Outcome.PASSED
-
-
-def try_mutant(mutant: Mutant, copy: Path) -> tuple[Outcome, str]:
-    """What the tests said of this fault, and what the fault was. `copy` is a checkout of its own."""
-    target = copy / f"{mutant.module}.py"
-    original = target.read_text(encoding="utf-8")
-    changer = Changer(mutant.number)
-    target.write_text(ast.unparse(changer.visit(ast.parse(original))), encoding="utf-8")
-    try:
-        outcome = run_tests(find_tests(mutant.module), copy)
+        os.setpgid(0, 0)
+        os.chdir(copy)
+        with Path(os.devnull).open("r+b") as nowhere:
+            for number in range(3):
+                os.dup2(nowhere.fileno(), number)
+        sys.dont_write_bytecode, sys.path[0] = True, str(copy)
+        os.environ.update({"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"})
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", PRELOADED, *tests]))
     finally:
-        target.write_text(original, encoding="utf-8")
-    return outcome, f"{mutant.module}.py:{changer.change}"
+        os._exit(code)
+
+
+def apply_fault(mutant: Mutant, copy: Path) -> str:
+    """Into a checkout of its own. What it is."""
+    target = copy / f"{mutant.module}.py"
+    changer = Changer(mutant.number)
+    tree = changer.visit(ast.parse((ROOT / f"{mutant.module}.py").read_text(encoding="utf-8")))
+    target.write_text(ast.unparse(tree), encoding="utf-8")
+    return f"{mutant.module}.py:{changer.change}"
+
+
+def restore(module: str, copy: Path) -> None:
+    shutil.copy2(ROOT / f"{module}.py", copy / f"{module}.py")
 
 
 def copy_checkout(folder: Path) -> Path:
@@ -240,26 +268,57 @@ def copy_checkout(folder: Path) -> Path:
     return folder
 
 
+def wait_for_one(pids: Iterable[int], deadlines: Mapping[int, float]) -> tuple[int, Outcome]:
+    """The first of these processes that ends, or has to be ended."""
+    while True:
+        for pid in pids:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return pid, Outcome.FAILED if status else Outcome.PASSED
+            if time.monotonic() > deadlines[pid]:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return pid, Outcome.HUNG
+        time.sleep(0.02)
+
+
+def run_all(mutants: Iterable[Mutant], copies: Sequence[Path]) -> Iterator[tuple[Outcome, Mutant, str]]:
+    """Each in a free copy, as many at once as there are copies; NO_FAULT as a number leaves a module as it is."""
+    free = list(copies)
+    running: dict[int, tuple[Mutant, Path, str]] = {}
+    deadlines: dict[int, float] = {}
+
+    def take_one() -> tuple[Outcome, Mutant, str]:
+        pid, outcome = wait_for_one(running, deadlines)
+        mutant, copy, fault = running.pop(pid)
+        restore(mutant.module, copy)
+        free.append(copy)
+        return outcome, mutant, fault
+
+    for mutant in mutants:
+        if not free:
+            yield take_one()
+        copy = free.pop()
+        fault = apply_fault(mutant, copy)
+        pid = start_tests(find_tests(mutant.module), copy)
+        running[pid], deadlines[pid] = (mutant, copy, fault), time.monotonic() + TIMEOUT_S
+    while running:
+        yield take_one()
+
+
 def run(mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Outcome, str]]:
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(jobs):
-            copies.put(copy_checkout(Path(folder) / str(number)))
-
-        def with_copy(work: Callable[[Any, Path], T], what: Any) -> T:
-            copy = copies.get()
-            try:
-                return work(what, copy)
-            finally:
-                copies.put(copy)
-
+    for name in OTHERS:
+        import_module(name)
+    with tempfile.TemporaryDirectory() as folder:
+        copies = [copy_checkout(Path(folder) / str(number)) for number in range(jobs)]
         # Tests that fail anyway would count every fault as found, slow ones every fault as one that does not end.
-        plain = list(dict.fromkeys(tuple(find_tests(mutant.module)) for mutant in mutants))
-        for tests, outcome in zip(plain, threads.map(partial(with_copy, run_tests), plain), strict=True):
+        plain = {tuple(find_tests(mutant.module)): Mutant(mutant.module, NO_FAULT) for mutant in mutants}
+        for outcome, mutant, _ in run_all(plain.values(), copies):
             if outcome is not Outcome.PASSED:
                 why = "fail" if outcome is Outcome.FAILED else "take too long"
-                raise SystemExit(f"mutants: these {why} without a fault: {' '.join(tests)}")
-        yield from threads.map(partial(with_copy, try_mutant), mutants)
+                raise SystemExit(f"mutants: these {why} without a fault: {' '.join(find_tests(mutant.module))}")
+        for outcome, _, fault in run_all(mutants, copies):
+            yield outcome, fault
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

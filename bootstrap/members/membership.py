@@ -84,10 +84,6 @@ class _Outcome(Enum):
     IGNORED = "ignored"  # it cannot be checked yet, or there is no room
 
 
-def _trust_everybody(peer: str, record: MemberRecord) -> None:
-    """The check of a membership that is used without a network key."""
-
-
 def _not_measured(peer: PeerId) -> float | None:
     """The round trip to a peer, as a membership without links knows it."""
     return None
@@ -102,7 +98,7 @@ class Membership:
         role: Role,
         *,
         incarnation: int,
-        check: CheckRecord = _trust_everybody,
+        check: CheckRecord,
         settings: NetworkSettings | None = None,
     ) -> None:
         if not 0 < incarnation <= MAX_COUNTER:
@@ -258,13 +254,13 @@ class Membership:
         life = self._lives.get(peer)
         if life is not None and life is not self._own:
             life.lost_at = now
+            # As silent as the dead from now on; `lost_at` keeps out what others heard of it before.
             if life.heard_at is not None:
                 life.heard_at = min(life.heard_at, now - self._settings.dead_s)
 
     def tick(self, now: float) -> TickResult:
         """Move every member to the state that follows from its silence."""
         changed = False
-        forgotten: list[PeerId] = []
         for origin, life in list(self._lives.items()):
             if life is self._own:
                 continue
@@ -279,7 +275,6 @@ class Membership:
             is_over = life.gone_since is not None and origin not in self._connected
             if is_over and now >= self._forget_at(life):
                 self._forget(origin, life, now)
-                forgotten.append(PeerId(origin))
                 changed = True
         self._forgotten = {origin: last for origin, last in self._forgotten.items() if last[1] > now}
         # A session lives by what comes over it alone: others may vouch for a peer that this node does
@@ -291,7 +286,7 @@ class Membership:
         )
         for peer in ping:
             self._connected[peer].pinged_at = now
-        return TickResult(drop=drop, ping=ping, forgotten=tuple(forgotten), changed=changed)
+        return TickResult(drop=drop, ping=ping, changed=changed)
 
     def wake_at(self, now: float) -> float | None:
         """When :meth:`tick` next has something to do; ``None`` while alone."""

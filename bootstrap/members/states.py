@@ -49,5 +49,4 @@ class TickResult:
 
     drop: tuple[PeerId, ...] = ()
     ping: tuple[PeerId, ...] = ()
-    forgotten: tuple[PeerId, ...] = ()
     changed: bool = False

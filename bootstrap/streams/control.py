@@ -272,6 +272,7 @@ class ControlStream:
             self.ping()
         except PeerLost:
             return False
+        # Requests and pings are numbered together, so a pong finds its waiter where a reply would.
         waiter = self._waiters[self._next_id] = _Waiter()
         nonce = self._next_id
         try:

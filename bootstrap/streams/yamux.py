@@ -273,7 +273,7 @@ class OneStream:
             with trio.move_on_after(self.stalled_s) as limit:
                 async with self._writing:
                     await self.secured_conn.write(frame)
-        except BaseException:
+        except BaseException:  # half a frame may have gone: whatever followed would be read as its rest
             self._end()
             raise
         if limit.cancelled_caught:

@@ -48,7 +48,8 @@ class InterpolatedTable:
         return low + (high - low) * (x - left) / (right - left)
 
 
-def _rows(file: str) -> Iterator[dict[str, str]]:
+def packaged_rows(file: str) -> Iterator[dict[str, str]]:
+    """The rows of a CSV file of `coordinator/data`, by column."""
     text = (files(__package__.rpartition(".")[0]) / "data" / file).read_text(encoding="utf-8")
     yield from csv.DictReader(StringIO(text))
 
@@ -82,7 +83,7 @@ def perf_rows() -> tuple[PerfRow, ...]:
             int(row["prompt_size"]), int(row["batch_size"]), int(row["token_size"]),
             float(row["prompt_time"]) / 1e3, float(row["token_time"]) / 1e3,
         )
-        for row in _rows("perf_model.csv")
+        for row in packaged_rows("perf_model.csv")
     )  # fmt: skip
 
 
@@ -149,7 +150,7 @@ class HelixLayer(NamedTuple):
 def helix_layers() -> Mapping[str, HelixLayer]:
     """By machine: a100 (40 GB), v100, l4, t4, and x2, x4 of them under tensor parallelism."""
     points: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: {"prompt": {}, "decode": {}})
-    for row in _rows("helix_llama30b_layer_times.csv"):
+    for row in packaged_rows("helix_llama30b_layer_times.csv"):
         tokens = int(row["batch_tokens"])
         if tokens:  # the rows at 0 say that nothing takes no time: no measurement
             points[row["machine"]][row["phase"]][tokens] = float(row["ms_per_layer"]) / 1e3
@@ -175,7 +176,7 @@ def distserve_fits() -> Mapping[tuple[str, str, int], DistserveFit]:
     """By engine (distserve, vllm), model (opt-13b, opt-66b) and TP degree; A100 80 GB."""
     constants: dict[tuple[str, str, int], dict[str, tuple[float, float, float]]] = defaultdict(dict)
     thresholds: dict[tuple[str, str, int], int] = {}
-    for row in _rows("distserve_a100_fits.csv"):
+    for row in packaged_rows("distserve_a100_fits.csv"):
         key = (row["engine"], row["model"].removeprefix("facebook/"), int(row["tp"]))
         constants[key][row["phase"]] = (float(row["a_ms"]) / 1e3, float(row["b"]) / 1e3, float(row["c"]) / 1e3)
         thresholds[key] = int(row["bs_threshold"])

@@ -15,14 +15,12 @@ out at 2,557 tokens per second, the figure that its authors' code gives.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping
-from importlib.resources import files
-from io import StringIO
 from typing import Final
 
 import numpy as np
 
+from ..costs.tables import packaged_rows
 from .maxflow import NodeKind
 
 LAYERS: Final = 60
@@ -51,12 +49,12 @@ class _Tables:
 
     def __init__(self) -> None:
         self._times: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
-        for row in _rows("helix_llama30b_layer_times.csv"):
+        for row in packaged_rows("helix_llama30b_layer_times.csv"):
             sizes, times = self._times.setdefault((row["machine"], row["phase"]), ([], []))
             sizes.append(float(row["batch_tokens"]))
             times.append(float(row["ms_per_layer"]) / 1000)
         self.blocks: dict[str, list[int]] = {}
-        for row in _rows("helix_llama30b_kv_blocks.csv"):
+        for row in packaged_rows("helix_llama30b_kv_blocks.csv"):
             self.blocks.setdefault(row["machine"], []).append(int(row["kv_blocks"]))
 
     def layer_s(self, machine: str, phase: str, tokens: int) -> float:
@@ -98,8 +96,3 @@ def _tokens_s(tables: _Tables, machine: str, layers: int, share: float) -> float
     prompt_s = tables.layer_s(machine, "prompt", int(read * (1 / prompts)))
     decode_s = tables.layer_s(machine, "decode", written) * (1 / prompts)
     return (read + written) * (1 / prompts) / (layers * (prompt_s + decode_s))
-
-
-def _rows(name: str) -> list[dict[str, str]]:
-    text = (files(__package__.rpartition(".")[0]) / "data" / name).read_text(encoding="utf-8")
-    return list(csv.DictReader(StringIO(text)))

@@ -53,12 +53,3 @@ class Router:
         if prompt_tokens < 0:
             raise ValueError(f"prompt_tokens is {prompt_tokens}; it must not be negative")
         return self._policy.choose(RequestFacts(prompt_tokens, exclude), self.loads, now=now, rng=self._rng)
-
-
-def route_once(
-    plan: Plan, loads: Iterable[Load], *, prompt_tokens: int, exclude: frozenset[str] = frozenset()
-) -> Route:
-    """One question to a new router that has heard `loads`."""
-    router = Router(plan)
-    router.report(loads)
-    return router.route(prompt_tokens, exclude)

@@ -202,6 +202,7 @@ def dequantise_keys_kernel(
         line = span * 8 + group
         kept = inside & _between(channel, line, group_first, group_stop)
         zero = tl.load(zeros + (line - group_first).to(tl.int64) * width + channel, mask=kept, other=0)
+        # The steps of two groups share a byte. A pair cut by the block's edge is stored as a whole.
         pair = (span * 4 + group // 2 - step_first).to(tl.int64)
         nibbles = tl.load(steps + pair * width + channel, mask=kept, other=0).to(tl.int32)
         step = ((nibbles >> (4 * (group % 2))) & 15) + 1
@@ -281,6 +282,7 @@ def _rotated(
         signs = tl.load(matrix + line[:, None] * side + (start + tl.arange(0, part))[None, :])
         factor = power(134 - exponent)[None, :]
         whole = nearby(_vectors(x, column, valid, begin + start, width, part) * factor)
+        # Runs longer than the matrix: their parts are added with its signs first, and rotated once.
         for other in range(1, together // side):
             values = _vectors(x, column, valid, begin + other * side, width, part)
             whole += nearby(values * factor) * sign(slab, other)

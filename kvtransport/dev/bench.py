@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .bench_ends import SHAPE
+from .bench_ends import LAYER_BYTES
 
 _MIB = 1 << 20
 _GBPS = 125_000_000
@@ -124,7 +124,7 @@ def open_plain_link() -> Iterator[Callable[[int], float]]:
 
 def run(repeats: int, scale: float = 1.0, *, kv: bool = True, libp2p: bool = True) -> BenchResults:
     """Measure. `scale` multiplies what is sent; without `kv` no process imports torch."""
-    big, layer = int(1024 * scale) * _MIB, SHAPE.layer_bytes
+    big, layer = int(1024 * scale) * _MIB, LAYER_BYTES
     commands: dict[str, dict[str, Any]] = {
         "raw_tcp": {"op": "raw", "bytes": big},
         "tls": {"op": "tls", "bytes": big // 2},

@@ -34,21 +34,9 @@ _FRAME_BYTES = 4 << 20
 _WINDOW_BYTES = 64 << 20
 _TIMEOUT_S = 60.0
 
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """A layer's KV as the benchmark moves it: bf16, so `2 * 2 * tokens * heads * head_dim` bytes."""
-
-    tokens: int = 1536
-    heads: int = 8
-    head_dim: int = 128
-
-    @property
-    def layer_bytes(self) -> int:
-        return 4 * self.tokens * self.heads * self.head_dim
-
-
-SHAPE = KvShape()
+_TOKENS, _HEADS, _HEAD_DIM = 1536, 8, 128
+LAYER_BYTES = 2 * 2 * _TOKENS * _HEADS * _HEAD_DIM
+"""K and V of a layer as the benchmark moves it, in bf16."""
 
 
 @dataclass(slots=True)
@@ -140,11 +128,11 @@ def _kv_frames(end: _End, command: dict[str, Any]) -> Any:
     from ...kernels.codecs import codec_named
 
     codec = codec_named(command["codec"])
-    for layer in range(command["bytes"] // SHAPE.layer_bytes):
+    for layer in range(command["bytes"] // LAYER_BYTES):
         k, v = end.layers[layer % len(end.layers)]
         payload = encode(codec, k, v, start=0, layer=layer)
         dtype = wire_dtype(k.dtype).wire
-        yield KVFrame(layer, 0, SHAPE.heads, 0, SHAPE.tokens, codec.wire, dtype, SHAPE.head_dim, payload)
+        yield KVFrame(layer, 0, _HEADS, 0, _TOKENS, codec.wire, dtype, _HEAD_DIM, payload)
 
 
 # ---- receiving --------------------------------------------------------------------------------------------------
@@ -228,7 +216,7 @@ def _prepare_kv(end: _End) -> None:
 
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(1)
-    shape = (SHAPE.tokens, SHAPE.heads, SHAPE.head_dim)
+    shape = (_TOKENS, _HEADS, _HEAD_DIM)
     end.layers = [
         (
             torch.randn(shape, generator=generator).to(torch.bfloat16),
@@ -239,7 +227,7 @@ def _prepare_kv(end: _End) -> None:
     for _ in range(3):
         k, v = end.layers[0]
         payload = encode("kv4", k, v, start=0, layer=0)
-        _decode(KVFrame(0, 0, SHAPE.heads, 0, SHAPE.tokens, 1, 0, SHAPE.head_dim, payload))
+        _decode(KVFrame(0, 0, _HEADS, 0, _TOKENS, 1, 0, _HEAD_DIM, payload))
 
 
 def _server_context() -> ssl.SSLContext:

@@ -183,6 +183,7 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
         if incoming is None:
             if not self.transfers.is_over(chunk.transfer):
                 raise KVProtocolError("a chunk of a transfer that has no credit")
+            # It was on its way when the transfer ended here: no fault of a sender that has not heard.
             return None
         if not incoming.is_open:
             return None
@@ -195,6 +196,8 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
         slot = chunk.offset >> chunk.grid
         if frame.states[slot] != _EMPTY:
             incoming.repeated += chunk.length
+            # This copy is dropped and confirmed. Should the one that is being opened prove damaged,
+            # nobody would send the chunk again.
             frame.damaged |= frame.states[slot] == _CLAIMED
             return None
         frame.states[slot] = _CLAIMED
@@ -207,7 +210,7 @@ class ReceiveMachine(LinkMachine[_ReceivingTransfer]):
         """A chunk has been decrypted where it belongs."""
         connection, frame = self.connections.get(number), placement.target
         if connection is not None:
-            connection.handled += 1
+            connection.handled += 1  # whatever became of its transfer: the sender waits for it
         frame.states[placement.slot] = _DONE
         frame.missing -= 1
         incoming = self.transfers.get_open(placement.transfer)

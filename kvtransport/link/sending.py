@@ -110,6 +110,7 @@ class _SendingTransfer(Transfer):
 
     def measure_next(self, chunk_bytes: int) -> int:
         """Bytes of the next chunk that may go now; 0 if none may."""
+        # Another connection's copy may have been confirmed since these were queued.
         while self.resend and self.resend[0].done:
             self.resend.popleft()
         if self.resend:
@@ -118,6 +119,7 @@ class _SendingTransfer(Transfer):
             return 0
         source = self.uncut[0]
         size = min(chunk_bytes, source.total - source.cut)
+        # The receiver remembers every frame beyond the oldest one that it lacks: that has a bound.
         ahead = source.index - next(iter(self.held))
         allowed = self.charged + self._charge(source, size) <= self.credit and ahead < MAX_FRAMES_AHEAD
         return size if allowed else 0

@@ -18,13 +18,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import exp, inf, isfinite, log, sqrt
+from math import exp, isfinite, log, sqrt
 from typing import final
 
 import msgspec
 
 from ..errors import FiguresError
-from .figures import MAX_STREAMS, LinkFigures, Source, gbps_of, one_stream_gbps
+from .figures import MAX_STREAMS, LinkFigures, Source, gbps_of, one_stream_gbps, require_counts, require_positive
 
 _MAX_BYTES = 1 << 50
 _DOUBT_SHARE = 0.7  # of the confidence, while samples contradict what is believed
@@ -122,12 +122,8 @@ class EstimateSettings:
     history: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("half_life_s", "rtt_half_life_s", "rtt_window_s"):
-            if not 0.0 < getattr(self, name) < inf:
-                raise FiguresError(f"estimates.{name} is {getattr(self, name)}; it must be positive")
-        for name in ("slow_in_a_row", "fast_in_a_row", "failures_to_unreachable", "history"):
-            if getattr(self, name) < 1:
-                raise FiguresError(f"estimates.{name} is {getattr(self, name)}; it must be at least 1")
+        require_positive(self, "estimates", ("half_life_s", "rtt_half_life_s", "rtt_window_s"))
+        require_counts(self, "estimates", ("slow_in_a_row", "fast_in_a_row", "failures_to_unreachable", "history"))
 
 
 @dataclass(slots=True)

@@ -13,8 +13,9 @@ link). So between continents
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 from typing import Annotated, Self
 
 import msgspec
@@ -171,6 +172,20 @@ def prior(rtt_ms: float, single_gbps: float, multi_gbps: float, *, reason: str =
         source=Source.PRIOR,
         reason=reason,
     )
+
+
+def require_positive(settings: object, called: str, names: Iterable[str]) -> None:
+    """Raise FiguresError for the first of these fields that is not positive and finite."""
+    for name in names:
+        if not 0.0 < getattr(settings, name) < inf:
+            raise FiguresError(f"{called}.{name} is {getattr(settings, name)}; it must be positive")
+
+
+def require_counts(settings: object, called: str, names: Iterable[str]) -> None:
+    """Raise FiguresError for the first of these fields that is less than 1."""
+    for name in names:
+        if getattr(settings, name) < 1:
+            raise FiguresError(f"{called}.{name} is {getattr(settings, name)}; it must be at least 1")
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

@@ -29,7 +29,7 @@ from typing import Annotated, final
 import msgspec
 
 from ..errors import FiguresError
-from .figures import GB, MAX_STREAMS, LinkFigures, bytes_per_s, streams_for
+from .figures import GB, MAX_STREAMS, LinkFigures, bytes_per_s, require_counts, require_positive, streams_for
 
 MAX_BURST_S = 10.0
 MAX_BURST_BYTES = 4_000_000_000
@@ -86,9 +86,7 @@ class ProbeSettings:
     everybody_below: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("ping_every_s", "pings_per_s", "burst_every_s", "retry_s"):
-            if not 0.0 < getattr(self, name) < inf:
-                raise FiguresError(f"probe.{name} is {getattr(self, name)}; it must be positive")
+        require_positive(self, "probe", ("ping_every_s", "pings_per_s", "burst_every_s", "retry_s"))
         if not 0.0 <= self.usd_per_day < inf or not 0.0 <= self.postpone_s < inf:
             raise FiguresError("probe.usd_per_day and probe.postpone_s must not be negative")
         if not 0 < self.least_burst_bytes <= self.burst_bytes:
@@ -96,9 +94,7 @@ class ProbeSettings:
                 f"probe.least_burst_bytes is {self.least_burst_bytes}; it must be in [1, burst_bytes] "
                 f"({self.burst_bytes})"
             )
-        for name in ("representatives", "failures_to_unreachable", "least_streams"):
-            if getattr(self, name) < 1:
-                raise FiguresError(f"probe.{name} is {getattr(self, name)}; it must be at least 1")
+        require_counts(self, "probe", ("representatives", "failures_to_unreachable", "least_streams"))
         if not 0.0 < self.burst_s <= self.burst_limit_s <= MAX_BURST_S:
             raise FiguresError(f"probe.burst_s is {self.burst_s}; it must be in (0, burst_limit_s <= {MAX_BURST_S:g}]")
 
@@ -330,6 +326,7 @@ class ProbeScheduler:
         if self._reserved is not None:
             wait = max(self._reserved.until - now, 0.1)
             return BurstRefusal(DeferReason.RESERVED, self._jitter(min(wait, self.settings.retry_s)))
+        # A peer may say that every burst of its is overdue. It disturbs serving once in `postpone_s` all the same.
         last = self._overdue_granted.get(peer, -inf)
         may_disturb = request.overdue and now - last >= self.settings.postpone_s
         if not activity.idle and not may_disturb:
@@ -337,6 +334,7 @@ class ProbeScheduler:
         usd = request.max_bytes / GB * usd_per_gb
         self._add_allowance(now)
         if usd > self._usd:
+            # Until the allowance has flowed in, but no longer than the peer would wait for its next burst anyway.
             missing = (usd - self._usd) / max(self.settings.usd_per_day, 1e-12) * _DAY_S
             return BurstRefusal(
                 DeferReason.BUDGET, min(max(missing, self.settings.retry_s), self.settings.burst_every_s)

@@ -46,6 +46,7 @@ def infer(
         direction = (sites[a], sites[b])
         share = _SHARE
         if direction not in groups:
+            # Up and down differ on many boxes, so the reverse direction says less.
             direction, share = (direction[1], direction[0]), _REVERSED_SHARE
         if direction in groups:
             up, down = boxes.get(a, _UNKNOWN).up_gbps, boxes.get(b, _UNKNOWN).down_gbps

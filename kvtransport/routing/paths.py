@@ -247,6 +247,7 @@ class _ResidualNetwork:
         if cap is None:
             return inf
         flows, used = self._loads.get((what, a, b), (0, 0.0))
+        # TCP flows make room for a newcomer: on a full link it gets its fair share, not nothing.
         return max(cap - used, cap / (flows + 1))
 
     def ends_gbps(self) -> tuple[float, str]:

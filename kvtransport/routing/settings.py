@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from math import inf
 
 from ..errors import FiguresError
+from ..probing.figures import require_positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +67,8 @@ class SteeringSettings:
     paths: PathSettings = field(default_factory=PathSettings)
 
     def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self) if each.name not in ("slow_share", "paths")):
-            if not 0.0 < getattr(self, name) < inf:
-                raise FiguresError(f"steering.{name} is {getattr(self, name)}; it must be positive")
+        timed = (each.name for each in fields(self) if each.name not in ("slow_share", "paths"))
+        require_positive(self, "steering", timed)
         if not 0.0 < self.slow_share < 1.0:
             raise FiguresError(f"steering.slow_share is {self.slow_share}; it must be in (0, 1)")
 

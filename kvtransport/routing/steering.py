@@ -175,6 +175,7 @@ class PathController:
         watched: dict[str | None, _WatchedPath] = {}
         for path in choice.paths:
             before = self._watched.get(path.via)
+            # A path that stays in use has ramped up already; a new one must be given the time to.
             judged_from = now + self.settings.ramp_rtts * path.rtt_s if before is None else max(before.judged_from, now)
             backlog = before.backlog if before is not None else 0
             acked = self._acked.get(path.via, 0)

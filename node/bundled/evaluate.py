@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+CONTEXT = 2048
 HELD_OUT = ("argparse", "dataclasses", "tarfile", "heapq", "difflib")
 
 
@@ -27,10 +28,10 @@ def held_out_sources() -> dict[str, str]:
 
 
 @torch.no_grad()
-def bits_per_byte(model: Any, tokenizer: Tokenizer, texts: list[str], context: int = 2048) -> float:
+def bits_per_byte(model: Any, tokenizer: Tokenizer, texts: list[str]) -> float:
     """Negative log2-likelihood of `texts` per UTF-8 byte.
 
-    Each text starts from the end-of-text token; windows of `context` tokens overlap by half."""
+    Each text starts from the end-of-text token; windows of CONTEXT tokens overlap by half."""
     bits, size = 0.0, 0
     for text in texts:
         ids = torch.tensor([0, *tokenizer.encode(text).ids])
@@ -38,13 +39,13 @@ def bits_per_byte(model: Any, tokenizer: Tokenizer, texts: list[str], context: i
         scored = 1  # ids[:scored] need no more scoring; ids[0] is given
         start = 0
         while scored < len(ids):
-            window = ids[start : start + context + 1]
+            window = ids[start : start + CONTEXT + 1]
             logits = model(input_ids=window[None, :-1], use_cache=False).logits[0]
             first = scored - start - 1
             losses = torch.nn.functional.cross_entropy(logits[first:].float(), window[first + 1 :], reduction="sum")
             bits += losses.item() / math.log(2)
             scored = start + len(window)
-            start += context // 2
+            start += CONTEXT // 2
     return bits / size
 
 

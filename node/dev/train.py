@@ -28,12 +28,11 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..bundled.evaluate import HELD_OUT, bits_per_byte, held_out_sources, stdlib_root
+from ..bundled.evaluate import CONTEXT, HELD_OUT, bits_per_byte, held_out_sources, stdlib_root
 
 END = "<|endoftext|>"
 VOCABULARY = 4096
 WORDS = r"\n+[ \t]*|[ \t]+(?=[ \t])| ?[A-Za-z_]+|\d{1,3}| ?[^\sA-Za-z_0-9]+|\s+"
-CONTEXT = 2048
 # Generated tables teach nothing about Python and would be a tenth of all tokens.
 SKIPPED_FOLDERS = {"site-packages", "encodings", "__pycache__"}
 # The model is not instruction-tuned: a chat becomes what it knows, a commented Python file.

@@ -39,6 +39,7 @@ class Gateway:
         messenger: reaches peers, this node too.
         nursery: runs one task per request; cancelling it ends them all.
         routing: the policy that requests are routed by.
+        settings: how patient the gateway is.
     """
 
     def __init__(
@@ -49,16 +50,16 @@ class Gateway:
         model: ModelInfo,
         text: TextModel,
         nursery: trio.Nursery,
-        routing: RoutingSettings | None = None,
-        settings: RequestSettings | None = None,
+        routing: RoutingSettings,
+        settings: RequestSettings,
     ) -> None:
         self._view = view
         self._messenger = messenger
         self._model = model
         self._text = text
         self._nursery = nursery
-        self._settings = settings or RequestSettings()
-        self._routes = RouteFinder(view, model.service, routing or RoutingSettings(), lambda: self.queues)
+        self._settings = settings
+        self._routes = RouteFinder(view, model.service, routing, lambda: self.queues)
         self._tokenizing: dict[tuple[PeerId, str], bool] = {}  # requests; whether their clients still want them
         self._requests: dict[tuple[PeerId, str], RequestDriver] = {}  # by client, and the id that it gave
         self._by_token: dict[str, RequestDriver] = {}  # by what the ids of their attempts begin with

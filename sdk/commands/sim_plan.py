@@ -48,6 +48,7 @@ class _PlanFile(msgspec.Struct):
 
 def run_planned(arguments: Namespace) -> int:
     """Plan unless there is a plan, simulate, and write what was asked for. Returns the exit code."""
+    # Before the search and the simulation, which take minutes: what they find must have a place to go.
     for field, path in (("requests", arguments.requests), ("chrome-trace", arguments.chrome_trace)):
         check_writable(field, path)
     problem = problem_of(arguments)

@@ -189,7 +189,8 @@ class Demo:
         settings = self._settings
         async with open_box() as box:
             self._stage = "the fork server and the bootstrap start"
-            await box.start_fork_server(settings.nodes + 1)
+            await box.start_fork_server(settings.nodes + 1)  # one channel is for the single engine
+            # At the lowest priority beside everything else: by itself it would take as long as the rest of the demo.
             measurement = await self._start_measurement(box)
             bootstrap = await box.start_bootstrap(settings.codec)
             self._say(f"bootstrap: ..{bootstrap.peer[-6:]} at {bootstrap.address}")
@@ -198,6 +199,7 @@ class Demo:
                 engines_ready_s = self._elapsed()
                 answers = await self._ask_all(client)
                 status = await client.status()
+            # Not beside the network: the two would slow each other down, and the network's times are shown.
             singles = await self._ask_single(box)
             bits, source = await self._bits_per_byte(measurement)
             self._stage = "the nodes leave"

@@ -95,6 +95,7 @@ def _service(view: NetworkView, wanted: str | None) -> str:
 def compare(network: NetworkProblem, plan: Plan | None) -> LivePlans:
     """The plan as it would do now, and the best found, from scratch or from the plan."""
     running = _running(network, plan)
+    # The running plan is one of the starting points, so that the best found is never worse than it.
     starts = [search_phases(network)]
     if running is not None and len(running) == len(network.heads):
         starts.append(reschedule_lightly(network.problem, network.evaluator, running, margin=0.0).solution)

@@ -198,6 +198,7 @@ def summarise(outcome: ServiceOutcome, result: SimResult) -> Summary:
         output_tokens_s=float(trace.output[done].sum()) / span,
         prompt_tokens_s=float(trace.prompt[done].sum()) / span,
         ttft_s=_distribution(outcomes.ttft_s[done]),
+        # An answer of one token has no time between tokens, which 0 would pass off as a good one.
         tpot_s=_distribution(outcomes.tpot_s[done & (trace.output > 1)]),
         e2e_s=_distribution(outcomes.e2e_s[done]),
         kv_visible_s=_distribution(outcome.kv_s[split]),

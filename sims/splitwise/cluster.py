@@ -57,7 +57,7 @@ class SplitwiseCluster:
         return self.retrying == len(self._queue)
 
     def place(self, request: int, now: float) -> list[Scheduled]:
-        """Choose the request's machines and hand it over."""
+        """Choose the request's machines, and give it to the first."""
         prompt, steps = self.prompt[request], self.output[request] - 1
         for each in self.boxes:
             each.tell(self._loads)

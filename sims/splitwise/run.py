@@ -81,6 +81,7 @@ def run_setup(
     kv_tokens = (MACHINE_BYTES - known_model.weight_bytes) / kv_bytes
     places = _places(known, counts)
     axis: Literal["released", "measured"] = "released" if mode == "released" else "measured"
+    # `measured` and `axis` look decode steps up alike; they differ in the KV cache's size, above.
     times = {gpu: SplitwiseTimes(model, gpu, TENSOR_PARALLEL, axis) for gpu, _ in places}
     iterations = {gpu: _Iterations(times[gpu]) for gpu in times}
     boxes = [Machine(iterations[gpu], kv_tokens) for gpu, _ in places]

@@ -161,9 +161,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         return max(gbps * 1e9 / 8 * max(rtt_ms / 1e3, MIN_QUEUE_S), MIN_QUEUE_BYTES)
 
     @classmethod
-    def from_classes(
-        cls, links: Mapping[tuple[str, str], str], *, default: str | None = None, seed: int = 0
-    ) -> Scenario:
+    def from_classes(cls, links: Mapping[tuple[str, str], str]) -> Scenario:
         """A network of typical links: `{("paris", "nyc"): "transatlantic"}`, names as in
         `link_classes()`.
 
@@ -172,17 +170,17 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
         it has to come out of TCP's window at this rtt.
         """
         table = link_classes()
-        rows = {ends: _row(table, name) for ends, name in links.items()}
+        for name in links.values():
+            if name not in table:
+                raise ScenarioError(f"there is no class of links {name!r}; classes: {', '.join(table)}")
+        rows = {ends: table[name] for ends, name in links.items()}
         caps: dict[str, float] = {}
         for (a, b), row in rows.items():
             for name in (a, b):
                 caps[name] = max(caps.get(name, 0.0), row.multi_stream_gbps)
-        rest = None if default is None else _row(table, default)
         return cls(
             boxes={name: WanBox(up_gbps=cap, down_gbps=cap) for name, cap in caps.items()},
             pairs={ends: WanPair(rtt_ms=row.rtt_ms, gbps=row.multi_stream_gbps) for ends, row in rows.items()},
-            default=None if rest is None else WanPair(rtt_ms=rest.rtt_ms, gbps=rest.multi_stream_gbps),
-            seed=seed,
         )
 
     @classmethod
@@ -195,32 +193,12 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
             raise ScenarioError(f"the scenario is not right: {error}") from error
         if len(pairs) != len(read.pairs):
             raise ScenarioError("pairs: one is given twice")
-        return cls(
-            boxes=read.boxes,
-            pairs=pairs,
-            default=read.default,
-            outages=read.outages,
-            mtu=read.mtu,
-            seed=read.seed,
-            congestion=read.congestion,
-        )
+        return cls(**{**msgspec.structs.asdict(read), "pairs": pairs})
 
     def to_json(self) -> str:
         """The scenario as a JSON document, pairs as a list of objects with the ends `a` and `b`."""
-        rows = tuple(
-            _PairRow(a=a, b=b, **{name: getattr(pair, name) for name in WanPair.__struct_fields__})
-            for (a, b), pair in self.pairs.items()
-        )
-        file = _ScenarioFile(
-            boxes=dict(self.boxes),
-            pairs=rows,
-            default=self.default,
-            outages=self.outages,
-            mtu=self.mtu,
-            seed=self.seed,
-            congestion=self.congestion,
-        )
-        return msgspec.json.encode(file).decode()
+        rows = [{"a": a, "b": b, **msgspec.structs.asdict(pair)} for (a, b), pair in self.pairs.items()]
+        return msgspec.json.encode({**msgspec.structs.asdict(self), "pairs": rows}).decode()
 
 
 class _PairRow(WanPair, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -246,7 +224,7 @@ Value = TypeVar("Value", WanBox, WanPair)
 
 def changed(value: Value, changes: Mapping[str, float | None]) -> Value:
     """The value with some fields replaced, checked as a new one is; raises `ScenarioError`."""
-    fields = {name: getattr(value, name) for name in value.__struct_fields__}
+    fields = msgspec.structs.asdict(value)
     for name in changes:
         if name not in fields:
             raise ScenarioError(f"{type(value).__name__} has no field {name!r}; fields: {', '.join(fields)}")
@@ -269,12 +247,6 @@ def link_classes() -> dict[str, LinkClass]:
             source=row["source"],
         )
     return found
-
-
-def _row(table: Mapping[str, LinkClass], name: str) -> LinkClass:
-    if name not in table:
-        raise ScenarioError(f"there is no class of links {name!r}; classes: {', '.join(table)}")
-    return table[name]
 
 
 def _within(field: str, value: float, low: float, high: float, what: str = "") -> None:

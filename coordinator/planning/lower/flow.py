@@ -364,6 +364,7 @@ def solve_exact(network: FlowProblem) -> RequestFlow:
     replicas = len(network.prefill_rate)
     columns = np.arange(pairs)
     prefilling, decoding = network.pair_loads()
+    # Each piece of a curve is a variable; curves are convex, so the optimum fills the cheap ones first by itself.
     balance = coo_array(
         (
             np.concatenate((prefilling, decoding, -np.ones(len(pieces)))),

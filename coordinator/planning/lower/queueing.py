@@ -317,6 +317,7 @@ def in_time_by_load(
         decode_times = decoding or DecodeTimes(none + beside.tpot_s, tpot, tpot, nones, none, none)
         return RequestTimes(classes, prefill_times, decode_times, sending, admit, early, none)
 
+    # The end-to-end deadline is met by both phases together: where the other one counts, it is asked for below.
     own = slo if other_phase is None else replace(slo, e2e_s=inf)
     if decoding is None:
         own = replace(own, tpot_s=inf)

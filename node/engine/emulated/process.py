@@ -47,11 +47,9 @@ class EmulatedProgram:
         )
 
     def take(self, message: ToLoop) -> None:
-        """By any thread."""
         self._inbox.put((time.monotonic(), message))
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
-        """By any thread."""
         self._transfers.attach(hello, connection)
 
     def load(self) -> EmulatedLoop:

@@ -85,7 +85,7 @@ class SocketGroup:
         on_host = self._device.to_host(*tensors.values())
         self._behind.put(
             lambda: Activations(merged, dict(zip(tensors, on_host.wait(), strict=True))),
-            at_once=on_host.ready and on_host.nbytes <= self._at_once_bytes,
+            at_once=on_host.is_complete and on_host.nbytes <= self._at_once_bytes,
         )
         return []
 

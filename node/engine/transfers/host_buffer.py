@@ -78,15 +78,6 @@ class HostBuffer:
             self._free.insert(at, (first, last - first))
             self._room.notify_all()
 
-    def check_integrity(self) -> None:
-        """Free runs are in order, apart from each other, and inside."""
-        with self._room:
-            end = -1
-            for offset, length in self._free:
-                if offset <= end or length <= 0 or offset + length > self.size:
-                    raise AssertionError(f"free runs {self._free} of {self.size} bytes")
-                end = offset + length
-
     def _fit(self, reserved: int, size: int, mine: int) -> Extent | None:
         left = sum(length for _, length in self._free) - reserved
         if mine and left < self.size // SHARE and mine + reserved > self.size // SHARE:

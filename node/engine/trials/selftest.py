@@ -8,7 +8,6 @@ handed from one engine to another at an odd place, and in a pipeline of two stag
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import os
 import platform
 import random
@@ -25,6 +24,7 @@ from ....kvtransport.errors import TransferError
 from ...box.hardware import probe
 from .. import protocol
 from ..agent_side.engine_link import EngineError, EngineStarter, EngineStartError
+from ..gpus import installed_version
 from .random_model import TINY, make_model
 from .trial import SEND_MODES, PromptCut, TrialAnswer, open_trial
 
@@ -103,9 +103,9 @@ async def check_installation(open_server: OpenServer) -> SelfTestResult:
 def installed(vllm: str) -> TestedVersions:
     """The versions at hand; `vllm` as the fork server has found it."""
     return TestedVersions(
-        p2pserve=importlib.metadata.version("p2pserve"),
+        p2pserve=installed_version("p2pserve"),
         vllm=vllm,
-        torch=importlib.metadata.version("torch"),
+        torch=installed_version("torch"),
         python=platform.python_version(),
     )
 

@@ -87,19 +87,30 @@ def choose_setup(
     return VllmSetup(environment=environment, arguments=arguments)
 
 
-class OnHost(Protocol):
-    """Copies in main memory that may still be on their way."""
+@final
+@dataclass(frozen=True, slots=True)
+class HostCopies:
+    """Copies in main memory that may still be on their way. `landed`: the event behind the last of them; None: all are
+    there."""
+
+    tensors: tuple[torch.Tensor, ...]
+    landed: Any = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def ready(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether `wait` returns at once."""
+        return self.landed is None or bool(self.landed.query())
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The copies, complete. Any thread may call it, more than once."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        return self.tensors
 
 
 class Mark(Protocol):
@@ -160,7 +171,7 @@ class Device(Protocol):
     def allocate_host(self, size: int) -> torch.Tensor:
         """Host memory `[size]` in bytes that the device copies from and to without a detour."""
 
-    def to_host(self, *tensors: torch.Tensor) -> OnHost:
+    def to_host(self, *tensors: torch.Tensor) -> HostCopies:
         """Copy out tensors that are final, once the work queued is done; does not wait."""
 
     def to_device(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -168,25 +179,6 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait for all that is queued."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _HostTensors:
-    """Tensors that are in main memory already."""
-
-    tensors: tuple[torch.Tensor, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def ready(self) -> bool:
-        return True
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        return self.tensors
 
 
 @final
@@ -201,7 +193,6 @@ class HostMark:
         """Nothing to wait for."""
 
     def seconds_since(self, earlier: Mark) -> float:
-        """From one moment to another."""
         assert isinstance(earlier, HostMark)
         return self.at - earlier.at
 
@@ -241,12 +232,10 @@ class CpuDevice:
         self._stream = _HostStream()
 
     def mark(self) -> Mark:
-        """This moment."""
         return HostMark(self._clock())
 
     @contextmanager
     def copy_stream(self) -> Iterator[CopyStream]:
-        """One of so many turns."""
         with self._turns:
             yield self._stream
 
@@ -261,37 +250,14 @@ class CpuDevice:
         """Memory that takes no room until it is written to."""
         return torch.empty(size, dtype=torch.uint8)
 
-    def to_host(self, *tensors: torch.Tensor) -> OnHost:
-        """The tensors themselves."""
-        return _HostTensors(tensors)
+    def to_host(self, *tensors: torch.Tensor) -> HostCopies:
+        return HostCopies(tensors)
 
     def to_device(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The tensors themselves."""
         return tensors
 
     def synchronize(self) -> None:
         """Nothing is ever queued."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _PinnedCopies:
-    """Pinned buffers that a side stream is filling; `landed` is the event after the last copy."""
-
-    tensors: tuple[torch.Tensor, ...]
-    landed: Any
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.landed.query())
-
-    def wait(self) -> tuple[torch.Tensor, ...]:
-        self.landed.synchronize()
-        return self.tensors
 
 
 @final
@@ -303,11 +269,9 @@ class EventMark:
 
     @property
     def reached(self) -> bool:
-        """Whether the stream has come this far."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Until the stream has."""
         self.event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
@@ -355,13 +319,9 @@ class _CudaStream:
         done.synchronize()
 
 
-def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    """An uninitialised pinned buffer. torch keeps freed ones, and gives none out again while a stream uses it."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-
-
 def pinned_bytes(size: int) -> torch.Tensor:
-    """Uninitialised pinned memory `[size]`. Allocating it takes some 0.3 s a GiB, and the driver's lock."""
+    """Uninitialised pinned memory `[size]`. Allocating it takes some 0.3 s a GiB, and the driver's lock. torch keeps
+    freed memory, and gives none out again while a stream uses it."""
     return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
@@ -373,20 +333,13 @@ class CudaDevice:
         model's stream   layer i --mark--. layer i + 1 --mark--. ...
         copy stream                       read KV | code | copy to pinned --drain
 
-    `cuda` is `torch.cuda`, `pinned` makes a pinned buffer like a tensor and `pinned_memory` one of so many bytes; tests
-    put stand-ins in their place.
+    `cuda` is `torch.cuda`, `pinned_memory` makes pinned memory of so many bytes; tests put stand-ins in their place.
     """
 
     kind: DeviceKind = "cuda"
 
-    def __init__(
-        self,
-        cuda: Any = torch.cuda,
-        pinned: Callable[[torch.Tensor], torch.Tensor] = pinned_like,
-        pinned_memory: Callable[[int], torch.Tensor] = pinned_bytes,
-    ) -> None:
+    def __init__(self, cuda: Any = torch.cuda, pinned_memory: Callable[[int], torch.Tensor] = pinned_bytes) -> None:
         self._cuda = cuda
-        self._pinned = pinned
         self._pinned_memory = pinned_memory
         self._side = cuda.Stream()
         self._making = threading.Lock()
@@ -428,10 +381,9 @@ class CudaDevice:
             tensor.record_stream(stream)
 
     def allocate_host(self, size: int) -> torch.Tensor:
-        """Pinned memory."""
         return self._pinned_memory(size)
 
-    def to_host(self, *tensors: torch.Tensor) -> OnHost:
+    def to_host(self, *tensors: torch.Tensor) -> HostCopies:
         """Pinned copies, made on the side stream once the compute stream has come this far."""
         self._side.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._side):
@@ -440,7 +392,7 @@ class CudaDevice:
             landed.record()
         for tensor in tensors:
             tensor.record_stream(self._side)  # else its memory could be reused before the copy has run
-        return _PinnedCopies(copies, landed)
+        return HostCopies(copies, landed)
 
     def to_device(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Copies on the compute stream, in order with the work that reads them."""
@@ -449,8 +401,11 @@ class CudaDevice:
         )
 
     def synchronize(self) -> None:
-        """Wait for all streams."""
         self._cuda.synchronize()
+
+    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An uninitialised pinned buffer like the tensor."""
+        return self._pinned_memory(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 def device_of(kind: DeviceKind) -> Device:

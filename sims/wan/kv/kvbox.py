@@ -76,6 +76,7 @@ class KVBox:
             case orders.Expect(link, transfers):
                 self._receive(link, transfers)
             case orders.Connect(ticket, paths):
+                # Transfers are timed from their start: connecting must be over by then.
                 opened = self._endpoint.open_sender(ticket, paths)
                 if not opened.wait_connected(sum(path.streams for path in paths), CONNECT_S):
                     why = opened.statistics().failures

@@ -184,6 +184,7 @@ def degrades(network: KVNetwork) -> PathCase:
     finally:
         network.wan.set_pair(SOURCE, TARGET, gbps=before.gbps)
     other = moved.by_path.get(f"via {RELAY}", 0)
+    # Nobody waits for a transfer that stays on the thin link: what was left then is added at that rate.
     stayed = moved.seconds + 8e-9 * left_at_fall / DEGRADED_GBPS
     case = _case(
         network,

@@ -91,7 +91,7 @@ def test_garbage_behind_the_handshake_does_not_disturb() -> None:
                 if attempt % 3 == 0:  # a control stream with an absurd length
                     await stream.write(b"\xff\xff\xff\xff" + rng.randbytes(50))
                 elif attempt % 3 == 1:  # yamux frames of unknown types and streams
-                    await stream.conn._write_frame(rng.randbytes(12) + rng.randbytes(40))
+                    await stream.conn.secured_conn.write(rng.randbytes(12) + rng.randbytes(40))
                 else:  # a second stream
                     await stream.conn.open_stream()
                 with pytest.raises(PeerLost):

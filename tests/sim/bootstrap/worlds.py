@@ -11,8 +11,7 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, Bootstrap, Identity, Network, NetworkKey, PeerId, Role
 from p2pserve.bootstrap.methods import EVERYONE, MEMBERS, Method, Notice
-
-from .memory import MemoryNetwork
+from p2pserve.bootstrap.testing import MemoryNetwork
 
 KEY = NetworkKey(b"n" * 32)
 # In the order of their peer ids, so that names tell who wins an election.

@@ -46,7 +46,7 @@ SETTINGS = {
         ((H100, 4),) * 3, (Group((Slice(0, 4),), P), Group((Slice(1, 4),), P), Group((Slice(2, 4),), D)),
         lengths=CODE, gbps=10.0, slo=Slo(ttft_s=5.0, tpot_s=0.4, e2e_s=20.0), parts=(0.5, 0.9), off=0.08,
     ),
-    # stages in two boxes, and answers of which each sees either prompts that are read beside it or none
+    # stages in two boxes, and answers of which each sees either prompts that are prefilled beside it or none
     "mixed pipeline": Setting(
         ((A40, 4), (GEFORCE, 4)), (Group((Slice(0, 4), Slice(1, 4)), M),),
         lengths=CODE, gbps=10.0, slo=Slo(ttft_s=5.0, tpot_s=0.4, e2e_s=20.0), parts=(0.5, 0.8), off=0.08,

@@ -27,9 +27,7 @@ from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import Stages, limits_of
 from p2pserve.node.replica.supervisor import Supervisor
 from p2pserve.node.replica.worker import Worker
-from p2pserve.node.testing import MemoryExchange
-
-from .memory import READY, MemoryEngine, MemoryOutlets, MemoryStarter
+from p2pserve.node.testing import READY, MemoryEngine, MemoryExchange, MemoryOutlets, MemoryStarter
 
 SERVICE = "tiny"
 MODEL = ModelInfo(

@@ -10,8 +10,7 @@ from trio.testing import MockClock
 
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.agent_side.engine_link import EngineLink, EngineLost, EngineRefused, EngineStartError
-
-from .memory import READY
+from p2pserve.node.testing import READY
 
 
 @asynccontextmanager

@@ -11,14 +11,13 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, PeerId, Role
 from p2pserve.bootstrap.network import Network
+from p2pserve.bootstrap.testing import MemoryNetwork
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node import messages, methods
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.joined import Joined
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.settings import NodeSettings
-
-from ..bootstrap.memory import MemoryNetwork
 
 NOW = 1_750_000_000.0
 ADDRESSES = (Address("10.0.0.1", 4001), Address("10.0.0.2", 4001))

@@ -26,9 +26,7 @@ from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
 from p2pserve.node.settings import BoxLinkSettings
-from p2pserve.node.testing import MemoryExchange, Sent
-
-from .memory import MemoryEngine
+from p2pserve.node.testing import MemoryEngine, MemoryExchange, Sent
 
 SERVICE = "tiny-1234"
 MODEL = ModelInfo(

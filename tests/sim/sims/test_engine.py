@@ -113,7 +113,7 @@ def test_the_last_to_join_loses_its_memory_and_computes_again() -> None:
     news = run(engine, [(0.0, Sequence(1, 8, 9)), (0.0, Sequence(2, 8, 9))])
     assert engine.counts.preemptions == 1
     done = moments(news, SignalKind.DONE)
-    # 4 steps later both want a fourth block: 2 goes, with 5 tokens written, and starts again when 1 is done at 9
+    # 4 steps later both want a fourth block: 2 goes, with 5 tokens decoded, and starts again when 1 is done at 9
     assert done == {1: 9.0, 2: 9.0 + 1.0 + 3.0}
     assert moments(news, SignalKind.FIRST_TOKEN) == {1: 1.0, 2: 1.0}  # told once
     assert engine.counts.prompt_tokens == 8 + 8 + 13
@@ -169,7 +169,7 @@ def test_kv_from_elsewhere_is_decoded_from_the_step_after_it_came() -> None:
     engine.receive_kv(part, 1.0)
     engine.check_integrity()
     news = run(engine, [])
-    # 20 tokens of the second are read beside the first's step over 30 tokens of context
+    # 20 tokens of the second are prefilled beside the first's step over 30 tokens of context
     mixed = 1.0 + 1.0 + 0.2 + 0.1 + 0.03
     assert moments(news, SignalKind.FIRST_TOKEN) == {2: pytest.approx(mixed)}
     assert moments(news, SignalKind.DONE)[2] == pytest.approx(mixed)
@@ -232,7 +232,7 @@ def test_in_a_pipeline_each_batch_prefills_within_its_own_budget() -> None:
     engine = Engine(times, settings, kv_tokens=4000, stages=4, record=steps.append)
     run(engine, [*((0.0, Sequence(key, 5, 9)) for key in range(4)), (9.0, Sequence(9, 27, 1))])
     (mixed,) = [step for step in steps if step.kind == "mixed"]
-    # three of four batches read 9 tokens each; the slowest stage is 3 * 0.9 s longer at work than the 4 s of decoding
+    # three of four batches prefill 9 tokens each; the slowest stage works 3 * 0.9 s longer than the 4 s of decoding
     assert mixed.prompt_tokens == 27
     assert mixed.end_s - mixed.start_s == pytest.approx(max(9 * 0.4 + 4.0, 4.0 + 3 * 0.9))
 
@@ -247,7 +247,7 @@ def test_a_lost_engine_says_how_far_it_had_got() -> None:
     engine.submit(Sequence(4, 10, 5, external=9), 2.0)
     lost = {sequence.key: sequence for sequence in engine.stop(5.5)}
     assert sorted(lost) == [1, 2, 3, 4]
-    assert (lost[1].known, lost[1].left) == (15, 15)  # one token when it was read, four since
+    assert (lost[1].known, lost[1].left) == (15, 15)  # one token when it was prefilled, four since
     assert (lost[4].known, lost[4].left) == (10, 5)
     assert engine.wake_at == inf
 

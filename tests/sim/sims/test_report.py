@@ -64,12 +64,12 @@ def result_of(*, steps: bool = True) -> SimResult:
             counts=EngineCounts(prefill_s=2.0, decode_s=1.0, steps=7, peak_blocks=5),
             blocks=10,
         )
-        for name, phase in (("reads", Phase.PREFILL), ("writes", Phase.DECODE))
+        for name, phase in (("prefiller", Phase.PREFILL), ("decoder", Phase.DECODE))
     )
     return SimResult(
         services=(outcome,),
         replicas=replicas,
-        boxes=("reads", "writes"),
+        boxes=("prefiller", "decoder"),
         settings=SimSettings(),
         events=42,
         end_s=10.0,
@@ -126,7 +126,7 @@ def test_request_by_request(tmp_path: Path) -> None:
     write_requests(RESULT.services[0], RESULT, path)
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [row["in_time"] for row in rows] == ["1", "1", "0", "0"]
-    assert (rows[0]["prefill"], rows[0]["decode"], rows[3]["decode"]) == ("reads", "writes", "")
+    assert (rows[0]["prefill"], rows[0]["decode"], rows[3]["decode"]) == ("prefiller", "decoder", "")
     assert float(rows[2]["tpot"]) == pytest.approx(0.7)
     assert isnan(float(rows[3]["e2e"]))
     with pytest.raises(ReportError, match="No such file"):
@@ -139,7 +139,7 @@ def test_request_by_request_as_parquet(tmp_path: Path) -> None:
     write_requests(RESULT.services[0], RESULT, path)
     table = parquet.read_table(path).to_pydict()
     assert table["prompt"] == [100, 200, 300, 400]
-    assert table["decode"] == ["writes", "reads", "writes", ""]
+    assert table["decode"] == ["decoder", "prefiller", "decoder", ""]
 
 
 def test_what_went_on_over_time() -> None:
@@ -168,10 +168,10 @@ def test_a_chrome_trace(tmp_path: Path) -> None:
     write_chrome_trace(RESULT, path)
     events = json.loads(path.read_text())["traceEvents"]
     names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert names == ["reads (prefill, reads)", "writes (decode, writes)", "KV transfers"]
+    assert names == ["prefiller (prefill, prefiller)", "decoder (decode, decoder)", "KV transfers"]
     (step,) = [event for event in events if event["ph"] == "X"]
     assert (step["name"], step["ts"], step["dur"]) == ("prefill", 0.0, 500_000.0)
     begin, end = (event for event in events if event["ph"] in "be")
-    assert (begin["name"], begin["ts"], end["ts"]) == ("reads -> writes", 250_000.0, 600_000.0)
+    assert (begin["name"], begin["ts"], end["ts"]) == ("prefiller -> decoder", 250_000.0, 600_000.0)
     with pytest.raises(ReportError, match="record=True"):
         write_chrome_trace(result_of(steps=False), path)

@@ -112,7 +112,7 @@ SERIAL = SimSettings(layerwise=False)
 def test_a_transfer_all_at_once() -> None:
     result = go(SPLIT, trace_of((0.0, 20, 4)), cluster_of("pd", rtt_s=0.5), settings=SERIAL)
     outcome = result.services[0]
-    # read in 1 s; 20 tokens of KV at a token a second, half a second until both sides know; three more tokens
+    # prefilled in 1 s; 20 tokens of KV at a token a second, half a second until both sides know; three more tokens
     assert outcome.outcomes.ttft_s.tolist() == [1.0]
     assert outcome.kv_s.tolist() == [pytest.approx(20.5)]
     assert outcome.outcomes.e2e_s.tolist() == [pytest.approx(1.0 + 20.5 + 3.0)]
@@ -126,14 +126,14 @@ def test_a_transfer_all_at_once() -> None:
     [(16.0, 20.0 - 0.9), (4.0, 5.0 - 0.9), (0.4, 0.05)],
     ids=["the link is slow", "codec", "the link is fast: one layer is left"],
 )
-def test_layer_by_layer_only_what_is_left_when_the_prompt_is_read_takes_time(bits: float, visible: float) -> None:
-    # while the prompt is read, nine of ten layers may leave: as much as the link carries in 1 s, if there is so much
+def test_layer_by_layer_only_what_is_left_when_the_prompt_is_prefilled_takes_time(bits: float, visible: float) -> None:
+    # during the prefill nine of ten layers may leave: as much as the link carries in 1 s, if there is so much
     result = go(SPLIT, trace_of((0.0, 20, 4)), kv_bits=bits)
     expected = visible if bits == 0.4 else 20.0 * bits / 16.0 - 1.0
     assert result.services[0].kv_s[0] == pytest.approx(expected)
 
 
-def test_the_decode_side_writes_the_first_token_when_the_kv_is_there() -> None:
+def test_the_decode_side_generates_the_first_token_when_the_kv_is_there() -> None:
     settings = SimSettings(layerwise=False, first_token_at_decode=True)
     result = go(SPLIT, trace_of((0.0, 20, 4)), settings=settings)
     outcomes = result.services[0].outcomes
@@ -158,7 +158,7 @@ def test_a_part_of_the_prompt_is_read_by_the_decode_side() -> None:
     plan = Plan(epoch=1, version=1, service="toy", replicas=replicas, pairings=(pairing,), codec="raw", why=())
     result = go(plan, trace_of((0.0, 20, 4)), settings=SERIAL)
     outcomes = result.services[0].outcomes
-    # 10 tokens are read in 1 s and sent in 10 s; the other half takes a step, which writes the first token
+    # 10 tokens are prefilled in 1 s and sent in 10 s; the other half takes a step, which decodes the first token
     assert outcomes.ttft_s.tolist() == [pytest.approx(12.0)]
     assert outcomes.e2e_s.tolist() == [pytest.approx(15.0)]
 
@@ -189,7 +189,7 @@ def test_prompts_wait_for_the_room_of_kv_that_a_slow_link_has_not_carried_yet(la
     outcome = result.services[0]
     assert outcome.outcomes.completed.all()
     assert outcome.replays.sum() == 0
-    # From its first token, which comes with the end of the reading, until it has arrived, a prompt has its blocks.
+    # From its first token, which comes with the end of the prefill, until it has arrived, a prompt has its blocks.
     read_at = (trace.arrival_s + outcome.outcomes.ttft_s).tolist()
     moments: list[tuple[float, int]] = []
     for transfer in result.transfers:
@@ -209,7 +209,7 @@ def test_kv_for_a_replica_that_is_lost_gives_its_room_back() -> None:
     lost = go(plan, trace, settings=SERIAL, kv_tokens=48, changes=[BoxLost(10.0, "d")])
     outcome = lost.services[0]
     assert outcome.decode.tolist() == [2, 2]
-    assert outcome.outcomes.ttft_s.tolist() == [1.0, pytest.approx(8.0)]  # read from 10 on
+    assert outcome.outcomes.ttft_s.tolist() == [1.0, pytest.approx(8.0)]  # prefilled from 10 on
 
 
 def test_what_no_replica_can_hold_is_refused_and_counted() -> None:
@@ -246,7 +246,7 @@ def test_a_lost_box_costs_the_tokens_nothing() -> None:
     outcome = result.services[0]
     assert outcome.replays.tolist() == [1, 0]
     assert outcome.outcomes.ttft_s.tolist() == [1.0, 1.0]
-    # four tokens by 4.5; noticed at 6.5, read again from 7 on beside the other's, the five others behind it
+    # four tokens by 4.5; noticed at 6.5, prefilled again from 7 on beside the other's, the five others behind it
     assert outcome.outcomes.e2e_s.tolist() == [8.0 + 5.0, 10.0]
     assert outcome.decode.tolist() == [1, 1]
 
@@ -424,8 +424,8 @@ def test_everything_ends_once_and_everything_is_given_back(kv_tokens: int, layer
     assert (outcome.replays > 0).any()
     assert (outcome.outcomes.ttft_s > 0.0).all()
     assert (outcome.outcomes.ttft_s <= outcome.outcomes.e2e_s).all()
-    written = sum(replica.counts.output_tokens for replica in result.replicas)
-    assert written <= trace.output.sum()  # those of KV transfers are written by no engine's decode
+    decoded = sum(replica.counts.output_tokens for replica in result.replicas)
+    assert decoded <= trace.output.sum()  # those of KV transfers are made by no engine's decode
     if kv_tokens == 800:
         assert sum(replica.counts.preemptions for replica in result.replicas) > 0
 

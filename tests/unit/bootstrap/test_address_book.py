@@ -89,6 +89,15 @@ def test_a_damaged_file_is_like_none_and_is_written_anew(tmp_path: Path, content
     assert book.load() == (at(1),)
 
 
+@pytest.mark.parametrize(
+    ("host", "port", "is_read"),
+    [("h", 1, True), ("h", 65535, True), ("h", 0, False), ("h", 65536, False), ("h", "1", False), (7, 4001, False)],
+)
+def test_an_address_that_is_none_spoils_the_file(tmp_path: Path, host: object, port: object, is_read: bool) -> None:
+    (tmp_path / FILE).write_text(json.dumps({NETWORK.hex(): [[host, port, PEERS[1]]]}))
+    assert bool(AddressBook(tmp_path, NETWORK).load()) is is_read
+
+
 def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("in the way")
     book = AddressBook(tmp_path / "home", NETWORK)

@@ -51,7 +51,7 @@ def roles(plan: Plan) -> dict[str, Phase]:
 
 
 def shares(plan: Plan) -> dict[str, float]:
-    """Of all requests, what each replica writes."""
+    """Of all requests, what each replica decodes."""
     return {item.id: sum(pair.weight for pair in plan.pairings if pair.decode == item.id) for item in plan.replicas}
 
 

@@ -61,10 +61,10 @@ def test_the_roofline_takes_as_long_as_the_engine_did() -> None:
 
 
 def test_what_a_box_has_not_done_is_taken_from_its_like() -> None:
-    reader = box("a", profile=profile(prefill=2.0 * prefill_s(box("a"))))
-    writer = box("b", profile=profile(decode=2.0 * decode_s(box("b"))))
+    prefiller = box("a", profile=profile(prefill=2.0 * prefill_s(box("a"))))
+    decoder = box("b", profile=profile(decode=2.0 * decode_s(box("b"))))
     other = box("c", card="RTX-4090-24GB")
-    found = calibrate_boxes({one.peer: one for one in (reader, writer, other)}, WORKLOAD)
+    found = calibrate_boxes({one.peer: one for one in (prefiller, decoder, other)}, WORKLOAD)
     assert found["a"].compute_tflops == found["b"].compute_tflops < 150.0
     assert found["a"].memory_gbps == pytest.approx(found["b"].memory_gbps, rel=0.1)
     assert found["a"].memory_gbps < 1200.0

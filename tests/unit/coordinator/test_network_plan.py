@@ -147,7 +147,7 @@ def test_a_joining_box_moves_nobody_unless_that_pays() -> None:
 
 
 def test_nobody_is_left_to_write_and_hardly_anything_is_in_time() -> None:
-    """Then no flip gains 2 % of all requests, and somebody has to write all the same."""
+    """Then no flip gains 2 % of all requests, and somebody has to decode all the same."""
     before = some_plan(box("p", phase=P), box("q", phase=P), box("d", phase=D))
     flood = Demand(requests_s=1e5, arrival_cv=1.0, lengths=((1000, 200),))
     after = some_plan(box("p"), box("q"), previous=before, demands=(flood,))
@@ -161,6 +161,17 @@ def test_a_box_with_figures_that_make_no_sense_stops_nobody(figures: tuple[float
     for others in ((), (box("a"),)):
         plan = some_plan(*others, box("odd", *figures, kv_tokens=1), box("even", *figures), demands=(flood,))
         assert {"odd", "even"} <= set(plan.peers)
+
+
+def test_requests_go_from_who_prefills_to_who_decodes() -> None:
+    """Also where hardly anything is expected of anybody."""
+    flood = Demand(requests_s=1e6, arrival_cv=50.0, lengths=((90_000, 90_000),))
+    for figures, demands in (((100.0, 1000.0), ()), ((1e-6, 1e-6), (flood,))):
+        phases = {"p": P, "q": P, "d": D, "m": M}
+        plan = some_plan(*(box(name, *figures, phase=phase) for name, phase in phases.items()), demands=demands)
+        for pair in plan.pairings:
+            assert phases[pair.prefill] is not D
+            assert phases[pair.decode] is not P
 
 
 # ---- routing --------------------------------------------------------------------------------------------------

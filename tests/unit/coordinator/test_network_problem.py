@@ -5,12 +5,12 @@ import re
 import msgspec
 import pytest
 
-from p2pserve.coordinator import CapacityError, Demand, LinkView
+from p2pserve.coordinator import CapacityError, Demand, LinkView, Phase
 from p2pserve.coordinator.capacity import UNKNOWN_GBPS, UNKNOWN_RTT_S, Links
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.network_problem import build_network_problem
 
-from .networks import KV4, box, some_plan
+from .networks import KV4, D, M, P, box, some_plan
 
 
 def test_the_engine_says_how_much_kv_there_is() -> None:
@@ -96,3 +96,24 @@ def test_what_lies_between_boxes() -> None:
     assert (links.rtt_s("b", "c"), links.gbps("b", "c")) == (0.3, UNKNOWN_GBPS)
     assert (links.rtt_s("x", "y"), links.gbps("x", "y")) == (UNKNOWN_RTT_S, UNKNOWN_GBPS)
     assert links.gbps("a", "c") > 1e-9
+
+
+@pytest.mark.parametrize(
+    ("phases", "pinned", "told"),
+    [
+        ((None, None), {}, ""),
+        ((P, None), {"a": P}, ""),
+        ((P, D), {"a": P, "b": D}, ""),
+        ((P, P), {"a": P, "b": M}, "b is pinned to prefill and does both phases all the same"),
+        ((D, D), {"a": D, "b": M}, "b is pinned to decode and does both phases all the same"),
+        ((M, M), {"a": M, "b": M}, ""),
+    ],
+)
+def test_owners_pin_boxes_as_far_as_both_phases_are_done(
+    phases: tuple[Phase | None, ...], pinned: dict[str, Phase], told: str
+) -> None:
+    boxes = [box(name, phase=phase) for name, phase in zip("ab", phases, strict=True)]
+    network = build_network_problem(boxes, [], [], service="llama", codec=KV4, previous=None)
+    assert network is not None
+    assert network.problem.pinned == pinned
+    assert any(told in why for why in network.why) if told else not any("pinned" in why for why in network.why)

@@ -6,14 +6,12 @@ import random
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.kvtransport.errors import KVProtocolError, TicketError
+from p2pserve.kvtransport.errors import TicketError
 from p2pserve.kvtransport.routing.report import TransferTimes
-from p2pserve.kvtransport.wire.assembly import Assembly
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 
@@ -82,71 +80,6 @@ class TestTickets:
             assert "kkkk" not in text
             assert b"k".hex() * 4 not in text
         assert (b"L" * 16).hex() in repr(ticket)
-
-
-class TestAssembly:
-    @settings(max_examples=150, deadline=None)
-    @given(data=st.data())
-    def test_against_a_plain_array(self, data: st.DataObject) -> None:
-        layers = range(data.draw(st.integers(0, 3)), data.draw(st.integers(4, 6)))
-        heads, tokens, first = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 12), st.integers(0, 5)))
-        assembly = Assembly(layers, heads, tokens, first=first)
-        naive = np.zeros((len(layers), heads, tokens), dtype=bool)
-        for _ in range(data.draw(st.integers(0, 40))):
-            layer = data.draw(st.integers(0, 6))
-            head = data.draw(st.integers(0, heads))
-            start = data.draw(st.integers(0, first + tokens))
-            last_head = head + data.draw(st.integers(1, heads))
-            piece = frame(layer, (head, last_head), (start, start + data.draw(st.integers(1, tokens))))
-            inside = layer in layers and last_head <= heads and first <= start and piece.end <= first + tokens
-            at = (layer - layers.start, slice(head, last_head), slice(start - first, piece.end - first))
-            if inside and not naive[at].any():
-                assembly.add(piece)
-                naive[at] = True
-            else:
-                with pytest.raises(KVProtocolError):
-                    assembly.add(piece)
-            assembly.check_integrity()
-            whole = naive.all(axis=(0, 1))
-            assert assembly.complete_tokens() == (tokens if whole.all() else int(whole.argmin()))
-            assert assembly.is_done == bool(naive.all())
-
-    @pytest.mark.parametrize("seed", range(5))
-    def test_shards_of_heads_in_any_order(self, seed: int) -> None:
-        pieces = [
-            frame(layer, heads, tokens)
-            for layer in range(2, 6)
-            for heads in ((0, 2), (2, 3), (3, 8))
-            for tokens in ((0, 512), (512, 600), (600, 601))
-        ]
-        random.Random(seed).shuffle(pieces)
-        assembly = Assembly(range(2, 6), 8, 601)
-        for piece in pieces:
-            assert not assembly.is_done
-            assembly.add(piece)
-        assert assembly.is_done
-        assert assembly.complete_tokens() == 601
-
-    def test_the_valid_prefix_of_a_broken_transfer(self) -> None:
-        assembly = Assembly(range(2), 1, 100)
-        assembly.add(frame(0, tokens=(0, 64)))
-        assembly.add(frame(0, tokens=(64, 100)))
-        assembly.add(frame(1, tokens=(0, 64)))
-        assert assembly.complete_tokens() == 64
-        assert repr(assembly) == "<Assembly 164/200, complete prefix 64 tokens>"
-
-    def test_a_refused_frame_changes_nothing(self) -> None:
-        assembly = Assembly(range(1), 2, 10)
-        assembly.add(frame(heads=(1, 2), tokens=(5, 6)))
-        with pytest.raises(KVProtocolError, match=r"repeats positions 5\.\.5 of head 1"):
-            assembly.add(frame(heads=(0, 2), tokens=(0, 10)))
-        assembly.check_integrity()
-        assembly.add(frame(heads=(0, 1), tokens=(0, 10)))
-
-    @pytest.mark.parametrize("arguments", [(range(0), 1, 1), (range(1), 0, 1), (range(1), 1, 0)])
-    def test_nothing_to_assemble(self, arguments: tuple[range, int, int]) -> None:
-        with pytest.raises(ValueError, match="nothing to assemble"):
-            Assembly(*arguments)
 
 
 class TestTransferTimes:

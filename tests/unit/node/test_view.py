@@ -16,7 +16,7 @@ from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.settings import WAN
-from p2pserve.node.view import NetworkView, Queue, decode_adverts, decode_plan
+from p2pserve.node.view import NetworkView, Queue, count_queues, decode_adverts, decode_plan
 
 A, B, C = PeerId("peer-a"), PeerId("peer-b"), PeerId("peer-c")
 SERVICE = "tiny-1234"
@@ -83,10 +83,10 @@ def plan_for(view: NetworkView, epoch: int = 1, own: PeerId = A) -> Plan:
 # ---- adverts ----------------------------------------------------------------------------------------------
 
 
-def test_adverts_survive_and_garbage_is_named() -> None:
+def test_adverts_survive_and_garbage_is_left_out() -> None:
     good = advert(stats=EngineStats(1, 2, 0.5, 100), rtt_s={"peer-b": 0.01})
     entries = {A: msgspec.msgpack.encode(good), B: b"\xc1", C: msgspec.msgpack.encode({"version": 2})}
-    assert decode_adverts(entries) == ({A: good}, (B, C))
+    assert decode_adverts(entries) == {A: good}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_adverts_survive_and_garbage_is_named() -> None:
 )
 def test_figures_that_cannot_be_are_refused_before_anyone_computes_with_them(bad: Advert) -> None:
     """One node's nonsense must stop neither the coordinator nor a gateway."""
-    assert decode_adverts({A: msgspec.msgpack.encode(bad)}) == ({}, (A,))
+    assert decode_adverts({A: msgspec.msgpack.encode(bad)}) == {}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_figures_that_cannot_be_are_refused_before_anyone_computes_with_them(bad
 def test_a_model_that_cannot_be_is_refused_as_well(part: str, field: str, value: object) -> None:
     said = msgspec.to_builtins(advert())
     said["model"][part][field] = value
-    assert decode_adverts({A: msgspec.msgpack.encode(said)}) == ({}, (A,))
+    assert decode_adverts({A: msgspec.msgpack.encode(said)}) == {}
 
 
 @pytest.mark.parametrize("names", [(), ("A40", "L4"), ("GTX 9",)])
@@ -133,7 +133,7 @@ def test_emulated_gpus_that_are_none_are_refused_as_well(names: tuple[str, ...])
     said["hardware"] |= {
         "gpus": [{"name": name, "memory_gib": 48.0, "uuid": "u"} for name in names], "emulated_as": "dense"
     }  # fmt: skip
-    assert decode_adverts({A: msgspec.msgpack.encode(said)}) == ({}, (A,))
+    assert decode_adverts({A: msgspec.msgpack.encode(said)}) == {}
 
 
 def test_whatever_is_accepted_can_be_planned_and_routed_with() -> None:
@@ -148,8 +148,8 @@ def test_whatever_is_accepted_can_be_planned_and_routed_with() -> None:
     entries = {
         PeerId(f"peer-{name}"): msgspec.msgpack.encode(each) for name, each in zip("abcdef", extreme, strict=True)
     }
-    adverts, refused = decode_adverts(entries)
-    assert refused == ()
+    adverts = decode_adverts(entries)
+    assert adverts.keys() == entries.keys()
     view = NetworkView(adverts=adverts)
     plan = plan_for(view)
     assert set(plan.peers) == {"peer-a", "peer-f"}
@@ -171,7 +171,7 @@ def test_adverts_are_followed_as_they_come_and_go() -> None:
 
 @pytest.mark.parametrize("payload", [b"\xa1\xff", b"\x81" * 2000, b"\x91" * 100_000, b""])
 def test_hostile_bytes_are_refused_like_any_others(payload: bytes) -> None:
-    assert decode_adverts({A: payload}) == ({}, (A,))
+    assert decode_adverts({A: payload}) == {}
     assert decode_plan(payload) is None
 
 
@@ -482,3 +482,7 @@ def test_the_running_service_is_kept_while_a_box_offers_it() -> None:
     assert moved.service == "other"
     assert set(moved.peers) == {B, C}
     assert publish(view, coordinator, 1) is None
+
+
+def test_requests_and_their_unread_tokens_are_counted_by_the_node_they_lie_at() -> None:
+    assert count_queues([(A, 5), (B, 1), (A, 0), (A, 7)]) == {A: Queue(3, 12), B: Queue(1, 1)}

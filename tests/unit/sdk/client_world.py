@@ -13,6 +13,7 @@ import trio.testing
 
 from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, NetworkSettings, PeerId, RemoteError, Role
 from p2pserve.bootstrap.network import Network
+from p2pserve.bootstrap.testing import MemoryNetwork
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import (
@@ -32,8 +33,6 @@ from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk import AsyncClient, Client
 from p2pserve.sdk.requests import Generation, TextDelta, build_request
 from p2pserve.sdk.session import Session, enter
-
-from ...sim.bootstrap.memory import MemoryNetwork
 
 NOW = 1_700_000_000.0
 WORDS = ("one ", "two ", "three ", "four ")

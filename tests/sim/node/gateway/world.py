@@ -13,8 +13,9 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Role
 from p2pserve.bootstrap.methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
-from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator import Pairing, Phase, Plan, Replica, RoutingSettings, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.box.hardware import Hardware
@@ -122,6 +123,8 @@ class World:
             model=MODEL,
             text=TEXT,
             nursery=self.nursery,
+            routing=RoutingSettings(),
+            settings=RequestSettings(),
         )
 
     # ---- the network ----------------------------------------------------------------------------------------

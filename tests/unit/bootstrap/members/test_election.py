@@ -105,5 +105,32 @@ def test_one_wild_claim_does_not_end_elections() -> None:
     assert election.decide(alone, after, 5.0) == ElectionResult(coordinator=A, epoch=4 + MAX_JUMP)
 
 
-def test_a_claim_travels() -> None:
-    assert decode_claim(encode_claim(7)) == 7
+@pytest.mark.parametrize(
+    ("epoch", "read"), [(1, 1), (7, 7), (MAX_EPOCH, MAX_EPOCH), (MAX_EPOCH + 1, 0), (0, 0), (-1, 0)]
+)
+def test_a_claim_travels_if_it_can_lead(epoch: int, read: int) -> None:
+    assert decode_claim(encode_claim(epoch)) == read
+
+
+def test_who_has_seen_nothing_takes_an_old_network_as_it_is() -> None:
+    old = {A: 10 * MAX_JUMP}
+    assert Election(B, settle_s=1.0).decide(frozenset({A, B}), old, 0.0).coordinator == A
+
+
+def test_who_joins_believes_the_first_claim_only_when_the_candidates_are_settled() -> None:
+    both, wild = frozenset({A, B}), {B: MAX_EPOCH // 2}
+    early, late = Election(C, settle_s=1.0), Election(C, settle_s=1.0)
+    for election, asked_at in ((early, 100.9), (late, 101.0)):
+        election.decide(both, wild, 100.0)
+        election.decide(both, wild, asked_at)
+    claims = {A: 3, **wild}
+    assert early.decide(both, claims, 102.0).coordinator == A
+    assert late.decide(both, claims, 102.0).coordinator == B
+
+
+def test_only_who_would_claim_has_to_wake() -> None:
+    election = Election(B, settle_s=1.0)
+    election.decide(frozenset({A, B}), {}, 5.0)
+    assert election.wake_at() is None
+    election.decide(frozenset({B, C}), {}, 6.0)
+    assert election.wake_at() == 7.0

@@ -11,8 +11,7 @@ import trio.testing
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, Bootstrap, Identity, Network, NetworkKey, NetworkSettings, Role
-
-from ....sim.bootstrap.memory import MemoryConnection, MemoryNetwork
+from p2pserve.bootstrap.testing import MemoryConnection, MemoryNetwork
 
 KEY = NetworkKey(b"n" * 32)
 ANN, BOB, CAT = sorted((Identity(bytes([seed]) * 32) for seed in (1, 2, 3)), key=lambda each: each.peer_id)

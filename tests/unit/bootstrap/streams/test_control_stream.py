@@ -14,8 +14,7 @@ from p2pserve.bootstrap import Address, Identity, NetworkSettings, PeerLost, Rem
 from p2pserve.bootstrap.errors import ProtocolError
 from p2pserve.bootstrap.streams.control import ControlStream, encode_notice
 from p2pserve.bootstrap.streams.transport import PeerConnection
-
-from ....sim.bootstrap.memory import MemoryNetwork
+from p2pserve.bootstrap.testing import MemoryNetwork
 
 NEAR, FAR = Identity(b"a" * 32), Identity(b"b" * 32)
 SETTINGS = NetworkSettings(max_offences=3, max_requests=2)

@@ -1,4 +1,4 @@
-"""Rounds of pipelines that decode and read at once, added up by hand, and the chunks that deadlines allow."""
+"""Rounds of pipelines that decode and prefill at once, added up by hand, and the chunks that deadlines allow."""
 
 from math import inf
 

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import msgspec
 import pytest
@@ -9,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pserve.coordinator import Load, LoadError, NoRoute, Pairing, Phase, Plan, Replica, Route, Router, Stage
-from p2pserve.coordinator.routing.router import route_once
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 
@@ -23,8 +23,17 @@ def plan_of(phases: dict[str, Phase], weights: dict[tuple[str, str], float]) -> 
     return Plan(epoch=2, version=5, service="llama", replicas=replicas, pairings=pairings, codec="kv4", why=())
 
 
-def load(replica: str, requests: int = 0, unread: int = 0, free: int = 10_000) -> Load:
-    return Load(replica=replica, outstanding=requests, prefill_tokens=unread, kv_free_tokens=free)
+def load(replica: str, requests: int = 0, to_prefill: int = 0, free: int = 10_000) -> Load:
+    return Load(replica=replica, outstanding=requests, prefill_tokens=to_prefill, kv_free_tokens=free)
+
+
+def route_once(
+    plan: Plan, loads: Iterable[Load], *, prompt_tokens: int, exclude: frozenset[str] = frozenset()
+) -> Route:
+    """One question to a new router that has heard `loads`."""
+    router = Router(plan)
+    router.report(loads)
+    return router.route(prompt_tokens, exclude)
 
 
 TWO_BY_TWO = plan_of(
@@ -32,7 +41,7 @@ TWO_BY_TWO = plan_of(
     {("p1", "d1"): 0.3, ("p1", "d2"): 0.3, ("p2", "d1"): 0.2, ("p2", "d2"): 0.2},
 )
 WITH_MIXED = plan_of({"p": P, "d": D, "m": M}, {("p", "d"): 0.6, ("m", "m"): 0.4})
-FEW_WRITERS = plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5})
+TWO_PAIRS = plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, {("p1", "d1"): 0.5, ("p2", "d2"): 0.5})
 ALONE = plan_of({"m": M}, {("m", "m"): 1.0})
 
 
@@ -54,9 +63,9 @@ ALONE = plan_of({"m": M}, {("m", "m"): 1.0})
         (TWO_BY_TWO, [], "p1 p2 d1", (None, "d2")),
         (WITH_MIXED, [load("p"), load("d"), load("m", 9, 900)], "", ("p", "d")),
         (WITH_MIXED, [load("p", 9, 900), load("d", 9), load("m")], "", (None, "m")),
-        (FEW_WRITERS, [load("p1", 1, 100), load("p2"), load("d1", 20), load("d2", 22)], "", ("p2", "d2")),  # p2 is free
+        (TWO_PAIRS, [load("p1", 1, 100), load("p2"), load("d1", 20), load("d2", 22)], "", ("p2", "d2")),  # p2 is free
         (
-            FEW_WRITERS,
+            TWO_PAIRS,
             [load("p1", 1, 100), load("p2"), load("d1"), load("d2", 40)],
             "",
             ("p1", "d1"),
@@ -99,7 +108,7 @@ def test_a_pair_without_weight_is_not_used() -> None:
     assert route_once(plan, [], prompt_tokens=1, exclude=frozenset({"d1", "p2"})) == Route(prefill=None, decode="d2")
 
 
-@pytest.mark.parametrize("field", ["requests", "unread", "free"])
+@pytest.mark.parametrize("field", ["requests", "to_prefill", "free"])
 def test_a_load_counts_things(field: str) -> None:
     with pytest.raises(LoadError, match="negative"):
         load("a", **{field: -1})
@@ -171,7 +180,7 @@ def plainly(
     busiest = max((load.outstanding for load in told.values()), default=0)
     longest = max((load.prefill_tokens for load in told.values()), default=0)
     requests = {name: 1 + (told[name].outstanding if name in told else busiest) for name in usable}
-    unread = {name: tokens + (told[name].prefill_tokens if name in told else longest) for name in usable}
+    to_prefill = {name: tokens + (told[name].prefill_tokens if name in told else longest) for name in usable}
     unfit = {name: name in told and told[name].kv_free_tokens < tokens for name in usable}
     routes = {
         (pair.prefill, pair.decode): pair.weight
@@ -198,11 +207,16 @@ def plainly(
 
     ranked = [
         (
-            unfit[reader] + unfit[writer],
-            round(beside_mean(unread, 0, reader) + beside_mean(requests, 1, writer) + beyond((reader, writer)), 9),
-            (reader, writer),
+            unfit[prefiller] + unfit[decoder],
+            round(
+                beside_mean(to_prefill, 0, prefiller)
+                + beside_mean(requests, 1, decoder)
+                + beyond((prefiller, decoder)),
+                9,
+            ),
+            (prefiller, decoder),
         )
-        for reader, writer in routes
+        for prefiller, decoder in routes
     ]
     return min(ranked)[2] if ranked else None
 

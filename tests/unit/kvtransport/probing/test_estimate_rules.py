@@ -311,3 +311,30 @@ class TestInference:
     def test_a_link_to_itself_is_a_mistake(self) -> None:
         with pytest.raises(FiguresError, match="from a1 to itself"):
             infer({}, self.SITES, {}, [("a1", "a1")])
+
+
+class TestCounts:
+    def test_the_share_of_lost_pings_fades_with_the_round_trips_half_life(self) -> None:
+        link = LinkEstimator(GUESS)
+        for rtt_s in (0.1, 0.1, None, 0.1):
+            link.on_ping(rtt_s, now=0.0)
+        assert link.figures(0.0).loss == pytest.approx(0.25)
+        later = link.settings.rtt_half_life_s
+        link.on_ping(0.1, now=later)
+        assert link.figures(later).loss == pytest.approx(0.5 / 3)
+
+    def test_a_target_is_unreachable_after_so_many_failures_in_a_row(self) -> None:
+        link = LinkEstimator(GUESS)
+        for _ in range(link.settings.failures_to_unreachable - 1):
+            link.on_unreachable(now=0.0)
+            assert link.figures(0.0).reachable
+        link.on_unreachable(now=0.0)
+        assert not link.figures(0.0).reachable
+        link.on_ping(0.1, now=1.0)
+        assert link.figures(1.0).reachable
+        link.on_unreachable(now=2.0)
+        assert link.figures(2.0).reachable
+
+    def test_a_reason_counts_the_rates_and_tells_their_age(self) -> None:
+        link = fed(1.0, 1.0)
+        assert link.figures(7.0).reason == "2 measured rates, the last 7 s ago"

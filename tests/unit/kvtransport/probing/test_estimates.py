@@ -258,6 +258,15 @@ class TestRates:
         link.on_transfer(transfer(0.1, seconds=0.2), now=10)  # under three round trips
         assert link.figures(10).source is Source.PRIOR
 
+    def test_a_short_transfer_that_the_link_did_not_hold_up_shows_what_the_link_carries_at_least(self) -> None:
+        link = LinkEstimator(ATLANTIC)
+        link.on_transfer(
+            TransferSample(bytes=12_500_000, seconds=0.1, streams=8, link_limited=False), now=0
+        )  # fmt: skip
+        figures = link.figures(0)
+        assert figures.source is Source.MEASURED
+        assert figures.reason.startswith("never held up by the link")
+
     def test_stretches_of_one_transfer_join_until_they_tell(self) -> None:
         link = LinkEstimator(ATLANTIC)
         link.on_transfer(transfer(0.8, seconds=0.2), now=0.2)

@@ -413,6 +413,19 @@ class TestMeter:
         assert sample.gbps == pytest.approx(2_000_000 / (BIN_S / 2) / 1.25e8)
         assert not sample.stable
 
+    @pytest.mark.parametrize(("rtt_s", "seconds"), [(0.02, 0.4), (0.2, 0.8), (0.5, 2.0)])
+    def test_each_half_of_a_stable_burst_has_two_round_trips(self, rtt_s: float, seconds: float) -> None:
+        meter, now = self.played([1.0] * 300, rtt_s)
+        assert meter.is_stable(now)
+        assert now - 50.0 == pytest.approx(seconds, abs=2.1 * BIN_S)
+
+    def test_a_burst_of_one_read_is_taken_for_a_tenth_of_a_bin(self) -> None:
+        meter = BurstMeter(1, 0.02)
+        meter.add(0, 1000, 7.0)
+        sample = meter.sample(7.0, "closed by the sender")
+        assert sample.gbps == pytest.approx(1000 / (BIN_S / 10) / 1.25e8)
+        assert sample.per_stream_gbps == pytest.approx((sample.gbps,))
+
 
 class TestTicket:
     TICKET = issue_burst(streams=4, seconds=1.0, max_bytes=10**8, rtt_s=0.09, random=random.Random(5).randbytes)

@@ -59,6 +59,13 @@ class TestPrediction:
         assert seconds <= max(best, min(first.start_s, second.start_s) + size / cap) * (1 + 1e-9)
         assert first.bytes_by(seconds) + second.bytes_by(seconds) >= size * (1 - 1e-6)
 
+    def test_two_paths_that_are_warm_carry_the_sum_of_their_rates(self) -> None:
+        one, two = arrival_curve(3e8, 0.1, warm=True), arrival_curve(1e8, 0.3, warm=True)
+        # 20 MB per 0.1 s of the first path's head start, then both: 3e8 (t - 0.1) + 1e8 (t - 0.3) bytes
+        assert striped_seconds(one, two, 5.4e8, inf) == pytest.approx((5.4e8 + 0.3e8 + 0.3e8) / 4e8, rel=1e-6)
+        assert striped_seconds(one, two, 5.4e8, 2e8) == pytest.approx(0.1 + 5.4e8 / 2e8, rel=1e-6)
+        assert striped_seconds(one, two, 3e7, inf) == pytest.approx(0.2)  # over before the second path begins
+
     def test_a_path_that_moves_nothing(self) -> None:
         assert ArrivalCurve(0.1, 0.1, 0.0, 0.0).seconds_for(1) == inf
 

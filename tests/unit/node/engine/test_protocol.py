@@ -299,8 +299,9 @@ def test_a_length_at_the_bound_waits_for_its_bytes() -> None:
     assert Unframer().feed(struct.pack("<I", protocol.MAX_MESSAGE)) == []
 
 
-def test_a_message_above_the_bound_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_MESSAGE", 100)
-    protocol.frame(protocol.StartFailed(reason="x" * 50))
-    with pytest.raises(EngineProtocolError, match="exceeds the bound of 100"):
-        protocol.frame(protocol.StartFailed(reason="x" * 100))
+def test_a_message_above_the_bound_is_not_sent() -> None:
+    framing = len(protocol.frame(protocol.StartFailed(reason="x" * (1 << 20)))) - (1 << 20) - 4  # 4: the length itself
+    most = protocol.MAX_MESSAGE - framing
+    assert len(protocol.frame(protocol.StartFailed(reason="x" * most))) == protocol.MAX_MESSAGE + 4
+    with pytest.raises(EngineProtocolError, match=f"of {protocol.MAX_MESSAGE + 1} bytes exceeds the bound"):
+        protocol.frame(protocol.StartFailed(reason="x" * (most + 1)))

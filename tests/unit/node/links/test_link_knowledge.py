@@ -108,3 +108,11 @@ def test_what_a_node_of_the_same_site_has_measured_is_believed() -> None:
     elsewhere.learn({A: table(site="oslo", b=0.3), B: table(site="rome")}, [])
     elsewhere.fill_in([B], 0.0)
     assert elsewhere.estimator(B).figures(0.0).capacity_gbps == pytest.approx(1.0)
+
+
+def test_what_a_node_has_told_of_itself_is_no_news_to_it() -> None:
+    known = knowledge(site="oslo")
+    told = table(site="nice", b=9.0)
+    known.learn({OWN: told, A: table(site="oslo", b=0.3), B: table(site="rome")}, [])
+    known.fill_in([B], 0.0)
+    assert known.estimator(B).figures(0.0).capacity_gbps == pytest.approx(0.3, rel=0.5)

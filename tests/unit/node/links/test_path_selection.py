@@ -173,3 +173,17 @@ def test_a_link_that_set_the_pace_has_been_measured() -> None:
         world.report(MB, waiting, 1.0, blocked=blocked)
         world.report(20 * MB, waiting, 2.0, blocked=blocked)
         assert len(world.knowledge.take_measured()) == measured
+
+
+def test_who_is_blocked_by_the_receiver_does_not_blame_its_paths() -> None:
+    world = Selection()
+    world.begin()
+    assert all(world.report(0, 100 * MB, quarter / 4, world.label, blocked=True) is None for quarter in range(200))
+
+
+def test_connections_of_late_are_warm_and_need_no_handshake() -> None:
+    world = Selection(direct_gbps=2.0)
+    world.begin(1000.0)
+    warm, cold = world.choose(1000.0 + WAN.warm_s - 0.01), world.choose(1000.0 + WAN.warm_s)
+    assert vias(warm) == vias(cold)
+    assert warm.seconds < cold.seconds

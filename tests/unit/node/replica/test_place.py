@@ -132,3 +132,10 @@ def test_a_place_is_what_the_plan_says_of_a_box_among_others() -> None:
     assert find_place(plan, PeerId("stranger"), "s") is None
     assert Place(stages("w", 4), 0).partition == ()
     assert Place(stages("w", 1, 3), 0).partition == (1, 3)
+
+
+def test_two_boxes_are_several() -> None:
+    replica = Replica(id="a0", phase=Phase.MIXED, stages=stages("a", 1, 3))
+    alone = Pairing(prefill="a0", decode="a0", weight=1.0)
+    plan = Plan(epoch=1, version=1, service="s", replicas=(replica,), pairings=(alone,), codec="raw", why=())
+    assert find_place(plan, PeerId("a1"), "s") == Place(replica.stages, 1)

@@ -13,9 +13,8 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.worker import Worker
 from p2pserve.node.settings import WAN
-from p2pserve.node.testing import MemoryExchange
+from p2pserve.node.testing import MemoryExchange, MemoryOutlets
 
-from ....sim.node.memory import MemoryOutlets
 from .worker_world import (
     MODEL,
     OWN,

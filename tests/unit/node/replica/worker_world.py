@@ -17,9 +17,7 @@ from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
-from p2pserve.node.testing import MemoryExchange
-
-from ....sim.node.memory import MemoryEngine, MemoryOutlets
+from p2pserve.node.testing import MemoryEngine, MemoryExchange, MemoryOutlets
 
 A, B = PeerId("gateway-a"), PeerId("gateway-b")
 OWN, P, D = PeerId("own"), PeerId("prefill-node"), PeerId("decode-node")

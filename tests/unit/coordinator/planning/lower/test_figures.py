@@ -126,11 +126,12 @@ CASES: dict[str, Callable[[], Figures]] = {
     "in time on mixed replicas that share what comes": shares(Phase.MIXED, PACED, (3, 3)),
     "in time on prefill replicas": shares(Phase.PREFILL, ALL, (2, 1), OtherPhase(0.0, 0.04)),
     "in time on decode replicas": shares(Phase.DECODE, ALL, (1, 2), OtherPhase(0.4, 0.0)),
-    "in time on decode replicas that write first": shares(Phase.DECODE, PACED, later=True),
+    "in time on decode replicas that generate the first token": shares(Phase.DECODE, PACED, later=True),
     "two unlike boxes": configurations("llama-30b", PACED, (A40, 4, False), (TI, 4, False)),
     "a box that is one stage, and two others": configurations(
         "llama-30b", ALL, (TI, 4, True), (A40, 2, False), (A5000, 3, False)
     ),
+    "a model that hardly fits": configurations("llama2-70b", Slo(), (A40, 2, False), (TI, 4, False)),
     "four boxes without deadlines": configurations(
         "llama-13b", Slo(), (A5000, 2, False), (A40, 2, False), (TI, 1, False), (A5000, 2, False)
     ),

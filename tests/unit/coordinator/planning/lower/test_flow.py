@@ -69,7 +69,7 @@ def allowed(network: FlowProblem, flow: RequestFlow) -> bool:
 
 
 def random_network(seed: int, *, narrow: bool, side: int = 2) -> FlowProblem:
-    """`side` replicas read, and as many write."""
+    """`side` replicas prefill, and as many decode."""
     rng, mixed_rate = np.random.default_rng(seed), 2 * side
     loads = np.linspace(0.0, 1.0, 6)
     curves = [

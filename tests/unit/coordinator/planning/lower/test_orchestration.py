@@ -58,6 +58,13 @@ def test_mixed_replicas_alone_carry_their_own_requests() -> None:
     assert carried([]) == 0.0
 
 
+def test_a_mixed_replica_decodes_for_who_only_prefills() -> None:
+    """Five sixths of its time go to the five requests that others have prefilled."""
+    helper = replica(M, prefill=6.0, decode=6.0, mixed=3.0)
+    assert carried([replica(P, prefill=5.0), helper]) == pytest.approx(5.0 + 0.5)
+    assert carried([replica(D, decode=5.0), helper]) == pytest.approx(5.0 + 0.5)
+
+
 def test_mixed_replicas_help_the_side_that_is_behind_and_keep_the_rest() -> None:
     """A third of its time makes up for the two requests that prefill is behind; two thirds are for its own."""
     helper = replica(M, prefill=6.0, decode=6.0, mixed=3.0)

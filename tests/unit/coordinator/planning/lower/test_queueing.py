@@ -1,4 +1,4 @@
-"""Waiting, reading and writing under load, against exact results and against a plain simulation."""
+"""Waiting, prefill and decode under load, against exact results and against a plain simulation."""
 
 from dataclasses import replace
 from math import exp, inf
@@ -79,7 +79,7 @@ def test_classes_keep_shares_and_means() -> None:
 
 
 def test_context_that_is_met_is_that_of_long_answers() -> None:
-    # one request in two writes 10 tokens, the other 990: 99 of 100 tokens are the latter's, halfway through on average
+    # one request in two decodes 10 tokens, the other 990: 99 of 100 tokens are the latter's, halfway through on average
     workload = Workload(name="x", prompts=np.array([100, 100]), outputs=np.array([10, 990]), rate=1.0)
     found = classify_lengths(workload)
     assert found.held == pytest.approx((10 * 105 + 990 * 595) / 1000)
@@ -150,11 +150,11 @@ def test_a_writer_obeys_littles_law_at_every_load() -> None:
 def test_memory_limits_the_batch_and_is_partly_taken_by_prompts_on_their_way() -> None:
     known = classes()
     found = model_replica(Phase.DECODE, PlainTimes(), known, kv_tokens=20_000)
-    # a request holds 1050.5 tokens; reading takes 1 s, writing 101 * 20 ms = 2.02 s
+    # a request holds 1050.5 tokens; prefill takes 1 s, decoding 101 * 20 ms = 2.02 s
     assert found.max_batch == int(20_000 / (1050.5 + 1000 / 2.02))
 
 
-def test_reading_takes_time_from_writing_on_a_mixed_replica() -> None:
+def test_prefill_takes_time_from_decoding_on_a_mixed_replica() -> None:
     known = classes(prompt=1024)
     decode = model_replica(Phase.DECODE, PlainTimes(), known, kv_tokens=10**7)
     mixed = model_replica(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7)
@@ -234,7 +234,7 @@ def test_many_replicas_at_once_fare_exactly_as_one_after_the_other(phase: Phase)
     assert together.tolist() == [single(one, known, slo, 1.0, phase_counts=(3, 2)).tolist() for one in found]
 
 
-def test_what_is_read_and_written_together_takes_less_than_apart() -> None:
+def test_prefill_and_decode_together_take_less_than_apart() -> None:
     times = LinearTimes(step=0.05, token=1e-4, request=1e-3)  # the step is taken once for both
     found = model_replica(Phase.MIXED, times, classes(), kv_tokens=20_000)
     assert found.mixed_rate < min(found.prefill_rate, found.decode_rate)
@@ -247,7 +247,7 @@ def test_few_tokens_see_prompts_or_none_and_many_see_the_average() -> None:
         found = model_replica(Phase.MIXED, PlainTimes(), known, kv_tokens=10**7, tpot_s=10.0)
         return float(np.interp(0.5, LOADS, single(found, known, Slo(tpot_s=0.45), 1.0)))
 
-    # a prompt takes a second: between five tokens one is too much, and the replica reads half of the time
+    # a prompt takes a second: between five tokens one is too much, and the replica prefills half of the time
     assert 0.35 < paced(5) < 0.75
     assert paced(400) > 0.95
 

@@ -1,6 +1,7 @@
 """Neighbours, flips and ascents, over an evaluator whose scores are given."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,19 @@ def test_flips_change_one_group_to_each_other_phase_and_skip_what_is_alike(make_
         assert group.phase is not M
 
 
+def test_boxes_are_alike_whatever_lies_between_them_if_it_is_the_same_both_ways(
+    make_space: Callable[..., Any],
+) -> None:
+    alike, _ = make_space(near=[(0, 1)])
+    assert len(list(flips(alike, BY_BOX))) == 4
+    one_is_nearer, _ = make_space(near=[(0, 2)])
+    assert len(list(flips(one_is_nearer, BY_BOX))) == 6
+    one_way, _ = make_space()
+    one_way.problem.cluster.gbps[0, 1] = 20.0
+    other = SearchSpace.of(one_way.problem, one_way.evaluator)
+    assert len(list(flips(other, BY_BOX))) == 6
+
+
 def test_flips_obey_pins(make_space: Callable[..., Any]) -> None:
     space, _ = make_space(pinned={"a0": M, "t0": M})
     assert {group.slices[0].box for group, _ in flips(space, BY_BOX)} == {1}
@@ -60,6 +74,23 @@ def test_every_neighbour_uses_each_gpu_once_and_holds_its_model(make_space: Call
         here = there
     assert len(seen) > 50
     assert {len(solution) for solution in seen} >= {2, 3, 4}
+
+
+@pytest.mark.parametrize("price_weight", [0.0, 1e-3])
+def test_gpus_are_let_go_only_where_money_counts_and_never_all(
+    make_space: Callable[..., Any], price_weight: float
+) -> None:
+    space, _ = make_space()
+    space = replace(space, problem=replace(space.problem, price_weight=price_weight))
+    busy = make_solution([*BY_BOX, Group((Slice(3, 2),), M)])
+    rng = np.random.default_rng(3)
+    drawn = [there for _ in range(400) if (there := random_neighbour(space, busy, rng)) is not None]
+    fewer = [there for there in drawn if set(there) < set(busy)]
+    assert bool(fewer) is (price_weight > 0.0)
+    alone = make_solution([Group(tuple(Slice(box, gpus) for box, gpus in enumerate((4, 4, 2, 2))), M)])
+    drawn = [there for _ in range(400) if (there := random_neighbour(space, alone, rng)) is not None]
+    assert drawn
+    assert () not in drawn
 
 
 def test_an_ascent_takes_the_steepest_way_up(make_space: Callable[..., Any]) -> None:

@@ -88,7 +88,7 @@ def test_a_start_by_rates_carries_as_much_as_any_solution_of_its_phases() -> Non
 
     def carried(solution: Solution) -> float:
         rates = [space.evaluator.max_rates(group, 2) for group in solution]
-        return min(sum(read for read, _ in rates), sum(write for _, write in rates))
+        return min(sum(prefill for prefill, _ in rates), sum(decode for _, decode in rates))
 
     start = Packing(space, 2).start(np.random.default_rng(0), phases)
     every = [found for found in all_solutions(space) if found and all(group.phase in phases for group in found)]
@@ -102,6 +102,20 @@ def test_the_same_seed_gives_the_same_solution_and_colocated_is_never_better() -
     assert first.solution == again.solution
     assert first.score.objective >= first.colocated_score.objective
     assert {group.phase for group in first.colocated} == {Phase.MIXED}
+
+
+def test_a_search_in_cells_keeps_to_its_steps_and_gives_every_cell_replicas() -> None:
+    asked = problem(packaged_cluster("thunderserve-cloud-16", Specs.MEASURED), "llama-7b", 8.0)
+    told: list[tuple[int, int]] = []
+    result = search(
+        asked, LowerLevel(asked), rng=np.random.default_rng(0), settings=SearchSettings(steps=200, cell_gpus=4),
+        progress=lambda step, total, _: told.append((step, total)),
+    )  # fmt: skip
+    assert {part.box for group in result.solution for part in group.slices} == {0, 1, 2, 3}
+    assert {total for _, total in told} == {200}
+    steps = [step for step, _ in told]
+    assert steps == sorted(steps)
+    assert 100 <= result.steps <= 220  # cells that have seen everything stop early; the whole is scored besides
 
 
 def test_pins_and_exclusions_are_kept() -> None:

@@ -89,3 +89,8 @@ def test_hotter_rounds_leave_a_local_optimum(make_space: Callable[..., Any]) -> 
     hot = search(make_space, valley, 1500, warm=0.5, cold=0.1, fresh_share=0.0)
     assert cold.best_score.objective == 0.5
     assert hot.best_score.objective == 1.0
+
+
+def test_short_rounds_follow_each_other_until_the_budget_is_used_up(make_space: Callable[..., Any]) -> None:
+    scorer = search(make_space, by_gpus, 120, round_steps=20)
+    assert scorer.steps >= 100

@@ -71,7 +71,7 @@ class FakeEvent:
 class FakeTensor:
     """A tensor on the stand-in's GPU."""
 
-    nbytes = 8
+    nbytes, dtype, shape = 8, torch.float32, (2,)
 
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
@@ -88,6 +88,10 @@ class FakePinned:
     def __init__(self, cuda: FakeCuda, memory: torch.Tensor | None = None) -> None:
         self.cuda = cuda
         self.memory = torch.empty(0, dtype=torch.uint8) if memory is None else memory
+
+    def view(self, form: object) -> FakePinned:
+        """Like a tensor."""
+        return FakePinned(self.cuda)
 
     def __getitem__(self, part: slice) -> FakePinned:
         return FakePinned(self.cuda, self.memory[part])
@@ -147,7 +151,7 @@ def device_on(cuda: FakeCuda) -> CudaDevice:
     def pinned_memory(size: int) -> FakePinned:
         return FakePinned(cuda, torch.empty(size, dtype=torch.uint8))
 
-    return CudaDevice(cuda, lambda _: FakePinned(cuda), pinned_memory)  # type: ignore[arg-type,return-value]
+    return CudaDevice(cuda, pinned_memory)  # type: ignore[arg-type]
 
 
 def test_copies_out_run_beside_the_next_layer_and_after_this_one(cuda: FakeCuda) -> None:
@@ -161,9 +165,9 @@ def test_copies_out_run_beside_the_next_layer_and_after_this_one(cuda: FakeCuda)
         "v in use on side",
     ]
     assert copies.nbytes == 16
-    before = copies.ready
+    before = copies.is_complete
     assert len(copies.wait()) == 2
-    assert (before, copies.ready) == (False, True)
+    assert (before, copies.is_complete) == (False, True)
     assert cuda.asked[6:] == ["sleep until event"]
 
 
@@ -312,7 +316,7 @@ def test_a_cpu_copies_nothing() -> None:
     k, v = torch.zeros(2), torch.zeros(3)
     copies = device.to_host(k, v)
     assert copies.nbytes == 20
-    assert copies.ready
+    assert copies.is_complete
     assert [a is b for a, b in zip(copies.wait(), (k, v), strict=True)] == [True, True]
     assert device.to_device(k)[0] is k
     device.synchronize()

@@ -1,6 +1,6 @@
-"""The transport's in-memory twin: a whole network in one process, with latency, loss and
-partitions on request.
+"""The transport's in-memory twin, for tests of this project and of what builds on it.
 
+It is a whole network in one process, with latency, loss and partitions on request.
 Time is trio's clock only, so under ``trio.testing.MockClock`` hours pass in an instant. A frame
 travels like a TCP segment: it may be late (latency, or a retransmission where ``loss`` strikes),
 it waits while its link is partitioned, but it never overtakes another and never disappears from
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 import trio
 
-from p2pserve.bootstrap.addresses import Address
-from p2pserve.bootstrap.errors import PeerLost, PortInUse, Unreachable
-from p2pserve.bootstrap.settings import TransportSettings
-from p2pserve.bootstrap.streams.frames import MAX_STRANGER_FRAME, check_frame
-from p2pserve.bootstrap.streams.transport import ConnectionHandler, run_handler
-from p2pserve.bootstrap.trust.identity import Identity
-from p2pserve.bootstrap.trust.keys import PeerId
+from .addresses import Address
+from .errors import PeerLost, PortInUse, Unreachable
+from .settings import TransportSettings
+from .streams.frames import MAX_STRANGER_FRAME, check_frame
+from .streams.transport import ConnectionHandler, run_handler
+from .trust.identity import Identity
+from .trust.keys import PeerId
 
 _QUEUE_FRAMES = 1024
 _RETRANSMIT_SECONDS = 0.2

@@ -1,0 +1,94 @@
+"""What the dialling end of a link dials, when it dials again, and which connections leave."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from p2pserve.kvtransport.link.dialling import Dialler
+from p2pserve.kvtransport.link.settings import LinkSettings
+from p2pserve.kvtransport.wire.dial_path import DialPath
+
+
+def test_the_dialler_dials_what_is_missing_and_waits_longer_each_time() -> None:
+    dialler = Dialler(LinkSettings(), random.Random(1))
+    path = DialPath("h", 1, streams=2)
+    dialler.set_paths([path], 0.0)
+    first, second = dialler.take_due(0.0)
+    assert dialler.take_due(0.0) == []
+    assert dialler.mark_up(first.slot, 7)
+    times, now = [], 0.0
+    for _ in range(8):
+        dialler.mark_down(second.slot, "refused", now)
+        assert dialler.failures == {"direct": "refused"}
+        times.append(dialler.wake_at() - now)
+        now = dialler.wake_at()
+        assert [attempt.slot for attempt in dialler.take_due(now)] == [second.slot]
+    assert times[0] <= 0.1
+    assert 2.5 <= times[-1] <= 5.0
+    assert dialler.mark_up(second.slot, 8)
+    assert dialler.failures == {}
+    assert dialler.paths == (path,)
+
+
+def test_former_paths_leave_when_a_new_one_is_up() -> None:
+    dialler = Dialler(LinkSettings(), random.Random(1))
+    old, new = DialPath("a", 1, streams=3), DialPath("b", 1, label="relay")
+    dialler.set_paths([old], 0.0)
+    for number, attempt in enumerate(dialler.take_due(0.0)):
+        dialler.mark_up(attempt.slot, number)
+    dialler.set_paths([DialPath("a", 1), new], 1.0)
+    assert sorted(dialler.take_leaving()) == [1, 2], "one that is wanted is up already"
+    dialler.set_paths([new], 2.0)
+    assert dialler.take_leaving() == []
+    (attempt,) = dialler.take_due(2.0)
+    assert dialler.mark_up(attempt.slot, 9)
+    assert dialler.take_leaving() == [0]
+    dialler.set_paths([], 3.0)
+    assert dialler.take_leaving() == [9]
+    assert not dialler.mark_up(attempt.slot, 10)
+
+
+def test_what_is_wanted_is_told_by_path_with_its_streams_and_pace() -> None:
+    dialler = Dialler(LinkSettings(), random.Random(1))
+    assert dialler.paths == ()
+    assert dialler.wake_at() == math.inf
+    paths = (DialPath("a", 1, streams=2, pace_bytes_s=100), DialPath("b", 1, label="relay", streams=3))
+    dialler.set_paths(paths, 5.0)
+    assert dialler.paths == paths
+    assert dialler.wake_at() == 5.0
+    assert dialler.take_due(4.9) == []
+    assert len(dialler.take_due(5.0)) == 5
+    assert dialler.wake_at() == math.inf, "all are being dialled"
+
+
+def test_a_connection_that_serves_stays_before_one_that_is_still_dialled() -> None:
+    dialler = Dialler(LinkSettings(), random.Random(1))
+    dialler.set_paths([DialPath("a", 1, streams=3)], 0.0)
+    first, second, third = dialler.take_due(0.0)
+    assert dialler.mark_up(second.slot, 2)
+    dialler.set_paths([DialPath("a", 1)], 1.0)
+    assert dialler.take_due(1.0) == []
+    assert dialler.take_leaving() == []
+    assert not dialler.mark_up(first.slot, 1)
+    assert not dialler.mark_up(third.slot, 3)
+    dialler.set_paths([DialPath("a", 1, streams=2)], 2.0)
+    assert len(dialler.take_due(2.0)) == 1
+
+
+def test_a_connection_that_is_lost_is_no_failed_attempt_and_is_dialled_again_soon() -> None:
+    settings = LinkSettings()
+    dialler = Dialler(settings, random.Random(1))
+    dialler.set_paths([DialPath("a", 1), DialPath("b", 1, label="relay")], 0.0)
+    one, two = dialler.take_due(0.0)
+    assert dialler.mark_up(one.slot, 1)
+    dialler.mark_down(one.slot, "reset", 10.0)
+    assert dialler.failures == {}
+    assert 10.0 + settings.redial_first_s / 2 <= dialler.wake_at() <= 10.0 + settings.redial_first_s
+    soonest = dialler.wake_at()
+    dialler.mark_down(two.slot, "refused", 20.0)
+    assert dialler.failures == {"relay": "refused"}
+    assert dialler.wake_at() == soonest
+    dialler.mark_down(99, "never wanted", 10.0)
+    dialler.set_paths([DialPath("a", 1)], 11.0)
+    assert dialler.failures == {}, "of paths that are wanted"
