@@ -24,6 +24,10 @@ class TokenError(NetworkError):
     """A join token is malformed, forged, expired, or belongs to another network."""
 
 
+class TokenSpent(TokenError):
+    """A join token was revoked, or as many boxes as it is for have used it. Not all members may know yet."""
+
+
 class Unreachable(NetworkError):
     """Nobody answered at an address, or somebody else did."""
 

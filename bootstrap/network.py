@@ -1,11 +1,10 @@
 """The network as the rest of a node uses it: the one place of this room that holds tasks.
 
-Everything is decided elsewhere, by pure machines: who may come in (:mod:`.admission`), who is a
-member and alive (:mod:`.membership`), who coordinates (:mod:`.election`), whom to dial
-(:mod:`.mesh`). This module moves messages between them and the control streams::
+Everything is decided elsewhere, by pure machines: who may come in (:mod:`.members.admission`), and
+who is a member, alive, told and dialled, and who coordinates (:mod:`.members.peering`). This module
+moves messages between them and the control streams::
 
-    pulse   tick membership -> drop, ping, elect, dial; sleeps until one of them wants to be woken
-    gossip  each second, with two random peers: digests, then what either lacks
+    pulse   ticks the machine: hangs up, pings, tells, dials; sleeps until it wants to be woken
     session one per admitted peer: reads until the connection is lost
 """
 
@@ -36,12 +35,11 @@ from .errors import (
 )
 from .handlers import Handlers
 from .members.admission import Admission
-from .members.election import CLAIM_KIND
-from .members.gossip import Gossip
 from .members.mesh import Dial
-from .members.peering import Peering
-from .members.states import Member, MemberState
-from .methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
+from .members.peering import OWN_KINDS, Peering
+from .members.states import Compare, GossipMessage, Member, MemberState, Summary, Tell
+from .members.table import ReadNumber
+from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .settings import NetworkSettings
 from .streams.control import encode_body, encode_notice
@@ -56,6 +54,10 @@ _log = logging.getLogger(__name__)
 JoinOutcome = tuple[Bootstrap, NetworkError | None]  # None: this member has let us in
 
 _SHORTEST_NAP_S: Final = 0.01
+_TELL: Final = Notice("p2p.tell", Tell, EVERYONE)
+_SUMMARY: Final = Notice("p2p.summary", Summary, EVERYONE)
+_COMPARE: Final = Notice("p2p.compare", Compare, EVERYONE)
+_NOTICES: Final[dict[type[GossipMessage], str]] = {Tell: _TELL.name, Summary: _SUMMARY.name, Compare: _COMPARE.name}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,9 @@ class Network:
     remembered: tuple[Bootstrap, ...] = ()
     book: AddressBook | None = None  # where to remember who is seen, for the next run
     settings: NetworkSettings = field(default_factory=NetworkSettings)
+    urgent: frozenset[str] = frozenset()  # kinds of entries that are told to everybody at once, however many there are
+    numbered: Mapping[str, ReadNumber] = field(default_factory=dict)  # kinds with numbers that may be used only once
+    release: str = ""  # of this program, for people
 
     def __post_init__(self) -> None:
         self.peer_id: PeerId = self.identity.peer_id
@@ -111,25 +116,37 @@ class Network:
             self.identity,
             self.role,
             incarnation=started_ms,
-            check=admission.check_record,
+            admission=admission,
             settings=self.settings,
             rng=self.rng,
             named=self._named,
             standby=() if self._named else self._remembered,
+            urgent=self.urgent,
+            numbered=self.numbered,
         )
-        self._membership = self._peering.membership
+        self._table = self._peering.table
         # Two copies of a box may be started within one millisecond: the random bits tell them apart.
         self._born = (started_ms << 20) + self.rng.getrandbits(20)
         self._handlers = Handlers()
         self._sessions = PeerSessions(
-            self.transport, self._membership, admission, self._handlers, self.clock, self._born, self.settings
+            self.transport,
+            self._table,
+            admission,
+            self._handlers,
+            self.clock,
+            self._born,
+            self.release,
+            self.settings,
         )
-        self._sessions.on_change = self._on_session_change
-        self._gossip = Gossip(self._membership, self._sessions, self._handlers, self.rng, self._on_news, self.settings)
+        self._sessions.on_opened, self._sessions.on_closed = self._on_opened, self._on_closed
+        self._handlers.add_notice(_TELL, self._on_gossip)
+        self._handlers.add_notice(_SUMMARY, self._on_gossip)
+        self._handlers.add_notice(_COMPARE, self._on_gossip)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
         self._revision = 0
         self._changed = trio.Event()
         self._kick = trio.Event()
+        self._wakes_at = float("inf")
         self._nursery: trio.Nursery | None = None
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery, bool | None] | None = None
 
@@ -145,7 +162,6 @@ class Network:
                 self.address = Address(self.address.host, bound.port)
             self._publish_record(left=False)
             nursery.start_soon(self._pulse)
-            nursery.start_soon(self._gossip.run)
             if self.book is not None:
                 nursery.start_soon(keep_address_book, self, self.book)
             if self._named:
@@ -178,7 +194,8 @@ class Network:
         if not self._peering.is_leaving:
             self._peering.is_leaving = True
             # Pushed before the streams are flushed and closed: it is the last thing that others hear.
-            self._gossip.push([self._publish_record(left=True)])
+            self._publish_record(left=True)
+            self._tick()
             await self._sessions.close()
             self._wake()
 
@@ -187,21 +204,22 @@ class Network:
     def publish(self, kind: str, payload: bytes) -> None:
         """Say something to all members: at most 64 KiB, the newest of each kind counts. Pushed at
         once to all connected peers; the rest get it by gossip. What a client says stays with it."""
-        if kind in (MEMBER_KIND, CLAIM_KIND):
+        if kind in OWN_KINDS:
             raise ValueError(f"kind {kind!r} belongs to the network itself; choose another name")
-        self._gossip.push([self._membership.publish(kind, payload)])
+        self._peering.publish(kind, payload)
+        self._wake()
 
     def entries(self, kind: str) -> dict[PeerId, bytes]:
         """What the live members say, those of this node included."""
-        return self._membership.entries(kind)
+        return self._peering.entries(kind)
 
     def members(self) -> tuple[Member, ...]:
         """Everybody, ourselves and the recently dead included, by peer id."""
-        return self._membership.members(self._rtt_s)
+        return self._peering.members(self._rtt_s, trio.current_time())
 
     def seen_members(self) -> tuple[Bootstrap, ...]:
         """Where other boxes can be dialled, last heard first: to remember for the next start."""
-        return self._membership.addresses()
+        return self._peering.addresses()
 
     @property
     def coordinator(self) -> tuple[PeerId, int] | None:
@@ -273,7 +291,7 @@ class Network:
 
     def statistics(self) -> NetworkStatistics:
         """Counts and state."""
-        members = self._membership.members()
+        members = self.members()
         return NetworkStatistics(
             members=len(members),
             alive=sum(member.state is MemberState.ALIVE for member in members),
@@ -282,15 +300,15 @@ class Network:
             epoch=self._peering.epoch,
             revision=self._revision,
             strangers_refused=self._sessions.refused,
-            entries_forged=self._gossip.forged,
+            entries_forged=self._peering.forged,
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError when the tables contradict each other."""
-        self._membership.check_integrity()
+        self._table.check_integrity()
         for peer, session in self._sessions.by_peer.items():
             assert session.peer == peer, f"the session of {session.peer} is filed under {peer}"
-            assert self._membership.record(peer) is not None, f"{peer} is connected without a member record"
+            assert self._table.record(peer) is not None, f"{peer} is connected without a member record"
 
     def __repr__(self) -> str:
         return (
@@ -318,10 +336,10 @@ class Network:
                 "delete identity.key in this node's home folder, and start it again: it makes its own"
             )
 
-    def _publish_record(self, *, left: bool) -> Entry:
+    def _publish_record(self, *, left: bool) -> None:
         credential = self._token.credential(self.peer_id)
         record = MemberRecord(self.role, self.address.host, self.address.port, credential, left)
-        return self._membership.publish(MEMBER_KIND, msgspec.msgpack.encode(record))
+        self._peering.publish(MEMBER_KIND, msgspec.msgpack.encode(record))
 
     async def _join(self) -> None:
         """Return once a member has let us in. Raises when they have refused, or the time is up."""
@@ -335,6 +353,11 @@ class Network:
             nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
+        # Who is in knows nothing yet; the one that let us in tells what there is.
+        with trio.move_on_after(self.settings.found_s):
+            revision = self._revision
+            while not self._peering.is_synced:
+                revision = await self.wait_changed(revision)
 
     async def _wait_until_admitted(
         self, outcomes: trio.MemoryReceiveChannel[JoinOutcome], named_failed: trio.Event
@@ -379,7 +402,7 @@ class Network:
                 address = Address(member.host, member.port)
                 if member in self._named:
                     self._peering.on_named(peer, address)
-                await self._gossip.sync(await self._sessions.connect(peer, address))
+                await self._sessions.connect(peer, address)
             except Unreachable as error:
                 outcome.send_nowait((member, error))
             except (Refused, TokenError) as error:
@@ -394,25 +417,50 @@ class Network:
 
     async def _pulse(self) -> None:
         """Do what the peers need, whenever something has happened or time has come."""
-        assert self._nursery is not None
         while True:
             self._kick = trio.Event()
-            now = trio.current_time()
-            heard = {peer: session.control.heard_at for peer, session in self._sessions.by_peer.items()}
-            actions = self._peering.tick(now, heard)
-            for peer in actions.drop:
-                self._sessions.drop(peer)
-            for peer in actions.ping:
-                self._ping(peer)
-            if actions.push:
-                self._gossip.push(actions.push)
-            if actions.changed:
-                self._touch()
-            for dial in actions.dial:
-                self._nursery.start_soon(self._redial, dial)
-            # Never without a pause: two machines that wake each other must leave the processor to others.
-            with trio.move_on_at(max(actions.wake_at, now + _SHORTEST_NAP_S)):
+            self._wakes_at = self._tick()
+            with trio.move_on_at(self._wakes_at):
                 await self._kick.wait()
+            # Never without a pause: two machines that wake each other must leave the processor to others.
+            await trio.sleep(_SHORTEST_NAP_S)
+
+    def _tick(self) -> float:
+        """Do what is to be done now; returns when there is more to do."""
+        assert self._nursery is not None
+        heard = {peer: session.control.heard_at for peer, session in self._sessions.by_peer.items()}
+        actions = self._peering.tick(trio.current_time(), heard)
+        for peer in actions.drop:
+            self._sessions.drop(peer)
+        for peer in actions.ping:
+            self._ping(peer)
+        for peer, message in actions.send:
+            self._send(peer, message)
+        if actions.changed:
+            self._touch()
+        for dial in actions.dial:
+            self._nursery.start_soon(self._redial, dial)
+        return actions.wake_at
+
+    def _send(self, peer: PeerId, message: GossipMessage) -> None:
+        """Tell a peer something; one that is too slow hears of it when the two compare what they hold."""
+        session = self._sessions.by_peer.get(peer)
+        if session is not None:
+            try:
+                session.control.send_nowait(encode_notice(_NOTICES[type(message)], encode_body(message)))
+            except PeerLost as error:
+                _log.debug("not told: %s", error)
+
+    def _on_gossip(self, peer: PeerId, role: Role, message: GossipMessage) -> None:
+        session = self._sessions.by_peer.get(peer)
+        if session is None:
+            return
+        offences = self._peering.on_received(peer, message, trio.current_time())
+        if offences:
+            session.control.blame(offences)
+            _log.warning("%s sent %d forged entries", peer, offences)
+        if self._peering.next_at() < self._wakes_at:
+            self._wake()
 
     def _ping(self, peer: PeerId) -> None:
         session = self._sessions.by_peer.get(peer)
@@ -424,7 +472,7 @@ class Network:
 
     async def _redial(self, dial: Dial) -> None:
         try:
-            session = await self._sessions.connect(dial.peer, dial.address)
+            await self._sessions.connect(dial.peer, dial.address)
         except (Unreachable, Refused, TokenError) as error:
             _log.debug("dial failed: %s", error)
             # Of two nodes with one identity that both got in somewhere, the one that was started later goes.
@@ -433,29 +481,22 @@ class Network:
             self._peering.on_dialled(dial.peer, False, trio.current_time())
         else:
             self._peering.on_dialled(dial.peer, True, trio.current_time())
-            await self._gossip.sync(session)
         self._wake()
 
-    def _on_session_change(self, peer: PeerId, opened: bool) -> None:
-        if opened:
-            self._peering.on_opened(peer)
-            self._gossip.push_to(peer, self._membership.own_entries())
-        else:
-            self._peering.on_closed(peer, trio.current_time())
-            for callback in self._lost_callbacks:
-                callback(peer)
-        self._touch()
+    def _on_opened(self, peer: PeerId, record: Entry) -> None:
+        self._peering.on_opened(peer, record, trio.current_time())
+        self._wake()
+
+    def _on_closed(self, peer: PeerId) -> None:
+        self._peering.on_closed(peer, trio.current_time())
+        for callback in self._lost_callbacks:
+            callback(peer)
         self._wake()
 
     async def _request_locally(self, method: str, body: bytes, timeout: float) -> bytes:
         with trio.move_on_after(timeout):
             return await self._handlers.serve(self.peer_id, self.role, method, body)
         raise RequestTimeout(f"this node did not answer {method!r} within {timeout:g} s; its own handler is too slow")
-
-    def _on_news(self, changed: bool) -> None:
-        if changed:
-            self._touch()
-        self._wake()
 
     def _touch(self) -> None:
         self._revision += 1

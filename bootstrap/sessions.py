@@ -10,9 +10,9 @@ import trio
 from .addresses import Address
 from .errors import IdentityInUse, NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
 from .handlers import Handlers
-from .members.admission import Admission
-from .members.membership import Membership
+from .members.admission import Admission, is_client
 from .members.mesh import should_replace
+from .members.table import Table
 from .settings import NetworkSettings
 from .streams.control import (
     PROTOCOL_VERSION,
@@ -25,7 +25,7 @@ from .streams.control import (
     encode_greeting,
 )
 from .streams.transport import PeerConnection, Transport, run_handler
-from .trust.entries import MemberRecord
+from .trust.entries import Entry, MemberRecord
 from .trust.keys import PeerId
 from .trust.tokens import Bootstrap, Role
 
@@ -49,8 +49,8 @@ class PeerSession:
 
 
 class PeerSessions:
-    """All control streams of one node. ``on_change`` is called, synchronously, at each open and
-    close.
+    """All control streams of one node. ``on_opened`` (with the peer's member record) and ``on_closed``
+    are called synchronously.
 
     ``born`` tells this run of the node from others with its identity. Runs in the nursery
     :meth:`start` is given."""
@@ -58,22 +58,25 @@ class PeerSessions:
     def __init__(
         self,
         transport: Transport,
-        membership: Membership,
+        table: Table,
         admission: Admission,
         handlers: Handlers,
         clock: Callable[[], float],
         born: int,
+        release: str,
         settings: NetworkSettings,
     ) -> None:
         self.by_peer: dict[PeerId, PeerSession] = {}
         self.refused = 0
-        self.on_change: Callable[[PeerId, bool], None] = _ignore
+        self.on_opened: Callable[[PeerId, Entry], None] = _ignore
+        self.on_closed: Callable[[PeerId], None] = _ignore
         self._transport = transport
-        self._membership = membership
+        self._table = table
         self._admission = admission
         self._handlers = handlers
         self._clock = clock
         self._born = born
+        self._release = release
         self._settings = settings
         self._connecting: dict[PeerId, trio.Event] = {}
         self._banned: dict[PeerId, float] = {}
@@ -92,7 +95,7 @@ class PeerSessions:
         if member.peer_id is not None:
             return member.peer_id
         peer = await self._transport.identify(Address(member.host, member.port))
-        if peer == self._membership.peer_id:
+        if peer == self._table.peer_id:
             raise Unreachable(f"this node itself, or a copy of it, answers at {member}; name another member")
         return peer
 
@@ -121,9 +124,10 @@ class PeerSessions:
         held = self.by_peer.get(peer)
         if held is not None:
             return held
-        address = self._membership.dial_targets().get(peer)
-        if address is None or address.port == 0:
+        record = self._table.record(peer)
+        if record is None or is_client(record) or record.left or record.port == 0:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
+        address = Address(record.host, record.port)
         try:
             with trio.move_on_after(timeout):
                 return await self.connect(peer, address)
@@ -131,19 +135,11 @@ class PeerSessions:
             raise PeerLost(f"{peer} is not connected and cannot be reached now: {error}") from error
         raise PeerLost(f"{peer} is not connected and did not answer within {timeout:g} s; choose another peer")
 
-    def broadcast(self, frame: bytes) -> None:
-        """Send one encoded notice to everybody; who is too slow gets it by gossip instead."""
-        for session in list(self.by_peer.values()):
-            try:
-                session.control.send_nowait(frame)
-            except PeerLost as error:
-                _log.debug("not pushed: %s", error)
-
     def drop(self, peer: PeerId) -> None:
-        """Hang up on a peer that is silent for too long."""
+        """Hang up on a peer that is silent for too long, or was expelled."""
         session = self.by_peer.get(peer)
         if session is not None:
-            self._hang_up(session, f"{peer} was silent for too long")
+            self._hang_up(session, f"{peer} was silent for too long, or expelled")
 
     async def close(self) -> None:
         """Flush and close all streams; no new ones after that."""
@@ -191,7 +187,7 @@ class PeerSessions:
         if not isinstance(answer, Welcome):
             raise Unreachable(f"{peer} at {address} did not greet back; check that it is a p2pserve node")
         try:
-            return answer, self._admission.check_greeting(answer, peer, self._membership.record(peer), self._clock())
+            return answer, self._admission.check_greeting(answer, peer, self._table.record(peer), self._clock())
         except ProtocolError as error:
             raise Refused(f"the node at {address} is not one of ours: {error}") from error
         except TokenError as error:
@@ -208,11 +204,11 @@ class PeerSessions:
             try:
                 if self._closed:
                     raise ProtocolError("this node is leaving the network; join through another one")
-                if peer == self._membership.peer_id:
+                if peer == self._table.peer_id:
                     raise IdentityInUse(self._describe_holder(peer), self._born)
                 if self._is_banned(peer):
                     raise ProtocolError("this peer misbehaved; try again in a minute")
-                record = self._admission.check_greeting(greeting, peer, self._membership.record(peer), self._clock())
+                record = self._admission.check_greeting(greeting, peer, self._table.record(peer), self._clock())
                 await self._check_life(peer, greeting.born)
             except (TokenError, ProtocolError, IdentityInUse) as error:
                 self.refused += 1
@@ -241,7 +237,7 @@ class PeerSessions:
             self._hang_up(held, f"{peer} does not answer here any more, and has come back as another run")
 
     def _describe_holder(self, peer: PeerId) -> str:
-        record = self._membership.record(peer)
+        record = self._table.record(peer)
         where = f" at {Address(record.host, record.port)}" if record is not None else ""
         return (
             f"another node{where} is in the network with this node's identity (..{peer[-6:]}), as after a box was "
@@ -253,7 +249,8 @@ class PeerSessions:
         return peer in self._banned
 
     def _greeting(self, kind: type[Hello] | type[Welcome]) -> Hello | Welcome:
-        return kind(PROTOCOL_VERSION, self._admission.network, self._membership.own_entries()[0], self._born)
+        record = self._table.own_entries()[0]
+        return kind(PROTOCOL_VERSION, self._admission.network, record, self._born, self._release)
 
     def _register(
         self, connection: PeerConnection, greeting: Hello | Welcome, record: MemberRecord, *, dialled_by_me: bool
@@ -275,7 +272,7 @@ class PeerSessions:
         )
         held = self.by_peer.get(peer)
         if held is not None:
-            me, age = self._membership.peer_id, now - held.since
+            me, age = self._table.peer_id, now - held.since
             if not should_replace(
                 me=me,
                 peer=peer,
@@ -292,9 +289,7 @@ class PeerSessions:
                 self._hang_up(held, f"{peer} has lost this connection and opened another one")
         # From here on others may use the session: the record comes first, which its messages need.
         self.by_peer[peer] = session
-        self._membership.admit(greeting.member, now, private=record.role is Role.CLIENT)
-        self._membership.on_connected(peer, now)
-        self.on_change(peer, True)
+        self.on_opened(peer, greeting.member)
         return session
 
     async def _run(self, session: PeerSession) -> None:
@@ -330,9 +325,8 @@ class PeerSessions:
         # A session that was replaced ends later than it was forgotten; its successor stays.
         if self.by_peer.get(session.peer) is session:
             del self.by_peer[session.peer]
-            self._membership.on_disconnected(session.peer)
-            self.on_change(session.peer, False)
+            self.on_closed(session.peer)
 
 
-def _ignore(peer: PeerId, opened: bool) -> None:
+def _ignore(*_: object) -> None:
     """What happens on a change before anybody listens."""

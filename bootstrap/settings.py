@@ -32,7 +32,13 @@ class NetworkSettings:
     rtt_s: float = 2.5  # everyone is pinged so often, for the round trip; shorter costs messages
     suspect_s: float = 3.0  # silence after which a member is suspect
     dead_s: float = 8.0  # silence after which it is dead, and hung up on
+    redial_s: float = 3.0  # a connection that closed may be a broken link: so long to dial anew before it is a death
+    beat_s: float = 10.0  # every member says something so often; who does not for three times that, and is not heard
+    # here, is dead. Shorter finds liars sooner, who say that they hear others; costs messages
+    beat_each_s: float = 0.2  # of it, at least, for each member: keeps the messages of a large network bounded
+    hears_s: float = 0.3  # what a member hears is told at most so often
     forget_s: float = 600.0  # how long a dead member's entries are kept; shorter lets an old claim be believed again
+    orphan_s: float = 10.0  # how long those of a member that nobody hears
 
     # Joining.
     join_s: float = 5.0  # how long to keep asking members that do not answer, before joining fails
@@ -42,7 +48,10 @@ class NetworkSettings:
     # Dialling members that are missing. Shorter back-offs reconnect sooner and cost dials to the dead.
     first_backoff_s: float = 0.5  # after the first failure; doubles with each one
     last_backoff_s: float = 30.0  # at most, for members in general
-    named_backoff_s: float = 2.0  # at most, for members named by the token: one that restarts is found this soon
+    named_backoff_s: float = 2.0  # at most, for those in the token or here before: one that restarts is found this soon
+    strange_dials_s: float = 4.0  # dials per second to members that one has only been told of
+    strange_dials_burst: int = 32  # of them at once
+    retry_gone_s: float = 2.0  # in a large network another of those gone is tried so often
     higher_waits_s: float = 1.5  # of two, the higher peer id lets the lower one dial for so long
     crossing_s: float = 5.0  # two connections of one pair within this time were dialled at the same moment
 
@@ -54,13 +63,23 @@ class NetworkSettings:
     max_offences: int = 16  # malformed or forged messages before a peer is disconnected
     max_requests: int = 256  # served at once for one peer; more are answered "busy"
 
-    # Gossip. State reaches all n members after about log(n) rounds; cost per node and second: partners / interval.
-    gossip_s: float = 1.0
-    gossip_partners: int = 2
-    sync_s: float = 5.0  # until a gossip partner has answered
+    # Overlay and gossip. More sessions and more told at once: news is faster everywhere, and costs more.
+    full_mesh: int = 16  # up to so many members everybody has a session with everybody; above, with about 4 log2(n)
+    rumour_s: float = 0.2  # how long what is not urgent is collected before it is passed on
+    rumour_peers: int = 3  # to so many
+    compare_s: float = 5.0  # two neighbours compare what they hold so often
+    entries_s: float = 8.0  # entries per second that are taken of one member
+    entries_burst: int = 64  # of them at once
+    answers_s: float = 1.0  # comparisons per second that are answered to one peer
+    answers_burst: int = 8  # of them at once
 
-    # Election.
-    settle_s: float = 1.0  # how long the candidates must be the same before one claims; shorter claims more often
+    # Election. Shorter: a dead or hung leader is replaced sooner; a slow one is more often taken for one.
+    refresh_s: float = 0.5  # a leader says so often that it leads
+    lease_s: float = 1.8  # who has not said so for so long does not lead
+    settle_s: float = 0.3  # how long there must be no leader before anybody claims
+    claim_step_s: float = 0.4  # one candidate after the other, in the epoch's order
+    pass_over_s: float = 60.0  # a leader whose plans are refused is not followed for so long
+    found_s: float = 2.0  # how long a node that was here before looks for those it remembers before it leads alone
 
     # Addresses remembered between runs, last seen first.
     max_remembered: int = 32
@@ -84,6 +103,8 @@ class NetworkSettings:
             named_backoff_s=1.0,
             higher_waits_s=0.5,
             identity_check_s=1.0,
-            gossip_s=0.5,
-            settle_s=0.5,
+            redial_s=1.5,
+            refresh_s=0.3,
+            lease_s=1.2,
+            claim_step_s=0.2,
         )

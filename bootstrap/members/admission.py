@@ -1,13 +1,18 @@
-"""Who may be in the network, decided from what a peer shows.
+"""Who may be in the network, decided from what a peer shows and what the owner has ordered since.
 
 The transport proves the peer's id; its signed member record holds a certificate of the network for
-that id. So any member may be asked by address alone."""
+that id. So any member may be asked by address alone. A certificate is for so many boxes: the first
+that show it are those.
+"""
 
-from ..errors import ProtocolError, TokenError
+from collections.abc import Iterable, Mapping
+
+from ..errors import ProtocolError, TokenError, TokenSpent
 from ..streams.control import PROTOCOL_VERSION, Hello, Welcome
 from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..trust.keys import PeerId
-from ..trust.tokens import Grant, admit_credential
+from ..trust.orders import Orders, SignedOrders, read_orders
+from ..trust.tokens import Grant, Role, admit_credential, read_grant
 
 
 class Admission:
@@ -15,20 +20,73 @@ class Admission:
 
     def __init__(self, network: bytes) -> None:
         self.network = network
+        self.orders = Orders()
+        self.signed_orders: SignedOrders | None = None
+        self._holders: dict[str, set[str]] = {}  # certificate -> the peers that were admitted with it
+
+    # -- orders -------------------------------------------------------------------------------------------------------
+
+    def take_orders(self, signed: SignedOrders) -> bool:
+        """Follow the owner's orders if they are its own and newer; returns whether they are."""
+        orders = read_orders(signed, self.network)
+        if orders is None or orders.number <= self.orders.number:
+            return False
+        self.orders, self.signed_orders = orders, signed
+        return True
+
+    def is_revoked(self, grant: Grant) -> bool:
+        """Whether the owner has withdrawn this certificate."""
+        return grant.certificate in self.orders.revoked
+
+    # -- who used which certificate -----------------------------------------------------------------------------------
+
+    @property
+    def holders(self) -> Mapping[str, frozenset[str]]:
+        """The peers that were admitted so far, by certificate: to be kept on disk."""
+        return {certificate: frozenset(peers) for certificate, peers in self._holders.items()}
+
+    def restore_holders(self, holders: Mapping[str, Iterable[str]]) -> None:
+        """Take up what an earlier run has kept."""
+        self._holders = {certificate: set(peers) for certificate, peers in holders.items()}
+
+    def release(self, peer: str) -> None:
+        """A client has gone: others may use its place. (A box keeps it: its certificate is bound to it.)"""
+        for peers in self._holders.values():
+            peers.discard(peer)
+
+    # -- checks -------------------------------------------------------------------------------------------------------
 
     def check_record(self, peer: str, record: MemberRecord, now: float | None = None) -> Grant:
-        """What ``peer`` is granted. Raises TokenError unless it may have this role. Without ``now`` expired tokens
-        pass: expiry bounds joining, and the records of those who joined in time are gossiped for
-        as long as they stay."""
+        """What ``peer``, which has signed this record, is granted from now on. Raises TokenError unless it may have
+        this role. Without ``now`` expired tokens pass: expiry bounds joining, and the records of
+        those who joined in time are gossiped for as long as they stay."""
         if record.credential is None:
             raise TokenError("no join token was shown; ask the network's owner for one")
-        grant = admit_credential(record.credential, peer, self.network, now)
+        grant = admit_credential(record.credential, peer, self.network, None)
         if grant.role is not record.role:
             raise TokenError(
                 f"the join token is for the role {grant.role.value!r}, not {record.role.value!r}; "
                 f"use one for {record.role.value!r}"
             )
+        if self.is_revoked(grant):
+            raise TokenSpent("the join token was revoked by the network's owner; ask for a new one")
+        if now is not None and not self._is_renewed(grant, now):
+            grant.check_expiry(now)
+        holders = self._holders.setdefault(grant.certificate, set())
+        if peer not in holders and len(holders) >= grant.uses:
+            raise TokenSpent(
+                f"the join token is for {grant.uses} boxes and has been used by as many; ask the network's owner for "
+                "another one (token create --uses N)"
+            )
+        holders.add(peer)
         return grant
+
+    def _is_renewed(self, grant: Grant, now: float) -> bool:
+        renewal = self.orders.renewed.get(grant.certificate)
+        if renewal is None:
+            return False
+        renewed = read_grant(renewal.certificate)
+        return renewed is not None and now < renewed.expires_at
 
     def check_greeting(
         self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float
@@ -37,8 +95,8 @@ class Admission:
         ProtocolError."""
         if greeting.version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"the peer speaks protocol version {greeting.version} and this node version {PROTOCOL_VERSION}; "
-                "use the same p2pserve release everywhere"
+                f"the peer ({greeting.release or 'an older release'}) speaks protocol version {greeting.version} and "
+                f"this node version {PROTOCOL_VERSION}; use releases with the same one"
             )
         if greeting.network != self.network:
             raise TokenError(
@@ -52,3 +110,8 @@ class Admission:
         has_joined_before = known is not None and known.credential == record.credential and known.role is record.role
         self.check_record(peer, record, None if has_joined_before else now)
         return record
+
+
+def is_client(record: MemberRecord | None) -> bool:
+    """Whether this is the record of a client, of which nobody but its members knows."""
+    return record is not None and record.role is Role.CLIENT

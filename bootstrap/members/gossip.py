@@ -1,152 +1,120 @@
-"""Anti-entropy: each second, with two random peers, swap digests and then what either side lacks.
-It repairs what the pushes of urgent entries have missed."""
+"""How what one member says gets to all: pure decisions of what is told to whom, and when.
 
-import logging
+* What this node says itself goes to all it has sessions with, at once.
+* What others say is passed on to those who do not hear its origin themselves. So in a full mesh
+  nothing is passed on. In a larger network an *urgent* kind (who leads, who joins and leaves, the
+  plan) goes to all of them at once; anything else to a few at random, a fraction of a second later
+  and with what else has come by then, and those do the same: a rumour, which reaches nearly all in
+  a few rounds (Demers et al. 1987).
+* Now and then two neighbours compare what they hold, by one hash per bucket of origins, and tell
+  each other what the other lacks. That repairs what the rest has missed.
+"""
+
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-import msgspec
-import trio
-
-from ..errors import DECODE_ERRORS, NetworkError, PeerLost
-from ..handlers import Handlers
-from ..methods import EVERYONE, Method, Notice
-from ..sessions import PeerSession, PeerSessions
 from ..settings import NetworkSettings
-from ..streams.control import encode_body, encode_notice
-from ..trust.entries import MEMBER_KIND, Entry
+from ..trust.entries import MEMBER_KIND, Entry, Lie
 from ..trust.keys import PeerId
-from ..trust.tokens import Role
-from .membership import Membership
-from .states import Digest
+from ..trust.orders import SignedOrders
+from .election import CLAIM_KIND
+from .liveness import Places
+from .overlay import place_on_ring
+from .states import Tell
 
-_log = logging.getLogger(__name__)
-
-
-class _Sync(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    digest: Digest
-    vouchers: dict[str, float]
+MAX_TELL_BYTES: Final = 256 * 1024
+_ENTRY_BYTES: Final = 200  # of an entry beside its payload
 
 
-class _SyncReply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    digest: Digest
-    vouchers: dict[str, float]
-    entries: tuple[Entry, ...]
-
-
-class _Entries(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    entries: tuple[Entry, ...]
-
-
-_SYNC: Final = Method("p2p.sync", _Sync, _SyncReply, EVERYONE)
-_ENTRIES: Final = Notice("p2p.entries", _Entries, EVERYONE)
-_sync_replies = msgspec.msgpack.Decoder(_SyncReply)
-
-
-class Gossip:
-    """Keeps a membership in step with the linked peers'. ``on_news(changed)``: False for mere signs
-    of life.
-
-    A client learns from everybody, tells only its own member record, and nobody passes that on."""
+class Spread:
+    """What is on its way to others. `hears` says whom a member hears itself."""
 
     def __init__(
         self,
-        membership: Membership,
-        sessions: PeerSessions,
-        handlers: Handlers,
         rng: random.Random,
-        on_news: Callable[[bool], None],
         settings: NetworkSettings,
+        hears: Callable[[PeerId], Places],
+        urgent: Collection[str] = (),
     ) -> None:
-        self.forged = 0
-        self._membership = membership
-        self._sessions = sessions
         self._rng = rng
-        self._on_news = on_news
         self._settings = settings
-        handlers.add_request(_SYNC, self._serve_sync)
-        handlers.add_notice(_ENTRIES, self._take_entries)
+        self._hears = hears
+        self._urgent = frozenset({MEMBER_KIND, CLAIM_KIND, *urgent})
+        self._due: dict[PeerId, dict[tuple[str, str], Entry]] = {}
+        self._lies: dict[PeerId, list[Lie]] = {}
+        self._orders: dict[PeerId, SignedOrders] = {}
+        self._complete: set[PeerId] = set()
+        self._rumours: dict[tuple[str, str], tuple[Entry, PeerId]] = {}
+        self._rumours_at = float("inf")
 
-    async def run(self) -> None:
-        """Gossip for ever."""
-        while True:
-            await trio.sleep(self._settings.gossip_s * self._rng.uniform(0.9, 1.1))
-            partners = [each for each in self._sessions.by_peer.values() if each.role is not Role.CLIENT]
-            async with trio.open_nursery() as nursery:
-                for session in self._rng.sample(partners, min(self._settings.gossip_partners, len(partners))):
-                    nursery.start_soon(self.sync, session)
+    def tell(self, peers: Iterable[PeerId], entries: Iterable[Entry], *, complete: bool = False) -> None:
+        """Tell these peers, with the next messages. Of one kind of one origin only the latest goes out."""
+        batch = {(entry.origin, entry.kind): entry for entry in entries}
+        for peer in peers:
+            self._due.setdefault(peer, {}).update(batch)
+            if complete:
+                self._complete.add(peer)
 
-    async def sync(self, session: PeerSession) -> None:
-        """One exchange. A failure is the next round's business."""
-        # What is asked for is fixed here; by the time the answer comes more may be known. Merging is
-        # idempotent, so what arrives twice does no harm.
-        now = trio.current_time()
-        ask = encode_body(_Sync(self._membership.digest(), self._membership.vouchers(now)))
-        try:
-            reply = _sync_replies.decode(await session.control.request(_SYNC.name, ask, self._settings.sync_s))
-        except DECODE_ERRORS as error:
-            # Only blamed: the connection is sound, and the next round may bring sense.
-            session.control.blame()
-            _log.warning("%s answered a digest with nonsense: %s", session.peer, error)
-            return
-        except NetworkError as error:
-            _log.debug("gossip with %s failed: %s", session.peer, error)
-            return
-        self._merge(session, reply.entries)
-        self._membership.on_vouched(reply.vouchers, trio.current_time())
-        self.push_to(session.peer, self._membership.delta_for(reply.digest))
-        self._on_news(False)
+    def tell_lies(self, peers: Iterable[PeerId], lies: Iterable[Lie]) -> None:
+        """Tell these peers who lies, with the proofs."""
+        for peer in peers:
+            self._lies.setdefault(peer, []).extend(lies)
 
-    def push(self, entries: Iterable[Entry]) -> None:
-        """Urgent: to everybody now, instead of within seconds."""
-        batch = self._tellable(entries)
-        if batch:
-            self._sessions.broadcast(encode_notice(_ENTRIES.name, encode_body(_Entries(batch))))
-        self._on_news(True)
+    def tell_orders(self, peers: Iterable[PeerId], orders: SignedOrders) -> None:
+        """Tell these peers what the owner of the network has ordered."""
+        self._orders.update((peer, orders) for peer in peers)
 
-    def push_to(self, peer: PeerId, entries: Iterable[Entry]) -> None:
-        """The same to one peer."""
-        batch = self._tellable(entries)
-        session = self._sessions.by_peer.get(peer)
-        if batch and session is not None:
-            try:
-                session.control.send_nowait(encode_notice(_ENTRIES.name, encode_body(_Entries(batch))))
-            except PeerLost as error:
-                _log.debug("not pushed: %s", error)
+    def pass_on(
+        self, entries: Iterable[Entry], sender: PeerId, boxes: Collection[PeerId], clients: Iterable[PeerId], now: float
+    ) -> None:
+        """Tell others what came from ``sender``: the clients here, who hear nobody else, and other boxes."""
+        entries = tuple(entries)
+        self.tell(clients, entries)
+        for entry in entries:
+            if entry.kind in self._urgent:
+                self.tell(self._find_unaware(entry, sender, boxes), (entry,))
+            else:
+                self._rumours[entry.origin, entry.kind] = (entry, sender)
+                self._rumours_at = min(self._rumours_at, now + self._settings.rumour_s)
+
+    def take(self, boxes: Collection[PeerId], now: float) -> list[tuple[PeerId, Tell]]:
+        """What is to be sent now, and to whom, in this order."""
+        if now >= self._rumours_at:
+            for entry, sender in self._rumours.values():
+                unaware = self._find_unaware(entry, sender, boxes)
+                self.tell(self._rng.sample(unaware, min(self._settings.rumour_peers, len(unaware))), (entry,))
+            self._rumours, self._rumours_at = {}, float("inf")
+        told = [
+            (peer, message)
+            for peer in sorted({*self._due, *self._lies, *self._orders, *self._complete})
+            for message in self._write(peer)
+        ]
+        self._due, self._lies, self._orders, self._complete = {}, {}, {}, set()
+        return told
+
+    def wake_at(self) -> float:
+        """When :meth:`take` next has something to do by time alone."""
+        return float("-inf") if self._due or self._lies or self._orders or self._complete else self._rumours_at
 
     def __repr__(self) -> str:
-        return f"Gossip({self._membership!r}, forged={self.forged})"
+        return f"Spread(due={sum(map(len, self._due.values()))}, rumours={len(self._rumours)})"
 
-    def _tellable(self, entries: Iterable[Entry]) -> tuple[Entry, ...]:
-        """Others take from a client only its own record, and blame it for anything else."""
-        if self._membership.role is not Role.CLIENT:
-            return tuple(entries)
-        me = self._membership.peer_id
-        return tuple(entry for entry in entries if entry.origin == me and entry.kind == MEMBER_KIND)
+    def _find_unaware(self, entry: Entry, sender: PeerId, boxes: Collection[PeerId]) -> list[PeerId]:
+        """Who may not have this entry yet, as far as can be known here."""
+        origin = PeerId(entry.origin)
+        aware = self._hears(origin)
+        return [peer for peer in boxes if peer not in (origin, sender) and place_on_ring(peer) not in aware]
 
-    async def _serve_sync(self, peer: PeerId, role: Role, ask: _Sync) -> _SyncReply:
-        now = trio.current_time()
-        if role is not Role.CLIENT:  # a client may say who lives, and nobody would be the wiser
-            self._membership.on_vouched(ask.vouchers, now)
-            self._on_news(False)
-        delta = self._membership.delta_for(ask.digest)
-        return _SyncReply(self._membership.digest(), self._membership.vouchers(now), tuple(delta))
-
-    def _take_entries(self, peer: PeerId, role: Role, notice: _Entries) -> None:
-        session = self._sessions.by_peer.get(peer)
-        if session is not None:
-            self._merge(session, notice.entries)
-
-    def _merge(self, session: PeerSession, entries: Iterable[Entry]) -> None:
-        private = session.peer if session.role is Role.CLIENT else None
-        result = self._membership.merge(entries, trio.current_time(), from_origin=private)
-        if result.forged:
-            self.forged += result.forged
-            session.control.blame(result.forged)
-            _log.warning("%s sent %d forged entries", session.peer, result.forged)
-        own = [entry for entry in result.changed if entry.origin == self._membership.peer_id]
-        if own:  # an older life of ours made us take a higher number
-            self.push(own)
-        if result.changed:
-            self._on_news(True)
+    def _write(self, peer: PeerId) -> Iterable[Tell]:
+        """All that one peer is told: in pieces, so that none holds up what else goes over its session."""
+        batch: list[Entry] = []
+        size = 0
+        for entry in sorted(self._due.get(peer, {}).values(), key=lambda entry: entry.kind != MEMBER_KIND):
+            cost = len(entry.payload) + _ENTRY_BYTES
+            if batch and size + cost > MAX_TELL_BYTES:
+                yield Tell(tuple(batch))
+                batch, size = [], 0
+            batch.append(entry)
+            size += cost
+        yield Tell(tuple(batch), tuple(self._lies.get(peer, ())), self._orders.get(peer), peer in self._complete)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ..addresses import Address
 from ..settings import NetworkSettings
 from ..trust.keys import PeerId
+from .allowance import Allowance
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,8 @@ class DialBook:
     """The peers we are missing, each with its own back-off: doubling, with jitter, never giving up.
 
     ``named`` members (in our token, or remembered) are dialled at once and with a short back-off,
-    because one that restarts knows nobody."""
+    because one that restarts knows nobody; so are those that were here before. Of the others, of whom
+    one has only been told, so many are dialled per second and no more: any address may be among them."""
 
     def __init__(
         self, me: PeerId, rng: random.Random, settings: NetworkSettings, named: Collection[PeerId] = ()
@@ -40,7 +42,8 @@ class DialBook:
         self._me = me
         self._rng = rng
         self._settings = settings
-        self._named = set(named)
+        self._preferred = set(named)
+        self._strange = Allowance(settings.strange_dials_s, settings.strange_dials_burst)
         self._targets: dict[PeerId, _Target] = {}
 
     def take_due(self, wanted: Mapping[PeerId, Address], connected: Collection[PeerId], now: float) -> tuple[Dial, ...]:
@@ -53,19 +56,23 @@ class DialBook:
                 continue
             target = self._targets.get(peer)
             if target is None:
-                is_first = self._me < peer or peer in self._named
+                is_first = self._me < peer or peer in self._preferred
                 wait = 0.0 if is_first else self._settings.higher_waits_s * self._rng.uniform(0.8, 1.2)
                 target = self._targets[peer] = _Target(address, 0, now + wait)
             if target.address != address:  # it moved: what we learned about the old address is void
                 target.address, target.failures, target.next_at = address, 0, min(target.next_at, now)
-            if not target.in_flight and now >= target.next_at and address.port != 0:
-                target.in_flight = True
-                dials.append(Dial(peer, address))
+            if target.in_flight or now < target.next_at or address.port == 0:
+                continue
+            if peer not in self._preferred and not self._strange.take(now):
+                target.next_at = self._strange.next_at()
+                continue
+            target.in_flight = True
+            dials.append(Dial(peer, address))
         return tuple(dials)
 
-    def add_named(self, peer: PeerId) -> None:
-        """One more of those that others start from."""
-        self._named.add(peer)
+    def prefer(self, peer: PeerId) -> None:
+        """One more of those that are dialled without delay."""
+        self._preferred.add(peer)
 
     def on_result(self, peer: PeerId, succeeded: bool, now: float) -> None:
         """A dial ended."""
@@ -75,8 +82,9 @@ class DialBook:
         target.in_flight = False
         if succeeded:
             target.failures, target.next_at = 0, now
+            self._preferred.add(peer)
         else:
-            longest = self._settings.named_backoff_s if peer in self._named else self._settings.last_backoff_s
+            longest = self._settings.named_backoff_s if peer in self._preferred else self._settings.last_backoff_s
             backoff = min(self._settings.first_backoff_s * 2**target.failures, longest)
             target.failures = min(target.failures + 1, 16)
             target.next_at = now + backoff * self._rng.uniform(0.75, 1.25)
@@ -88,14 +96,14 @@ class DialBook:
             target.failures, target.next_at = 0, now
         self._targets.setdefault(peer, _Target(Address("", 0), 0, now))
 
-    def wake_at(self, connected: Collection[PeerId]) -> float | None:
+    def wake_at(self, connected: Collection[PeerId]) -> float:
         """When the next dial is due."""
         moments = [
             target.next_at
             for peer, target in self._targets.items()
             if not target.in_flight and peer not in connected and target.address.port != 0
         ]
-        return min(moments, default=None)
+        return min(moments, default=float("inf"))
 
     def __repr__(self) -> str:
         in_flight = sum(target.in_flight for target in self._targets.values())

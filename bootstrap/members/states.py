@@ -1,20 +1,24 @@
-"""What the member table takes and gives, as plain values."""
+"""What the machines of this room take and give, as plain values."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from ..addresses import Address
-from ..trust.entries import Entry, MemberRecord
+from ..trust.entries import MAX_KINDS, Entry, EntryCounter, Kind, Lie, Origin
 from ..trust.keys import PeerId
+from ..trust.orders import SignedOrders
 from ..trust.tokens import Role
 
-Digest = dict[str, tuple[int, dict[str, int]]]  # origin -> (incarnation, kind -> version)
-CheckRecord = Callable[[str, MemberRecord], None]  # raises TokenError unless this peer may have this role
+_Versions = Annotated[dict[Kind, EntryCounter], Meta(max_length=MAX_KINDS)]
+Digest = Annotated[dict[Origin, tuple[EntryCounter, _Versions]], Meta(max_length=4096)]  # origin -> (incarnation, ...)
 
 
 class MemberState(Enum):
-    """See the picture in :mod:`.membership`."""
+    """See :mod:`.liveness`."""
 
     ALIVE = "alive"
     SUSPECT = "suspect"
@@ -31,6 +35,7 @@ class Member:
     state: MemberState
     address: Address
     incarnation: int
+    may_lead: bool = False
     rtt_s: float | None = None
 
 
@@ -39,14 +44,40 @@ class MergeResult:
     """What a merge did. Blame the sender for ``forged``; ``ignored`` may merely be early."""
 
     changed: tuple[Entry, ...] = ()
+    lies: tuple[Lie, ...] = ()
     forged: int = 0
     ignored: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TickResult:
-    """What time brought: first ``drop``, then ping, then dial; ``changed``: tell the readers."""
+# -- what members tell each other ---------------------------------------------------------------------------------------
 
-    drop: tuple[PeerId, ...] = ()
-    ping: tuple[PeerId, ...] = ()
-    changed: bool = False
+
+class Tell(msgspec.Struct, frozen=True, array_like=True):
+    """Something new, or what the receiver's digest lacked; ``complete``: that was all of it."""
+
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=4096)] = ()
+    lies: Annotated[tuple[Lie, ...], Meta(max_length=256)] = ()
+    orders: SignedOrders | None = None
+    complete: bool = False
+
+
+class Summary(msgspec.Struct, frozen=True, array_like=True):
+    """What the sender holds, as one hash per bucket. Answered by an empty :class:`Tell`, or a :class:`Compare`."""
+
+    hashes: Annotated[bytes, Meta(max_length=512)]
+    orders: Annotated[int, Meta(ge=0, le=2**53)] = 0  # their number
+    lies: Annotated[int, Meta(ge=0, le=4096)] = 0  # how many
+
+
+class Compare(msgspec.Struct, frozen=True, array_like=True):
+    """What the sender holds in the buckets that differ. Answered by what it lacks, and, where ``asks_back``, by the
+    receiver's own."""
+
+    digest: Digest
+    buckets: Annotated[bytes, Meta(max_length=64)]  # one byte each
+    orders: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    lies: Annotated[int, Meta(ge=0, le=4096)] = 0
+    asks_back: bool = False
+
+
+GossipMessage = Tell | Summary | Compare

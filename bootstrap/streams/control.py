@@ -12,10 +12,11 @@ the connection.
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import trio
+from msgspec import Meta
 
 from ..errors import DECODE_ERRORS, NetworkError, PeerLost, ProtocolError, RemoteError, RequestTimeout
 from ..settings import NetworkSettings
@@ -25,18 +26,19 @@ from .transport import PeerConnection
 
 _log = logging.getLogger(__name__)
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2  # other numbers do not understand each other; releases of one do
 _MAX_METHOD_CHARS: Final = 128
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
-    """The first frame of the dialler. Unknown trailing fields are allowed here and only here: a
-    newer version must still be able to say that it is newer."""
+    """The first frame of the dialler. Unknown trailing fields are ignored, here and in all messages: a newer release
+    may have more to say."""
 
     version: int
     network: bytes
     member: Entry  # the sender's own member record, which carries its credential
     born: int = 0  # tells this run of the node from all others; grows with the time it was started
+    release: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="w"):
@@ -46,6 +48,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="w"):
     network: bytes
     member: Entry
     born: int = 0
+    release: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="x"):
@@ -55,7 +58,7 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="x"):
     holder_born: int = 0  # not 0: the dialler's identity is in use, by a node that was born then
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="q"):
+class Request(msgspec.Struct, frozen=True, array_like=True, tag="q"):
     """Please answer."""
 
     id: int
@@ -63,14 +66,14 @@ class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     body: msgspec.Raw
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="r"):
+class Reply(msgspec.Struct, frozen=True, array_like=True, tag="r"):
     """The answer to the request of this id."""
 
     id: int
     body: msgspec.Raw
 
 
-class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="f"):
+class Failure(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """There will be no other answer to the request of this id."""
 
     id: int
@@ -78,20 +81,20 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     message: str
 
 
-class NoticeFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="n"):
+class NoticeFrame(msgspec.Struct, frozen=True, array_like=True, tag="n"):
     """For your information."""
 
     method: str
     body: msgspec.Raw
 
 
-class ControlPing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="i"):
+class ControlPing(msgspec.Struct, frozen=True, array_like=True, tag="i"):
     """Are you there?"""
 
     nonce: int
 
 
-class ControlPong(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="o"):
+class ControlPong(msgspec.Struct, frozen=True, array_like=True, tag="o"):
     """I am."""
 
     nonce: int
@@ -100,6 +103,7 @@ class ControlPong(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 Greeting = Hello | Welcome | Rejected
 Message = Request | Reply | Failure | NoticeFrame | ControlPing | ControlPong
 
+_KINDS: Final = frozenset("qrfnio")
 _encoder = msgspec.msgpack.Encoder()
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
 _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -305,8 +309,10 @@ class ControlStream:
         try:
             message = _messages.decode(frame)
         except DECODE_ERRORS as error:
-            # One bad frame may be a newer release's; what counts is whether it goes on.
             self._malformed += 1
+            if _is_of_unknown_kind(frame):
+                return None  # a newer release's
+            # One bad frame is no reason to hang up; what counts is whether it goes on.
             self._offences += 1
             _log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), self.peer, error)
             return None
@@ -385,6 +391,15 @@ class ControlStream:
             self._lost = because
             for waiter in self._waiters.values():  # they would wait for their timeouts otherwise
                 waiter.settle(PeerLost(because))
+
+
+def _is_of_unknown_kind(frame: bytes) -> bool:
+    """Whether this may be a message that this release does not know."""
+    try:
+        kind, *_ = msgspec.msgpack.decode(frame, type=list[msgspec.Raw])
+        return msgspec.msgpack.decode(kind, type=str) not in _KINDS
+    except (ValueError, *DECODE_ERRORS):
+        return False
 
 
 def _first(group: BaseExceptionGroup[PeerLost]) -> str:

@@ -2,13 +2,14 @@
 leans on."""
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import DECODE_ERRORS
 from .identity import Identity
-from .keys import verify
+from .keys import SIGNATURE_BYTES, verify
 from .tokens import Credential, Role
 
 MEMBER_KIND: Final = "member"
@@ -19,23 +20,37 @@ MAX_COUNTER: Final = 2**53
 _DOMAIN: Final = b"p2pserve-entry-1\n"
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+Origin = Annotated[str, Meta(min_length=1, max_length=64)]  # a peer id
+Kind = Annotated[str, Meta(min_length=1, max_length=MAX_KIND_CHARS)]
+EntryCounter = Annotated[int, Meta(ge=1, le=MAX_COUNTER)]
+Signature = Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One thing one member says. Worth nothing until its signature has been checked."""
 
-    origin: str
-    kind: str
-    incarnation: int
-    version: int
-    payload: bytes
-    signature: bytes
+    origin: Origin
+    kind: Kind
+    incarnation: EntryCounter
+    version: EntryCounter
+    payload: Annotated[bytes, Meta(max_length=MAX_PAYLOAD)]
+    signature: Signature
 
 
-class MemberRecord(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Lie(msgspec.Struct, frozen=True, array_like=True):
+    """Two entries of one origin that contradict each other: whoever signed both is not honest, and anybody can
+    check it."""
+
+    one: Entry
+    other: Entry
+
+
+class MemberRecord(msgspec.Struct, frozen=True, array_like=True):
     """The payload of an entry of kind ``member``."""
 
     role: Role
-    host: str
-    port: int
+    host: Annotated[str, Meta(max_length=255)]
+    port: Annotated[int, Meta(ge=0, lt=65536)]
     credential: Credential | None
     left: bool = False
 
@@ -51,27 +66,23 @@ def _signed_bytes(origin: str, kind: str, incarnation: int, version: int, payloa
 
 
 def is_sound(entry: Entry) -> bool:
-    """Whether an entry keeps the bounds and carries its origin's signature."""
-    return (
-        0 < len(entry.kind) <= MAX_KIND_CHARS
-        and len(entry.payload) <= MAX_PAYLOAD
-        and 0 < entry.incarnation <= MAX_COUNTER
-        and 0 < entry.version <= MAX_COUNTER
-        and verify(
-            entry.origin,
-            _signed_bytes(entry.origin, entry.kind, entry.incarnation, entry.version, entry.payload),
-            entry.signature,
-        )
-    )
+    """Whether an entry carries its origin's signature. Its bounds were checked when it was decoded."""
+    signed = _signed_bytes(entry.origin, entry.kind, entry.incarnation, entry.version, entry.payload)
+    return verify(entry.origin, signed, entry.signature)
+
+
+def contradict(one: Entry, other: Entry) -> bool:
+    """Whether two entries of an honest origin could not differ so: the same number, and not the same said."""
+    numbers = [(each.origin, each.kind, each.incarnation, each.version) for each in (one, other)]
+    return numbers[0] == numbers[1] and one.payload != other.payload
 
 
 def read_record(payload: bytes) -> MemberRecord | None:
     """The member record in a payload, if it is one."""
     try:
-        record = msgspec.msgpack.decode(payload, type=MemberRecord)
+        return msgspec.msgpack.decode(payload, type=MemberRecord)
     except DECODE_ERRORS:
         return None
-    return record if len(record.host) <= 255 and 0 <= record.port < 65536 else None
 
 
 def sort_records_first(entries: Iterable[Entry]) -> tuple[Entry, ...]:

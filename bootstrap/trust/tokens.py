@@ -14,12 +14,13 @@ whoever sees a worker's credential (a client, say) cannot join as a worker with 
 import base64
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import Meta
 
 from ..addresses import Address
 from ..errors import DECODE_ERRORS, AddressError, TokenError
@@ -32,7 +33,11 @@ _HOLDER_DOMAIN: Final = b"p2pserve-holder-1\n"
 _MAX_TEXT: Final = 8192
 _MAX_BOOTSTRAPS: Final = 16
 MAX_USES: Final = 4096
-DEFAULT_USES: Final = 64
+DEFAULT_USES: Final = 256
+MAX_CERTIFICATE: Final = 4096
+_NAME_CHARS: Final = 16
+
+CertificateName = Annotated[str, Meta(min_length=_NAME_CHARS, max_length=_NAME_CHARS)]
 
 
 class Role(Enum):
@@ -63,7 +68,7 @@ class _Certificate(msgspec.Struct, frozen=True, array_like=True):
     holder: bytes
     bootstraps: tuple[tuple[str, int, str], ...]
     lead: bool = True  # as all could in the releases whose certificates did not say
-    uses: int = 256
+    uses: int = DEFAULT_USES
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +81,24 @@ class Grant:
     uses: int
     expires_at: int
 
+    def check_expiry(self, now: float) -> None:
+        """Raise TokenError when its holders may not join any more at unix time ``now``."""
+        if now >= self.expires_at:
+            ago = _ago(now - self.expires_at)
+            raise TokenError(f"the join token expired {ago} ago; ask the network's owner for a new one")
+
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     certificate: bytes
     secret: bytes
 
 
-class Credential(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Credential(msgspec.Struct, frozen=True, array_like=True):
     """What a node shows of its token: useless to any other peer id."""
 
-    certificate: bytes
-    signature: bytes
-    proof: bytes
+    certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE)]
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+    proof: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,14 @@ class JoinToken:
         """What its holder is in the network."""
         return self.grant.role
 
+    def renewed(self, certificate: bytes, signature: bytes) -> "JoinToken":
+        """The same token by a later certificate for its holder. Raises TokenError for one of another holder."""
+        read = _read_certificate(certificate)
+        _check_signature(read, certificate, signature)
+        if read.holder != _public_of(self.secret) or read.network != self.network:
+            raise TokenError("the renewed certificate is for the holder of another join token; issue a new token")
+        return replace(self, grant=_grant_of(read), certificate=certificate, signature=signature)
+
     def credential(self, peer_id: PeerId) -> Credential:
         """What the node with this peer id shows to others."""
         proof = private_key(self.secret).sign(_HOLDER_DOMAIN + peer_id.encode("ascii"))
@@ -186,7 +205,7 @@ def admit(text: str, network: bytes, now: float) -> Grant:
     """What a token grants in ``network`` at unix time ``now``. Raises TokenError."""
     token = JoinToken.parse(text)
     _check_network(token.network, network)
-    _check_expiry(token.grant.expires_at, now)
+    token.grant.check_expiry(now)
     return token.grant
 
 
@@ -201,9 +220,18 @@ def admit_credential(credential: Credential, peer_id: str, network: bytes, now: 
     # The proof binds the certificate to one peer: a credential that was overheard fits nobody else.
     if not verify_raw(certificate.holder, _HOLDER_DOMAIN + peer_id.encode("utf-8"), credential.proof):
         raise TokenError("the credential is forged: it was made for another peer; join with a token of your own")
+    grant = _grant_of(certificate)
     if now is not None:
-        _check_expiry(certificate.expires_at, now)
-    return _grant_of(certificate)
+        grant.check_expiry(now)
+    return grant
+
+
+def read_grant(certificate: bytes) -> Grant | None:
+    """What a certificate says; None for what is none. Its signature is not checked here."""
+    try:
+        return _grant_of(_read_certificate(certificate))
+    except (ValueError, TokenError, *DECODE_ERRORS):
+        return None
 
 
 def _split(text: str) -> tuple[str, str, str]:
@@ -232,7 +260,7 @@ def _read_certificate(raw: bytes) -> _Certificate:
 
 
 def _grant_of(certificate: _Certificate) -> Grant:
-    name = certificate.holder.hex()[:16]
+    name = certificate.holder.hex()[:_NAME_CHARS]
     lead = certificate.lead and certificate.role is not Role.CLIENT
     return Grant(name, certificate.role, lead, certificate.uses, certificate.expires_at)
 
@@ -262,11 +290,6 @@ def _check_network(named: bytes, ours: bytes) -> None:
             f"the join token is for another network ({named.hex()[:8]}, this one is {ours.hex()[:8]}); "
             "use a token issued by this network"
         )
-
-
-def _check_expiry(expires_at: int, now: float) -> None:
-    if now >= expires_at:
-        raise TokenError(f"the join token expired {_ago(now - expires_at)} ago; ask the network's owner for a new one")
 
 
 def _ago(seconds: float) -> str:

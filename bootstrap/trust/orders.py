@@ -1,0 +1,60 @@
+"""What the owner of a network tells all of it after tokens were handed out: which are revoked, and
+which last longer than they say.
+
+Signed with the network key, numbered, carried by anybody. The highest number counts; each holds all
+that the ones before it said.
+"""
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from ..errors import DECODE_ERRORS
+from .entries import MAX_COUNTER, Signature
+from .identity import NetworkKey
+from .keys import verify_raw
+from .tokens import MAX_CERTIFICATE, CertificateName
+
+_DOMAIN: Final = b"p2pserve-orders-1\n"
+MAX_REVOKED: Final = 4096
+MAX_RENEWED: Final = 256
+_MAX_PAYLOAD: Final = 1 << 20
+
+
+class Renewal(msgspec.Struct, frozen=True, array_like=True):
+    """A certificate for the holder of an earlier one, in its place."""
+
+    certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE)]
+    signature: Signature
+
+
+class Orders(msgspec.Struct, frozen=True, array_like=True):
+    """All that the owner has said so far. `renewed` by the name of the certificate."""
+
+    number: Annotated[int, Meta(ge=0, le=MAX_COUNTER)] = 0
+    revoked: Annotated[tuple[CertificateName, ...], Meta(max_length=MAX_REVOKED)] = ()
+    renewed: Annotated[dict[CertificateName, Renewal], Meta(max_length=MAX_RENEWED)] = {}
+
+
+class SignedOrders(msgspec.Struct, frozen=True, array_like=True):
+    """Orders as they travel. Worth nothing until :func:`read_orders` has checked them."""
+
+    payload: Annotated[bytes, Meta(max_length=_MAX_PAYLOAD)]
+    signature: Signature
+
+
+def sign_orders(key: NetworkKey, orders: Orders) -> SignedOrders:
+    """Orders by the owner of the network."""
+    payload = msgspec.msgpack.encode(orders)
+    return SignedOrders(payload, key.sign(_DOMAIN + payload))
+
+
+def read_orders(signed: SignedOrders, network: bytes) -> Orders | None:
+    """What the owner of the network with this public key says; None for what it did not sign."""
+    if not verify_raw(network, _DOMAIN + signed.payload, signed.signature):
+        return None
+    try:
+        return msgspec.msgpack.decode(signed.payload, type=Orders)
+    except DECODE_ERRORS:
+        return None
