@@ -419,11 +419,12 @@ class Network:
         """Do what the peers need, whenever something has happened or time has come."""
         while True:
             self._kick = trio.Event()
+            ticked_at = trio.current_time()
             self._wakes_at = self._tick()
             with trio.move_on_at(self._wakes_at):
                 await self._kick.wait()
             # Never without a pause: two machines that wake each other must leave the processor to others.
-            await trio.sleep(_SHORTEST_NAP_S)
+            await trio.sleep_until(ticked_at + _SHORTEST_NAP_S)
 
     def _tick(self) -> float:
         """Do what is to be done now; returns when there is more to do."""

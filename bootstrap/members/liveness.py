@@ -83,7 +83,7 @@ class Liveness:
         self._settings = settings
         self._sessions: dict[PeerId, _Session] = {}
         self._redialled: dict[PeerId, float] = {}  # closed a moment ago: until when they are given the chance
-        self._lost_at: dict[PeerId, float] = {}  # what is older does not count: nobody answered the redial
+        self._lost_at: dict[PeerId, float] = {}  # when a session closed: what its peer said before does not count
         self._word_at: dict[PeerId, float] = {}  # when something new of its own last came
         self._says: dict[int, Places] = {}
         self._known: dict[int, PeerId] = {}
@@ -102,22 +102,18 @@ class Liveness:
 
     def on_closed(self, peer: PeerId, now: float, *, redialled: bool) -> None:
         """Its session closed. It may only be a broken link: one that is ``redialled`` counts as heard until that has
-        failed."""
+        failed. After that, and at once otherwise, it lives only by what it has said itself since."""
         session = self._sessions.pop(peer, None)
         if session is None:
             return
         self.is_news = True
+        self._lost_at[peer] = min(now, session.heard_at + self._settings.suspect_s)
         if redialled and session.counts:
             self._redialled[peer] = now + self._settings.redial_s
-        else:
-            self.on_lost(peer, now)
 
-    def on_lost(self, peer: PeerId, now: float) -> None:
-        """Its session is closed, and nobody answers: dead, unless it says something itself after this moment that
-        comes by way of others."""
-        self._redialled.pop(peer, None)
-        if peer not in self._sessions:
-            self._lost_at[peer] = now
+    def on_unreachable(self, peer: PeerId) -> None:
+        """Nobody answers at the address of this peer."""
+        if self._redialled.pop(peer, None) is not None:
             self.is_news = True
 
     def on_heard(self, peer: PeerId, at: float) -> None:

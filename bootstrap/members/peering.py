@@ -187,7 +187,7 @@ class Peering:
         # A closed connection, and nobody at its address: together they tell a death at once. Silence
         # alone takes seconds.
         if not succeeded and peer not in self._boxes:
-            self.liveness.on_lost(peer, now)
+            self.liveness.on_unreachable(peer)
 
     def on_received(self, peer: PeerId, message: GossipMessage, now: float) -> int:
         """A peer tells or asks something. Returns how many offences there were in it."""
@@ -325,7 +325,7 @@ class Peering:
         self._repair(peer, message.orders, message.lies)
         if self._role is not Role.CLIENT:
             delta = self.table.delta_for(message.digest, message.buckets)
-            self._spread.tell((peer,), delta, complete=self.is_synced and not message.asks_back)
+            self._spread.tell((peer,), delta, complete=self.is_synced)
         if message.asks_back:
             self._replies.append((peer, self._describe(message.buckets, asks_back=False)))
 

@@ -125,6 +125,12 @@ class Table:
             raise ValueError(f"the payload of {kind!r} has {len(payload)} bytes; at most {MAX_PAYLOAD} are gossiped")
         if kind not in self._own.entries and len(self._own.entries) >= MAX_KINDS:
             raise ValueError(f"{kind!r} would be kind number {MAX_KINDS + 1}; a member publishes at most {MAX_KINDS}")
+        others = sum(len(entry.payload) for entry in self._own.entries.values() if entry.kind != kind)
+        if others + len(payload) > MAX_ORIGIN_BYTES:
+            raise ValueError(
+                f"with {kind!r} this member would say {others + len(payload)} bytes; "
+                f"at most {MAX_ORIGIN_BYTES} are gossiped for each"
+            )
         if kind == MEMBER_KIND:
             record = read_record(payload)
             if record is None:
