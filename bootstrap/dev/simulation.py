@@ -147,7 +147,7 @@ class Simulation:
         """Start a node now."""
         token = token or self.token()
         born = int((EPOCH_S + self.now) * 1000)
-        admission, named = Admission(self.key.public), tuple(named)
+        admission, named = Admission(token.network), tuple(named)
         peering = Peering(
             identity,
             token.role,

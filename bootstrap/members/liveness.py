@@ -31,6 +31,7 @@ _PLACE_BYTES: Final = 8
 _NEVER: Final = float("-inf")
 _LOOK_S: Final = 1.0
 _PINGS_S: Final = 0.25
+_DOUBT_S: Final = 1.0
 _SILENT_BEATS: Final = 3  # of its own that may be lost before only being heard here counts
 
 Places = frozenset[int]  # members as they stand on the ring: eight bytes each instead of fifty
@@ -85,6 +86,7 @@ class Liveness:
         self._redialled: dict[PeerId, float] = {}  # closed a moment ago: until when they are given the chance
         self._lost_at: dict[PeerId, float] = {}  # when a session closed: what its peer said before does not count
         self._word_at: dict[PeerId, float] = {}  # when something new of its own last came
+        self._in_doubt: dict[PeerId, float] = {}  # silent for too long, and alive here alone until then
         self._says: dict[int, Places] = {}
         self._known: dict[int, PeerId] = {}
         self._living: set[PeerId] = set()
@@ -96,8 +98,8 @@ class Liveness:
     def on_opened(self, peer: PeerId, now: float, *, counts: bool) -> None:
         """A session with this peer is open. It ``counts`` unless it is a client's."""
         self._sessions[peer] = _Session(now, counts)
-        self._redialled.pop(peer, None)
-        self._lost_at.pop(peer, None)
+        for table in (self._redialled, self._in_doubt, self._lost_at):
+            table.pop(peer, None)
         self.is_news = True
 
     def on_closed(self, peer: PeerId, now: float, *, redialled: bool) -> None:
@@ -107,9 +109,13 @@ class Liveness:
         if session is None:
             return
         self.is_news = True
-        self._lost_at[peer] = min(now, session.heard_at + self._settings.suspect_s)
+        was_silent = now - session.heard_at >= self._settings.suspect_s
+        self._lost_at[peer] = session.heard_at if was_silent else now
         if redialled and session.counts:
             self._redialled[peer] = now + self._settings.redial_s
+        elif was_silent:
+            # If it was the link alone, those who hear both ends tell each of the other in a moment.
+            self._in_doubt[peer] = now + _DOUBT_S
 
     def on_unreachable(self, peer: PeerId) -> None:
         """Nobody answers at the address of this peer."""
@@ -136,7 +142,7 @@ class Liveness:
     def forget(self, peer: PeerId) -> None:
         """Nothing of it is held any more."""
         place = place_on_ring(peer)
-        for table in (self._redialled, self._lost_at, self._word_at):
+        for table in (self._redialled, self._in_doubt, self._lost_at, self._word_at):
             table.pop(peer, None)
         self._says.pop(place, None)
         self._known.pop(place, None)
@@ -171,11 +177,13 @@ class Liveness:
     def update(self, now: float, beat_s: float) -> bool:
         """Look again who is alive, where members say something at least every ``beat_s``; whether that is others than
         before. Looks when there is news, and once a second."""
-        if not self.is_news and now < self._look_at:
+        over = (until for until in (*self._redialled.values(), *self._in_doubt.values()) if until <= now)
+        if not self.is_news and now < self._look_at and not any(over):
             return False
         self.is_news, self._look_at = False, now + _LOOK_S
         self._redialled = {peer: until for peer, until in self._redialled.items() if now < until}
-        heard = {place_on_ring(peer): peer for peer in self.find_heard(now)}
+        self._in_doubt = {peer: until for peer, until in self._in_doubt.items() if now < until}
+        heard = {place_on_ring(peer): peer for peer in self.find_heard(now) | self._in_doubt.keys()}
         oldest = now - _SILENT_BEATS * beat_s
         silent = {
             place
@@ -223,7 +231,7 @@ class Liveness:
         """When silence, a ping or a redial is next to be looked at."""
         dead_s = self._settings.dead_s
         moments = [min(self._ping_at(peer, each), each.heard_at + dead_s) for peer, each in self._sessions.items()]
-        return min((*moments, *self._redialled.values()), default=float("inf"))
+        return min((*moments, *self._redialled.values(), *self._in_doubt.values()), default=float("inf"))
 
     def __repr__(self) -> str:
         return f"Liveness(sessions={len(self._sessions)}, living={len(self._living)})"

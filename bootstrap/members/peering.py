@@ -123,7 +123,8 @@ class Peering:
         self._hears_at = self._beat_at = self._compare_at = self._look_at = float("-inf")
         self._retry_at = float("inf")  # when to try another one of those gone
         self._due_at = float("inf")  # when the next tick is expected
-        self._is_news = False
+        self._is_due = False  # something came that is to be looked at
+        self._is_news = False  # which those who read members and entries should look at, too
 
     # -- events -----------------------------------------------------------------------------------------------------
 
@@ -208,7 +209,7 @@ class Peering:
 
     def next_at(self) -> float:
         """When to tick next, as what has come since the last tick may have made it sooner."""
-        is_urgent = self._is_news or self._is_shifted or self._replies or self._expelled or self.liveness.is_news
+        is_urgent = self._is_news or self._is_due or self._replies or self._expelled or self.liveness.is_news
         return float("-inf") if is_urgent else min(self._due_at, self._spread.wake_at())
 
     def tick(self, now: float, heard: Mapping[PeerId, float]) -> Actions:
@@ -222,7 +223,7 @@ class Peering:
             self.liveness.on_heard(peer, heard_at)
         drop = self._find_dropped(now)
         has_changed = self._look(now) or self._is_news
-        self._is_news = False
+        self._is_news = self._is_due = False
         if self._is_shifted or now >= self._retry_at:
             self._candidates = frozenset(peer for peer in self._leaders if self._is_here(peer))
             self._neighbours = self._choose_neighbours(now)
@@ -349,6 +350,7 @@ class Peering:
             if entry.kind in (CLAIM_KIND, MEMBER_KIND, OBJECTION_KIND):
                 self._read(origin)
             self._is_shifted = self._is_shifted or entry.kind == MEMBER_KIND
+            self._is_due = self._is_due or (entry.kind == CLAIM_KIND and not self._is_refreshed(origin))
             # Nobody else reads what only this machine says; and what follows from that is looked at anyway.
             self._is_news = self._is_news or entry.kind not in OWN_KINDS or entry.kind == MEMBER_KIND
         own = [entry for entry in result.changed if entry.origin == self._me]
@@ -366,6 +368,11 @@ class Peering:
             self._expelled.add(PeerId(lie.one.origin))
         self._spread.tell_lies((peer for peer in self._boxes if peer != sender), lies)
         self._is_news = True
+
+    def _is_refreshed(self, peer: PeerId) -> bool:
+        """Whether a claim is only said anew by the leader that is followed."""
+        claim = self._claims.get(peer)
+        return claim is not None and not claim.yielded and self.coordinator == (peer, claim.epoch)
 
     def _read(self, peer: PeerId) -> None:
         """Look at what a member says of leading, if it may."""
@@ -404,6 +411,8 @@ class Peering:
         suspects = frozenset(peer for peer in self._boxes if self.liveness.is_suspect(peer, now))
         self._is_shifted = self._is_shifted or has_changed
         has_changed = has_changed or suspects != self._suspects
+        if suspects - self._suspects:
+            self._beat_at = now  # it may be that link alone: those who hear both of us know then that this end lives
         self._suspects = suspects
         if not has_changed and now < self._look_at:
             return False
