@@ -211,7 +211,7 @@ class Simulation:
         """Close the session of two; or only one end of it."""
         self.close(self.nodes[one], self.nodes[other].peer, also_there=also_there)
 
-    # -- time -----------------------------------------------------------------------------------------------------------
+    # -- time ----------------------------------------------------------------------------------------------------------
 
     def after(self, delay: float, event: Callable[[], None]) -> None:
         """Do something later."""
@@ -255,7 +255,7 @@ class Simulation:
         if also_there and back is not None and back.other is node:
             self.close(held.other, node.peer, also_there=False)
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _handle(self, node: SimulatedNode, event: Callable[[], None]) -> None:
         """Let a node handle something now, or when it gets time again."""
@@ -348,7 +348,7 @@ class Simulation:
         size = FRAME_BYTES + len(msgspec.msgpack.encode(message)) if self._counts_bytes else 0
         self._travel(node, peer, size, deliver)
 
-    # -- dials and admission --------------------------------------------------------------------------------------------
+    # -- dials and admission -------------------------------------------------------------------------------------------
 
     def _dial(self, node: SimulatedNode, dial: Dial) -> None:
         target = self._places.get(dial.address)

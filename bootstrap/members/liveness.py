@@ -155,7 +155,7 @@ class Liveness:
         self._redialled = {peer: until + seconds for peer, until in self._redialled.items()}
         self._word_at = {peer: at + seconds for peer, at in self._word_at.items()}
 
-    # -- what follows ---------------------------------------------------------------------------------------------------
+    # -- what follows --------------------------------------------------------------------------------------------------
 
     def find_heard(self, now: float) -> frozenset[PeerId]:
         """Whom this node hears itself: what it tells others."""
@@ -177,8 +177,8 @@ class Liveness:
     def update(self, now: float, beat_s: float) -> bool:
         """Look again who is alive, where members say something at least every ``beat_s``; whether that is others than
         before. Looks when there is news, and once a second."""
-        over = (until for until in (*self._redialled.values(), *self._in_doubt.values()) if until <= now)
-        if not self.is_news and now < self._look_at and not any(over):
+        given = (*self._redialled.values(), *self._in_doubt.values())
+        if not self.is_news and now < min((self._look_at, *given)):
             return False
         self.is_news, self._look_at = False, now + _LOOK_S
         self._redialled = {peer: until for peer, until in self._redialled.items() if now < until}
@@ -209,6 +209,11 @@ class Liveness:
         """Peers whose sessions have closed, and which are given the chance to be reached anew."""
         return frozenset(self._redialled)
 
+    @property
+    def watched(self) -> frozenset[PeerId]:
+        """Those whose sessions this node has, or had a moment ago."""
+        return frozenset(self._sessions) | self._redialled.keys() | self._in_doubt.keys()
+
     def is_living(self, peer: PeerId) -> bool:
         """Whether a peer, or this node, is alive, as of the last :meth:`update`."""
         return peer == self._me or peer in self._living
@@ -216,7 +221,11 @@ class Liveness:
     def is_suspect(self, peer: PeerId, now: float) -> bool:
         """Whether its session is silent, or closed and being dialled again."""
         session = self._sessions.get(peer)
-        return peer in self._redialled or (session is not None and now - session.heard_at >= self._settings.suspect_s)
+        return (
+            peer in self._redialled
+            or peer in self._in_doubt
+            or (session is not None and now - session.heard_at >= self._settings.suspect_s)
+        )
 
     def hears(self, peer: PeerId) -> Places:
         """Whom a peer says that it hears: they have what it says from itself."""

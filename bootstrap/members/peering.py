@@ -408,7 +408,7 @@ class Peering:
     def _look(self, now: float) -> bool:
         """See who lives and who is to be forgotten; whether that is otherwise than before."""
         has_changed = self.liveness.update(now, self._beat_s())
-        suspects = frozenset(peer for peer in self._boxes if self.liveness.is_suspect(peer, now))
+        suspects = frozenset(peer for peer in self.liveness.watched if self.liveness.is_suspect(peer, now))
         self._is_shifted = self._is_shifted or has_changed
         has_changed = has_changed or suspects != self._suspects
         if suspects - self._suspects:

@@ -49,7 +49,7 @@ class MergeResult:
     ignored: int = 0
 
 
-# -- what members tell each other ---------------------------------------------------------------------------------------
+# -- what members tell each other --------------------------------------------------------------------------------------
 
 
 class Tell(msgspec.Struct, frozen=True, array_like=True):
