@@ -79,6 +79,7 @@ class NetworkSettings:
     settle_s: float = 0.3  # how long there must be no leader before anybody claims
     claim_step_s: float = 0.4  # one candidate after the other, in the epoch's order
     pass_over_s: float = 60.0  # a leader whose plans are refused is not followed for so long
+    sync_s: float = 5.0  # how long a node that was let in waits to hear what there is, before it may lead
     found_s: float = 2.0  # how long a node that was here before looks for those it remembers before it leads alone
 
     # Addresses remembered between runs, last seen first.

@@ -383,6 +383,7 @@ class Simulation:
             one.heard[other.peer] = self.now
             one.peering.on_opened(other.peer, record, self.now)
             self.wake(one)
+        target.is_joined = True  # where the one that it asks has dialled it first
         if not node.is_joined:
             node.is_joined = True
             self.on_event(f"{node.name} is let in by {target.name}")

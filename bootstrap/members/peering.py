@@ -159,6 +159,8 @@ class Peering:
         self._answers[peer] = Allowance(self._settings.answers_s, self._settings.answers_burst, at=now)
         if is_box:
             self._dials.prefer(peer)
+            if self._synced_by is None:  # who let us in may be gone before it has told us anything
+                self._synced_by = now + self._settings.sync_s
         self.liveness.on_opened(peer, now, counts=is_box)
         self._take(result, peer, now)
         self._tell_own(self.table.own_entries(), (peer,))
@@ -492,9 +494,10 @@ class Peering:
 
     def _elect(self, now: float, paused_s: float) -> float:
         """Apply the election's rule, and say what it asks for; returns when to apply it again."""
-        if not self.is_synced and not self._named:
-            self._synced_by = now + self._settings.found_s if self._synced_by is None else self._synced_by
-            self.is_synced = now >= self._synced_by
+        if not self.is_synced:
+            if self._synced_by is None and not self._named:
+                self._synced_by = now + self._settings.found_s
+            self.is_synced = self._synced_by is not None and now >= self._synced_by
         waits_until = float("inf") if self.is_synced or self._synced_by is None else self._synced_by
         result = self._election.decide(self._view(), now, paused_s=paused_s)
         if result.say is not None and not self.is_leaving:

@@ -164,7 +164,7 @@ class Table:
     def digest(self, buckets: Collection[int]) -> Digest:
         """What is held in these buckets, briefly, the dead included: their claims still count as seen."""
         return {
-            origin: (held.incarnation, {kind: entry.version for kind, entry in held.entries.items()})
+            origin: (held.incarnation, {e.kind: e.version for e in held.entries.values() if e.kind != BEAT_KIND})
             for origin, held in self._origins.items()
             if held.shared and held.entries and _bucket_of(origin) in buckets
         }
@@ -180,7 +180,11 @@ class Table:
             if incarnation > held.incarnation:
                 continue
             known = versions if incarnation == held.incarnation else {}
-            lacking += (entry for kind, entry in held.entries.items() if entry.version > known.get(kind, 0))
+            lacking += (
+                entry
+                for kind, entry in held.entries.items()
+                if entry.version > known.get(kind, 0) and kind != BEAT_KIND
+            )
         return list(sort_records_first(lacking))
 
     # -- what others say ----------------------------------------------------------------------------------------------
