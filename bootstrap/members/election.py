@@ -68,6 +68,7 @@ class ElectionView:
     candidates: frozenset[PeerId]  # living members that may lead, this node included if it may
     claims: Mapping[PeerId, Claim]  # of all that may lead, the dead included: an epoch once seen never comes back
     synced: bool  # whether this node has heard from the others what there is
+    witnessed: int = 0  # the highest epoch of which there is proof, whatever has become of who claimed it
     refused: Collection[tuple[PeerId, int]] = ()  # leaders, with their epochs, whose plans most boxes refuse
 
 
@@ -140,6 +141,8 @@ class Election:
         self._passed_over = {peer: until for peer, until in self._passed_over.items() if now < until}
         if view.synced:  # not before: who joins may hear the wildest claim first
             self._seen = max((self._seen, *(claim.epoch for claim in claims.values())))
+            if self._seen == 0 or view.witnessed <= self._seen + MAX_JUMP:
+                self._seen = max(self._seen, view.witnessed)
         leading = {
             peer: claim
             for peer, claim in claims.items()

@@ -14,15 +14,16 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from ..addresses import Address
-from ..errors import DECODE_ERRORS
+from ..errors import DECODE_ERRORS, TokenError
 from ..settings import NetworkSettings
-from ..trust.entries import MEMBER_KIND, Entry, Lie, read_record
+from ..trust.entries import MEMBER_KIND, Entry, Lie, is_sound, read_record
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from ..trust.orders import SignedOrders
@@ -34,7 +35,7 @@ from .gossip import Spread
 from .liveness import HEARS_KIND, Liveness, encode_heard
 from .mesh import Dial, DialBook
 from .overlay import choose_neighbours
-from .states import Compare, GossipMessage, Member, MemberState, MergeResult, Summary, Tell
+from .states import Compare, GossipMessage, HeldClaim, Holding, Member, MemberState, MergeResult, Summary, Tell
 from .table import BEAT_KIND, ReadNumber, Table
 
 _log = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ class Peering:
         self._leaders: set[PeerId] = set()  # who may lead
         self._claims: dict[PeerId, Claim] = {}  # of those
         self._objections: dict[PeerId, tuple[PeerId, int]] = {}  # box -> the leader and epoch whose plans it refuses
+        self._latest: HeldClaim | None = None  # the highest epoch known of
+        self._witnessed = 0
         self._candidates: frozenset[PeerId] = frozenset()  # those of them that are here
         self._neighbours: dict[PeerId, Address] = {}
         self._is_shifted = True  # who is here, or where, is otherwise than when neighbours were chosen
@@ -311,13 +314,15 @@ class Peering:
             self._expel(lies, peer)
             if message.orders is not None:
                 self.order(message.orders)
+            if message.latest is not None:
+                self._take_latest(message.latest)
             if message.complete and not self.is_synced:
                 self.is_synced = self._is_news = True
         self.forged += result.forged
         return result.forged
 
     def _on_summary(self, peer: PeerId, message: Summary) -> None:
-        self._repair(peer, message.orders, message.lies)
+        self._repair(peer, message.holding)
         differing = self.table.find_differing(message.hashes)
         if differing:
             self._replies.append((peer, self._describe(bytes(sorted(differing)), asks_back=True)))
@@ -325,20 +330,34 @@ class Peering:
             self._spread.tell((peer,), (), complete=self.is_synced)
 
     def _on_compare(self, peer: PeerId, message: Compare) -> None:
-        self._repair(peer, message.orders, message.lies)
+        self._repair(peer, message.holding)
         if self._role is not Role.CLIENT:
             delta = self.table.delta_for(message.digest, message.buckets)
             self._spread.tell((peer,), delta, complete=self.is_synced)
         if message.asks_back:
             self._replies.append((peer, self._describe(message.buckets, asks_back=False)))
 
-    def _repair(self, peer: PeerId, orders: int, lies: int) -> None:
-        """Tell a peer of the owner's orders and of liars that it has not heard of."""
-        admission = self._admission
-        if admission.signed_orders is not None and orders < admission.orders.number:
-            self._spread.tell_orders((peer,), admission.signed_orders)
-        if lies < len(self.table.lies):
+    def _repair(self, peer: PeerId, theirs: Holding) -> None:
+        """Tell a peer of orders, liars and epochs that it has not heard of."""
+        signed, mine = self._admission.signed_orders, self._holding()
+        if signed is not None and theirs.orders < mine.orders:
+            self._spread.tell_orders((peer,), signed)
+        if theirs.lies < mine.lies:
             self._spread.tell_lies((peer,), self.table.lies.values())
+        if self._latest is not None and theirs.epoch < mine.epoch:
+            self._spread.tell_latest(peer, self._latest)
+
+    def _take_latest(self, latest: HeldClaim) -> None:
+        """Believe in a higher epoch, if who claimed it was allowed to."""
+        record, claim = read_record(latest.record.payload), _read_claim(latest.claim)
+        is_fitting = (latest.record.kind, latest.claim.kind) == (MEMBER_KIND, CLAIM_KIND)
+        if record is None or claim is None or not is_fitting or latest.record.origin != latest.claim.origin:
+            return
+        if claim.epoch <= self._witnessed or not (is_sound(latest.record) and is_sound(latest.claim)):
+            return
+        with suppress(TokenError):  # who passes on another network's claims is not followed; nothing else comes of it
+            if self._admission.read_grant(latest.record.origin, record).lead:
+                self._latest, self._witnessed, self._is_due = latest, claim.epoch, True
 
     def _take(self, result: MergeResult, sender: PeerId, now: float) -> None:
         """Act on what a merge has changed, and pass it on."""
@@ -384,12 +403,14 @@ class Peering:
         record, grant = self.table.record(peer), self.table.grant(peer)
         if record is None or grant is None or is_client(record):
             return
-        claim = self.table.entry(peer, CLAIM_KIND)
         if grant.lead:
             self._leaders.add(peer)
-            found = None if claim is None else decode_claim(claim.payload, (claim.incarnation, claim.version))
-            if found is not None:
-                self._claims[peer] = found
+            own, entry = self.table.entry(peer, MEMBER_KIND), self.table.entry(peer, CLAIM_KIND)
+            claim = None if entry is None else _read_claim(entry)
+            if own is not None and entry is not None and claim is not None:
+                self._claims[peer] = claim
+                if claim.epoch > self._witnessed:
+                    self._latest, self._witnessed = HeldClaim(own, entry), claim.epoch
         objection = self.table.entry(peer, OBJECTION_KIND)
         refused = None if objection is None else _decode_objection(objection.payload)
         if refused is not None:
@@ -476,11 +497,13 @@ class Peering:
         self._spread.tell((*self._boxes, *self._clients) if peers is None else peers, entries)
 
     def _summarise(self) -> Summary:
-        return Summary(self.table.summary(), self._admission.orders.number, len(self.table.lies))
+        return Summary(self.table.summary(), self._holding())
+
+    def _holding(self) -> Holding:
+        return Holding(self._admission.orders.number, len(self.table.lies), self._witnessed)
 
     def _describe(self, buckets: bytes, *, asks_back: bool) -> Compare:
-        digest = self.table.digest(buckets)
-        return Compare(digest, buckets, self._admission.orders.number, len(self.table.lies), asks_back)
+        return Compare(self.table.digest(buckets), buckets, self._holding(), asks_back)
 
     def _compare(self, now: float) -> float:
         """Ask a neighbour now and then whether it holds the same; returns when next."""
@@ -518,6 +541,7 @@ class Peering:
         return ElectionView(
             candidates=self._candidates,
             claims=self._claims,
+            witnessed=self._witnessed,
             synced=self.is_synced,
             refused=self._find_refused() if self._objections else (),
         )
@@ -551,6 +575,10 @@ class Peering:
             chosen.add(self._rng.choice(gone))
             self._retry_at = now + self._settings.retry_gone_s
         return {peer: boxes[peer] for peer in (chosen | self.liveness.redialled) & boxes.keys()}
+
+
+def _read_claim(entry: Entry) -> Claim | None:
+    return decode_claim(entry.payload, (entry.incarnation, entry.version))
 
 
 def _decode_objection(payload: bytes) -> tuple[PeerId, int] | None:

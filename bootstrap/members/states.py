@@ -52,21 +52,36 @@ class MergeResult:
 # -- what members tell each other --------------------------------------------------------------------------------------
 
 
+class HeldClaim(msgspec.Struct, frozen=True, array_like=True):
+    """A claim with the record of its author, who may be gone by now: proof that there was an epoch."""
+
+    record: Entry
+    claim: Entry
+
+
 class Tell(msgspec.Struct, frozen=True, array_like=True):
     """Something new, or what the receiver's digest lacked; ``complete``: that was all of it."""
 
     entries: Annotated[tuple[Entry, ...], Meta(max_length=4096)] = ()
     lies: Annotated[tuple[Lie, ...], Meta(max_length=256)] = ()
     orders: SignedOrders | None = None
+    latest: HeldClaim | None = None  # the highest epoch that the sender knows of
     complete: bool = False
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """How far the sender is with what is not in the table."""
+
+    orders: Annotated[int, Meta(ge=0, le=2**53)] = 0  # their number
+    lies: Annotated[int, Meta(ge=0, le=4096)] = 0  # how many
+    epoch: Annotated[int, Meta(ge=0, le=2**53)] = 0  # the highest of which it has proof
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
     """What the sender holds, as one hash per bucket. Answered by an empty :class:`Tell`, or a :class:`Compare`."""
 
     hashes: Annotated[bytes, Meta(max_length=512)]
-    orders: Annotated[int, Meta(ge=0, le=2**53)] = 0  # their number
-    lies: Annotated[int, Meta(ge=0, le=4096)] = 0  # how many
+    holding: Holding = Holding()
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True):
@@ -75,8 +90,7 @@ class Compare(msgspec.Struct, frozen=True, array_like=True):
 
     digest: Digest
     buckets: Annotated[bytes, Meta(max_length=64)]  # one byte each
-    orders: Annotated[int, Meta(ge=0, le=2**53)] = 0
-    lies: Annotated[int, Meta(ge=0, le=4096)] = 0
+    holding: Holding = Holding()
     asks_back: bool = False
 
 
