@@ -37,6 +37,7 @@ class NetworkSettings:
     # here, is dead. Shorter finds liars sooner, who say that they hear others; costs messages
     beat_each_s: float = 0.2  # of it, at least, for each member: keeps the messages of a large network bounded
     hears_s: float = 0.3  # what a member hears is told at most so often
+    hears_each_s: float = 0.004  # and at most so often for each member there is
     forget_s: float = 600.0  # how long a dead member's entries are kept; shorter lets an old claim be believed again
     orphan_s: float = 10.0  # how long those of a member that nobody hears
 

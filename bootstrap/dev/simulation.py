@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 import msgspec
@@ -20,12 +20,13 @@ from ..addresses import Address
 from ..errors import NetworkError
 from ..members.admission import Admission
 from ..members.mesh import Dial
+from ..members.overlay import choose_neighbours
 from ..members.peering import Peering
 from ..members.states import GossipMessage
 from ..members.table import ReadNumber
 from ..settings import NetworkSettings
 from ..streams.control import PROTOCOL_VERSION, Hello
-from ..trust.entries import MEMBER_KIND, MemberRecord
+from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound
 from ..trust.identity import Identity, NetworkKey
 from ..trust.keys import PeerId
 from ..trust.tokens import Bootstrap, JoinToken, Role
@@ -40,6 +41,9 @@ _NEVER: Final = float("inf")
 def identity_of(seed: int) -> Identity:
     """The identity of the node with this number."""
     return Identity(seed.to_bytes(32, "big"))
+
+
+is_sound_cached = lru_cache(maxsize=1 << 16)(is_sound)  # the same nodes' entries reach all the others
 
 
 @dataclass(slots=True)
@@ -143,6 +147,7 @@ class Simulation:
         named: Iterable[Bootstrap] = (),
         standby: Iterable[Bootstrap] = (),
         token: JoinToken | None = None,
+        ticked: bool = True,
     ) -> SimulatedNode:
         """Start a node now."""
         token = token or self.token()
@@ -159,13 +164,32 @@ class Simulation:
             standby=standby,
             urgent=self._urgent,
             numbered=self._numbered,
+            is_sound=is_sound_cached,
         )
         node = SimulatedNode(name, identity, place, token.role, token, born, admission, peering)
         node.is_joined = not named
         self.nodes[name] = self._places[place] = node
         self.publish_record(node)
-        self._tick(node)
+        if ticked:
+            self._tick(node)
         return node
+
+    def found(self, count: int) -> list[SimulatedNode]:
+        """Start nodes that have known each other for a while: with each other's records, and sessions with their
+        neighbours. (That a thousand join one after the other takes long to simulate, and is another question.)"""
+        nodes = [
+            self.add(str(number), identity_of(number), Address("192.0.2.1", 4000 + number), ticked=False)
+            for number in range(1, count + 1)
+        ]
+        by_peer = {node.peer: node for node in nodes}
+        records = [node.peering.table.own_entries()[0] for node in nodes]
+        for node in nodes:
+            node.peering.table.merge(records, self.now)
+        for node in nodes:
+            for peer in choose_neighbours(node.peer, by_peer.keys(), full_mesh=self.settings.full_mesh):
+                if peer not in node.sessions:
+                    self._open(node, by_peer[peer])
+        return nodes
 
     def publish_record(self, node: SimulatedNode, *, left: bool = False) -> None:
         """Let a node say who it is."""
@@ -367,8 +391,7 @@ class Simulation:
 
     def _greet(self, node: SimulatedNode, target: SimulatedNode) -> bool:
         """Judge the dialler as a listener does; whether there is a session now."""
-        own, theirs = node.peering.table.own_entries()[0], target.peering.table.own_entries()[0]
-        hello = Hello(PROTOCOL_VERSION, node.token.network, own, node.born)
+        hello = Hello(PROTOCOL_VERSION, node.token.network, node.peering.table.own_entries()[0], node.born)
         known = target.peering.table.record(node.peer)
         try:
             target.admission.check_greeting(hello, node.peer, known, EPOCH_S + self.now)
@@ -376,6 +399,16 @@ class Simulation:
         except NetworkError as error:
             self._refuse(node, target, str(error).split(";")[0])
             return False
+        self._open(node, target)
+        target.is_joined = True  # where the one that it asks has dialled it first
+        if not node.is_joined:
+            node.is_joined = True
+            self.on_event(f"{node.name} is let in by {target.name}")
+        return True
+
+    def _open(self, node: SimulatedNode, target: SimulatedNode) -> None:
+        """A session of two that have let each other in."""
+        own, theirs = node.peering.table.own_entries()[0], target.peering.table.own_entries()[0]
         for one, other, record, dialled in ((node, target, theirs, True), (target, node, own, False)):
             if other.peer in one.sessions:
                 self.close(one, other.peer, also_there=False)
@@ -383,11 +416,6 @@ class Simulation:
             one.heard[other.peer] = self.now
             one.peering.on_opened(other.peer, record, self.now)
             self.wake(one)
-        target.is_joined = True  # where the one that it asks has dialled it first
-        if not node.is_joined:
-            node.is_joined = True
-            self.on_event(f"{node.name} is let in by {target.name}")
-        return True
 
     def check_life(self, node: SimulatedNode, target: SimulatedNode) -> None:
         """Raise NetworkError where another living node has the identity of the one that greets."""

@@ -71,7 +71,7 @@ class Peering:
             here, and win over announced ones.
         standby: remembered members, dialled while nobody is connected.
         urgent: kinds of entries that are told to everybody at once.
-        numbered: kinds whose payloads carry a number that may be used once only, with what reads it.
+        numbered, is_sound: see :class:`Table`.
     """
 
     def __init__(
@@ -87,8 +87,11 @@ class Peering:
         standby: Iterable[Bootstrap] = (),
         urgent: Collection[str] = (),
         numbered: Mapping[str, ReadNumber] | None = None,
+        is_sound: Callable[[Entry], bool] = is_sound,
     ) -> None:
-        self.table = Table(identity, admission, incarnation=incarnation, settings=settings, numbered=numbered)
+        self.table = Table(
+            identity, admission, incarnation=incarnation, settings=settings, numbered=numbered, is_sound=is_sound
+        )
         self.liveness = Liveness(identity.peer_id, settings)
         self.coordinator: tuple[PeerId, int] | None = None
         self.epoch = 0
@@ -99,6 +102,7 @@ class Peering:
         self._settings = settings
         self._rng = rng
         self._admission = admission
+        self._is_sound = is_sound
         self._named = {each.peer_id: Address(each.host, each.port) for each in named if each.peer_id is not None}
         self._standby = {each.peer_id: Address(each.host, each.port) for each in standby if each.peer_id is not None}
         self._election = Election(identity.peer_id, settings)
@@ -215,7 +219,7 @@ class Peering:
     def next_at(self) -> float:
         """When to tick next, as what has come since the last tick may have made it sooner."""
         is_urgent = self._is_news or self._is_due or self._replies or self._expelled or self.liveness.is_news
-        return float("-inf") if is_urgent else min(self._due_at, self._spread.wake_at())
+        return float("-inf") if is_urgent else min(self._due_at, self._spread.wake_at(), self.liveness.look_at)
 
     def tick(self, now: float, heard: Mapping[PeerId, float]) -> Actions:
         """Decide what to do now; ``heard`` says when anything last came from each connected peer."""
@@ -353,7 +357,7 @@ class Peering:
         is_fitting = (latest.record.kind, latest.claim.kind) == (MEMBER_KIND, CLAIM_KIND)
         if record is None or claim is None or not is_fitting or latest.record.origin != latest.claim.origin:
             return
-        if claim.epoch <= self._witnessed or not (is_sound(latest.record) and is_sound(latest.claim)):
+        if claim.epoch <= self._witnessed or not (self._is_sound(latest.record) and self._is_sound(latest.claim)):
             return
         with suppress(TokenError):  # who passes on another network's claims is not followed; nothing else comes of it
             if self._admission.read_grant(latest.record.origin, record).lead:
@@ -481,7 +485,8 @@ class Peering:
         heard = encode_heard(self.liveness.find_heard(now))
         if heard != self._told_hears and now >= self._hears_at:
             # At once if it is the first change for a while: a death must not wait, a crowd of joining may.
-            self._told_hears, self._hears_at = heard, now + self._settings.hears_s
+            pause_s = max(self._settings.hears_s, self._settings.hears_each_s * len(self.table))
+            self._told_hears, self._hears_at = heard, now + pause_s
             self._tell_own((self.table.publish(HEARS_KIND, heard),))
         elif now >= self._beat_at:
             self._tell_own((self.table.publish(BEAT_KIND, b""),))

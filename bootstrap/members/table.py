@@ -85,6 +85,7 @@ class Table:
 
     Args:
         numbered: kinds whose payloads carry a number that may be used once only, with what reads it.
+        is_sound: checks signatures; a simulation checks each but once, however many nodes it has.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Table:
         incarnation: int,
         settings: NetworkSettings | None = None,
         numbered: Mapping[str, ReadNumber] | None = None,
+        is_sound: Callable[[Entry], bool] = is_sound,
     ) -> None:
         if not 0 < incarnation <= MAX_COUNTER:
             raise ValueError(f"incarnation {incarnation} is not between 1 and {MAX_COUNTER}")
@@ -104,6 +106,7 @@ class Table:
         self._identity = identity
         self._admission = admission
         self._numbered = numbered or {}
+        self._is_sound = is_sound
         self._version = 0
         self._own = _Origin(incarnation)
         self._origins: dict[str, _Origin] = {self.peer_id: self._own}
@@ -209,7 +212,7 @@ class Table:
                 continue
             elif self._is_forgotten(entry, now) or not self._is_allowed(entry, now):
                 ignored += 1
-            elif not is_sound(entry):
+            elif not self._is_sound(entry):
                 forged += 1
             elif entry.origin == self.peer_id:
                 self._outlive(entry)
@@ -234,7 +237,7 @@ class Table:
             origin = lie.one.origin
             if origin in self.lies or origin == self.peer_id or len(self.lies) >= MAX_LIES:
                 continue
-            if self._proves(lie) and is_sound(lie.one) and is_sound(lie.other):
+            if self._proves(lie) and self._is_sound(lie.one) and self._is_sound(lie.other):
                 self.lies[origin] = lie
                 self._drop(origin)
                 found.append(lie)
