@@ -57,7 +57,7 @@ class Weather:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class SimulatedSession:
     """One side's view of a session."""
 
     other: "SimulatedNode"
@@ -77,7 +77,7 @@ class SimulatedNode:
     born: int
     admission: Admission
     peering: Peering
-    sessions: dict[PeerId, Session] = field(default_factory=dict)
+    sessions: dict[PeerId, SimulatedSession] = field(default_factory=dict)
     heard: dict[PeerId, float] = field(default_factory=dict)
     is_running: bool = True
     is_joined: bool = False
@@ -412,7 +412,7 @@ class Simulation:
         for one, other, record, dialled in ((node, target, theirs, True), (target, node, own, False)):
             if other.peer in one.sessions:
                 self.close(one, other.peer, also_there=False)
-            one.sessions[other.peer] = Session(other, self.now, dialled)
+            one.sessions[other.peer] = SimulatedSession(other, self.now, dialled)
             one.heard[other.peer] = self.now
             one.peering.on_opened(other.peer, record, self.now)
             self.wake(one)
