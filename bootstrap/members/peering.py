@@ -129,6 +129,7 @@ class Peering:
         self._told_hears = b""
         self._hears_at = self._beat_at = self._compare_at = self._look_at = float("-inf")
         self._retry_at = float("inf")  # when to try another one of those gone
+        self._elect_at = float("-inf")  # when to apply the election's rule, if nothing happens before
         self._due_at = float("inf")  # when the next tick is expected
         self._is_due = False  # something came that is to be looked at
         self._is_news = False  # which those who read members and entries should look at, too
@@ -232,6 +233,7 @@ class Peering:
             self.liveness.on_heard(peer, heard_at)
         drop = self._find_dropped(now)
         has_changed = self._look(now) or self._is_news
+        is_due = has_changed or self._is_due or self._is_shifted or now >= self._elect_at
         self._is_news = self._is_due = False
         if self._is_shifted or now >= self._retry_at:
             self._candidates = frozenset(peer for peer in self._leaders if self._is_here(peer))
@@ -239,12 +241,13 @@ class Peering:
             self._is_shifted = False
         before = self.coordinator
         said_at = self._say_own(now)
-        elected_at = self._elect(now, paused_s)
+        if is_due or paused_s:
+            self._elect_at = self._elect(now, paused_s)
         compared_at = self._compare(now)
         dial = () if self.is_leaving else self._dials.take_due(self._find_wanted(), self._boxes, now)
         send = (*self._replies, *self._spread.take(self._boxes, now))
         self._replies = []
-        moments = (said_at, elected_at, compared_at, self._retry_at, self._spread.wake_at(), self.liveness.wake_at())
+        moments = (said_at, self._elect_at, compared_at, self._retry_at, self._spread.wake_at(), self.liveness.wake_at())
         self._due_at = max(min(*moments, self._dials.wake_at(self._boxes)), now)
         return Actions(
             drop=drop,
