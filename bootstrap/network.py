@@ -37,11 +37,12 @@ from .handlers import Handlers
 from .members.admission import Admission
 from .members.mesh import Dial
 from .members.peering import OWN_KINDS, Peering
-from .members.states import Compare, GossipMessage, Member, MemberState, Summary, Tell
+from .members.states import Compare, GossipMessage, Member, MemberState, NetworkState, Part, Summary, Tell
 from .members.table import ReadNumber
 from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .settings import NetworkSettings
+from .state_file import StateFile, keep_state
 from .streams.control import encode_body, encode_notice
 from .streams.transport import Transport
 from .trust.entries import MEMBER_KIND, Entry, MemberRecord
@@ -57,7 +58,13 @@ _SHORTEST_NAP_S: Final = 0.01
 _TELL: Final = Notice("p2p.tell", Tell, EVERYONE)
 _SUMMARY: Final = Notice("p2p.summary", Summary, EVERYONE)
 _COMPARE: Final = Notice("p2p.compare", Compare, EVERYONE)
-_NOTICES: Final[dict[type[GossipMessage], str]] = {Tell: _TELL.name, Summary: _SUMMARY.name, Compare: _COMPARE.name}
+_PART: Final = Notice("p2p.part", Part, EVERYONE)
+_NOTICES: Final[dict[type[GossipMessage], str]] = {
+    Tell: _TELL.name,
+    Summary: _SUMMARY.name,
+    Compare: _COMPARE.name,
+    Part: _PART.name,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +106,7 @@ class Network:
     clock: Callable[[], float] = time.time  # unix seconds: for the expiry of tokens and the number of this life
     remembered: tuple[Bootstrap, ...] = ()
     book: AddressBook | None = None  # where to remember who is seen, for the next run
+    state_file: StateFile | None = None  # where to keep what the next run should know of this network
     settings: NetworkSettings = field(default_factory=NetworkSettings)
     urgent: frozenset[str] = frozenset()  # kinds of entries that are told to everybody at once, however many there are
     numbered: Mapping[str, ReadNumber] = field(default_factory=dict)  # kinds with numbers that may be used only once
@@ -142,6 +150,7 @@ class Network:
         self._handlers.add_notice(_TELL, self._on_gossip)
         self._handlers.add_notice(_SUMMARY, self._on_gossip)
         self._handlers.add_notice(_COMPARE, self._on_gossip)
+        self._handlers.add_notice(_PART, self._on_gossip)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
         self._revision = 0
         self._changed = trio.Event()
@@ -160,6 +169,11 @@ class Network:
             bound = await self._sessions.start(nursery)
             if self.address.port == 0:
                 self.address = Address(self.address.host, bound.port)
+            if self.state_file is not None:
+                kept = await trio.to_thread.run_sync(self.state_file.load)
+                if kept is not None:
+                    self._peering.restore(kept, trio.current_time())
+                nursery.start_soon(keep_state, self, self.state_file)
             self._publish_record(left=False)
             nursery.start_soon(self._pulse)
             if self.book is not None:
@@ -217,6 +231,10 @@ class Network:
         """Everybody, ourselves and the recently dead included, by peer id."""
         return self._peering.members(self._rtt_s, trio.current_time())
 
+    def state(self) -> NetworkState:
+        """What the next run should know."""
+        return self._peering.state()
+
     def seen_members(self) -> tuple[Bootstrap, ...]:
         """Where other boxes can be dialled, last heard first: to remember for the next start."""
         return self._peering.addresses()
@@ -268,6 +286,7 @@ class Network:
         session = self._sessions.by_peer.get(peer)
         if session is None:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
+        session.control.used_at = trio.current_time()
         # A notice that is left out would be a gap that neither side knows of. Better no connection.
         if not session.control.send_nowait(encode_notice(notice.name, encode_body(body))):
             session.control.abandon(f"{peer} does not read its messages and was disconnected; choose another peer")
@@ -430,13 +449,16 @@ class Network:
         """Do what is to be done now; returns when there is more to do."""
         assert self._nursery is not None
         heard = {peer: session.control.heard_at for peer, session in self._sessions.by_peer.items()}
-        actions = self._peering.tick(trio.current_time(), heard)
+        used = {peer: session.control.used_at for peer, session in self._sessions.by_peer.items()}
+        actions = self._peering.tick(trio.current_time(), heard, used)
         for peer in actions.drop:
             self._sessions.drop(peer)
         for peer in actions.ping:
             self._ping(peer)
         for peer, message in actions.send:
             self._send(peer, message)
+        for peer in actions.part:
+            self._sessions.part(peer)
         if actions.changed:
             self._touch()
         for dial in actions.dial:

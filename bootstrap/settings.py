@@ -66,6 +66,7 @@ class NetworkSettings:
 
     # Overlay and gossip. More sessions and more told at once: news is faster everywhere, and costs more.
     full_mesh: int = 16  # up to so many members everybody has a session with everybody; above, with about 4 log2(n)
+    part_s: float = 300.0  # a session that is not used for so long is closed, where neither end is a neighbour
     rumour_s: float = 0.2  # how long what is not urgent is collected before it is passed on
     rumour_peers: int = 3  # to so many
     compare_s: float = 5.0  # two neighbours compare what they hold so often

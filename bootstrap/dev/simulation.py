@@ -11,7 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Final
 
 import msgspec
@@ -314,7 +314,8 @@ class Simulation:
         if not node.is_running:
             return
         node.next_tick = _NEVER
-        actions = node.peering.tick(self.now, node.heard)
+        used = {peer: held.since for peer, held in node.sessions.items()}
+        actions = node.peering.tick(self.now, node.heard, used)
         for peer in actions.drop:
             held = node.sessions.get(peer)
             if held is not None:
@@ -323,10 +324,15 @@ class Simulation:
             self._ping(node, peer)
         for peer, message in actions.send:
             self._send(node, peer, message)
+        for peer in actions.part:
+            self.after(2 * self.weather.latency_s + self.weather.jitter_s, partial(self._part, node, peer))
         for dial in actions.dial:
             self._dial(node, dial)
         self.on_tick(node)
         self._wake_at(node, max(actions.wake_at, self.now + 0.005))
+
+    def _part(self, node: SimulatedNode, peer: PeerId) -> None:
+        self.close(node, peer, also_there=True)
 
     def _travel(self, node: SimulatedNode, peer: PeerId, size: int, deliver: Callable[[SimulatedNode], None]) -> None:
         """Let something arrive at the other end of a session, if it still is one."""

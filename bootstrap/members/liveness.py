@@ -118,6 +118,11 @@ class Liveness:
             # If it was the link alone, those who hear both ends tell each of the other in a moment.
             self._in_doubt[peer] = now + _DOUBT_S
 
+    def on_parted(self, peer: PeerId) -> None:
+        """Its session was closed because neither end needs it: it lives by what others hear."""
+        self._sessions.pop(peer, None)
+        self.is_news = True
+
     def on_unreachable(self, peer: PeerId) -> None:
         """Nobody answers at the address of this peer."""
         if self._redialled.pop(peer, None) is not None:

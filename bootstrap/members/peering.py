@@ -35,7 +35,19 @@ from .gossip import Spread
 from .liveness import HEARS_KIND, Liveness, encode_heard
 from .mesh import Dial, DialBook
 from .overlay import choose_neighbours
-from .states import Compare, GossipMessage, HeldClaim, Holding, Member, MemberState, MergeResult, Summary, Tell
+from .states import (
+    Compare,
+    GossipMessage,
+    HeldClaim,
+    Holding,
+    Member,
+    MemberState,
+    MergeResult,
+    NetworkState,
+    Part,
+    Summary,
+    Tell,
+)
 from .table import BEAT_KIND, ReadNumber, Table
 
 _log = logging.getLogger(__name__)
@@ -58,6 +70,7 @@ class Actions:
     drop: tuple[PeerId, ...] = ()  # hang up BEFORE the rest, so that nothing more is sent to them
     ping: tuple[PeerId, ...] = ()
     send: tuple[tuple[PeerId, GossipMessage], ...] = ()
+    part: tuple[PeerId, ...] = ()  # close these sessions, once what is sent is out
     dial: tuple[Dial, ...] = ()
     changed: bool = False  # who reads members or coordinator should look again
     wake_at: float = float("inf")  # when to tick again, unless an event comes first
@@ -113,6 +126,8 @@ class Peering:
         self._answers: dict[PeerId, Allowance] = {}  # comparisons answered to each connected peer
         self._replies: list[tuple[PeerId, GossipMessage]] = []
         self._expelled: set[PeerId] = set()  # to be hung up on
+        self._parted: set[PeerId] = set()  # sessions that are being closed because neither end needs them
+        self._part_at = 0.0  # when to look for such
         self._gone_since: dict[PeerId, float] = {}
         self._has_lived: set[PeerId] = set()
         self._suspects: frozenset[PeerId] = frozenset()
@@ -154,6 +169,34 @@ class Peering:
             self._spread.tell_orders((*self._boxes, *self._clients), orders)
             self._is_news = True
 
+    def state(self) -> NetworkState:
+        """What is worth keeping for the next run."""
+        admission = self._admission
+        kinds = (MEMBER_KIND, CLAIM_KIND)
+        return NetworkState(
+            entries=tuple(entry for entry in self.table.shared_entries() if entry.kind in kinds),
+            lies=tuple(self.table.lies.values()),
+            orders=admission.signed_orders,
+            latest=self._latest,
+            holders={name: sorted(peers) for name, peers in admission.holders.items()},
+        )
+
+    def restore(self, state: NetworkState, now: float) -> None:
+        """Take up what an earlier run has kept, before anything else happens."""
+        self._admission.restore_holders(state.holders)
+        if state.orders is not None:
+            self._admission.take_orders(state.orders)
+        self.table.take_lies(state.lies)
+        if state.latest is not None:
+            self._take_latest(state.latest)
+        for entry in self.table.merge(state.entries, now).changed:
+            peer = PeerId(entry.origin)
+            self._has_lived.add(peer)
+            self._dials.prefer(peer)
+            self._read(peer)
+        # Who was here before asks the others first.
+        self.is_synced = self.is_synced and not self._has_lived
+
     def on_named(self, peer: PeerId, address: Address) -> None:
         """It turned out who answers at an address that was given by hand."""
         self._named[peer] = address
@@ -184,6 +227,11 @@ class Peering:
         self._boxes.discard(peer)
         self._clients.discard(peer)
         self._answers.pop(peer, None)
+        if peer in self._parted:
+            self._parted.discard(peer)
+            self.liveness.on_parted(peer)
+            self._is_news = True
+            return
         comes_back = is_box and record is not None and not record.left
         self.liveness.on_closed(peer, now, redialled=comes_back)
         if comes_back:
@@ -209,6 +257,8 @@ class Peering:
                 return self._on_tell(peer, message, now)
             case Summary() if self._answers[peer].take(now):
                 self._on_summary(peer, message)
+            case Part():
+                self._parted.add(peer)
             case Compare() if self._answers[peer].take(now):
                 self._on_compare(peer, message)
             case _:
@@ -222,8 +272,9 @@ class Peering:
         is_urgent = self._is_news or self._is_due or self._replies or self._expelled or self.liveness.is_news
         return float("-inf") if is_urgent else min(self._due_at, self._spread.wake_at(), self.liveness.look_at)
 
-    def tick(self, now: float, heard: Mapping[PeerId, float]) -> Actions:
-        """Decide what to do now; ``heard`` says when anything last came from each connected peer."""
+    def tick(self, now: float, heard: Mapping[PeerId, float], used: Mapping[PeerId, float]) -> Actions:
+        """Decide what to do now; ``heard`` says when anything last came from each connected peer, and ``used`` when
+        anything but gossip last went to or from it."""
         late_s = now - self._due_at
         paused_s = late_s if late_s > _PAUSE_S else 0.0
         if paused_s:
@@ -244,15 +295,24 @@ class Peering:
         if is_due or paused_s:
             self._elect_at = self._elect(now, paused_s)
         compared_at = self._compare(now)
+        part = self._choose_parted(now, used)
         dial = () if self.is_leaving else self._dials.take_due(self._find_wanted(), self._boxes, now)
-        send = (*self._replies, *self._spread.take(self._boxes, now))
+        send = (*self._replies, *self._spread.take(self._boxes, now), *((peer, Part()) for peer in part))
         self._replies = []
-        moments = (said_at, self._elect_at, compared_at, self._retry_at, self._spread.wake_at(), self.liveness.wake_at())
+        moments = (
+            said_at,
+            self._elect_at,
+            compared_at,
+            self._retry_at,
+            self._spread.wake_at(),
+            self.liveness.wake_at(),
+        )
         self._due_at = max(min(*moments, self._dials.wake_at(self._boxes)), now)
         return Actions(
             drop=drop,
             ping=self.liveness.take_pings(now),
             send=send,
+            part=part,
             dial=dial,
             changed=has_changed or self.coordinator != before,
             wake_at=self._due_at,
@@ -567,7 +627,30 @@ class Peering:
         wanted = {} if self._boxes else dict(self._standby)
         if self._role is not Role.CLIENT or len(self._boxes) < CLIENT_SESSIONS:
             wanted |= self._neighbours
-        return wanted | self._named
+        living = self.liveness.living
+        is_small = len(living) < self._settings.full_mesh
+        return wanted | {peer: at for peer, at in self._named.items() if is_small or peer not in living}
+
+    def _choose_parted(self, now: float, used: Mapping[PeerId, float]) -> tuple[PeerId, ...]:
+        """Sessions to close: in a large network, those that were opened to join or to ask something, once they have
+        not been used for a while and neither end is the other's neighbour."""
+        living, settings = self.liveness.living, self._settings
+        if now < self._part_at or len(living) < settings.full_mesh or self._role is Role.CLIENT:
+            return ()
+        self._part_at = now + settings.part_s / 4
+        spare = [
+            peer
+            for peer in self._boxes - self._neighbours.keys() - self._parted
+            if now - used.get(peer, now) >= settings.part_s
+        ]
+        everybody = {peer for peer in (*living, self._me) if self.address_of(peer) is not None}
+        parted = tuple(
+            peer
+            for peer in sorted(spare)
+            if self._me not in choose_neighbours(peer, everybody, full_mesh=settings.full_mesh)
+        )
+        self._parted.update(parted)
+        return parted
 
     def _choose_neighbours(self, now: float) -> dict[PeerId, Address]:
         others = (peer for peer in self.table.origins() if peer != self._me)
