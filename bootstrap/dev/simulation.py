@@ -9,8 +9,8 @@ partitions, killed, hung, paused and restarted nodes. Not simulated: processor t
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from typing import Final
 
@@ -20,10 +20,11 @@ from ..addresses import Address
 from ..errors import NetworkError
 from ..members.admission import Admission
 from ..members.mesh import Dial
+from ..members.neighbours import Contacts
 from ..members.overlay import choose_neighbours
 from ..members.peering import Peering
 from ..members.states import GossipMessage
-from ..members.table import ReadNumber
+from ..members.table import EntryRules
 from ..settings import NetworkSettings
 from ..streams.control import PROTOCOL_VERSION, Hello
 from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound
@@ -96,7 +97,7 @@ class Simulation:
     """A network of machines. Time passes in :meth:`run`.
 
     Args:
-        numbered: see :class:`Peering`.
+        rules: see :class:`..members.table.EntryRules`.
         count_bytes: whether messages are encoded, to count their bytes; that costs time.
     """
 
@@ -106,8 +107,7 @@ class Simulation:
         settings: NetworkSettings | None = None,
         weather: Weather | None = None,
         seed: int = 7,
-        urgent: Iterable[str] = (),
-        numbered: Mapping[str, ReadNumber] | None = None,
+        rules: EntryRules | None = None,
         count_bytes: bool = False,
     ) -> None:
         self.now = 0.0
@@ -119,8 +119,7 @@ class Simulation:
         self.messages = 0
         self.on_event: Callable[[str], None] = _ignore
         self.on_tick: Callable[[SimulatedNode], None] = _ignore
-        self._urgent = tuple(urgent)
-        self._numbered = numbered
+        self._rules = replace(rules or EntryRules(), is_sound=is_sound_cached)
         self._counts_bytes = count_bytes
         self._encoded: dict[int, tuple[GossipMessage, int]] = {}
         self._tokens: dict[tuple[Role, bool], JoinToken] = {}
@@ -160,11 +159,8 @@ class Simulation:
             admission=admission,
             settings=self.settings,
             rng=random.Random(f"{name} {self.now} {self.rng.random()}"),
-            named=named,
-            standby=standby,
-            urgent=self._urgent,
-            numbered=self._numbered,
-            is_sound=is_sound_cached,
+            contacts=Contacts(named=named, standby=tuple(standby)),
+            rules=self._rules,
         )
         node = SimulatedNode(name, identity, place, token.role, token, born, admission, peering)
         node.is_joined = not named
