@@ -17,13 +17,13 @@ TOKEN = KEY.issue((BOOTSTRAP,), Role.WORKER, 1000.0)
 def test_a_token_says_what_it_was_issued_for() -> None:
     token = JoinToken.parse(TOKEN)
     assert TOKEN.startswith("p2p_worker_")
-    assert (token.network, token.bootstraps, token.role, token.expires_at) == (
+    assert (token.network, token.bootstraps, token.role, token.grant.expires_at) == (
         KEY.public,
         (BOOTSTRAP,),
         Role.WORKER,
         1000,
     )
-    assert admit(f"  {TOKEN}\n", KEY.public, 999.0) is Role.WORKER
+    assert admit(f"  {TOKEN}\n", KEY.public, 999.0) == token.grant
     assert "secret" not in repr(token)
 
 
@@ -98,8 +98,8 @@ def test_too_many_bootstraps() -> None:
 
 def test_a_credential_is_bound_to_its_peer() -> None:
     credential = JoinToken.parse(TOKEN).credential(PEER.peer_id)
-    assert admit_credential(credential, PEER.peer_id, KEY.public, 0.0) is Role.WORKER
-    assert admit_credential(credential, PEER.peer_id, KEY.public, None) is Role.WORKER
+    assert admit_credential(credential, PEER.peer_id, KEY.public, 0.0).role is Role.WORKER
+    assert admit_credential(credential, PEER.peer_id, KEY.public, None).role is Role.WORKER
     with pytest.raises(TokenError, match="made for another peer"):
         admit_credential(credential, THIEF.peer_id, KEY.public, 0.0)
     with pytest.raises(TokenError, match="another network"):
