@@ -226,7 +226,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             broken += 1
             sys.stdout.write(f"{error}\n")
     took = time.perf_counter() - began
-    sys.stdout.write(f"{options.count} schedules, {simulated / 3600:.1f} simulated hours in {took:.0f} s: {broken} broken\n")
+    sys.stdout.write(
+        f"{options.count} schedules, {simulated / 3600:.1f} simulated hours in {took:.0f} s: {broken} broken\n"
+    )
     return 1 if broken else 0
 
 

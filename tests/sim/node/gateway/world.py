@@ -23,6 +23,7 @@ from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
 from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.gateway import Gateway
+from p2pserve.node.settings import ClientLimits
 from p2pserve.node.view import NetworkView
 
 TEXT = TextModel(BUNDLED)
@@ -115,6 +116,7 @@ class World:
     burst: Callable[[], int] = lambda: 1
     otherwise: dict[PeerId, tuple[int, ...]] = field(default_factory=dict)  # what an engine writes that begins anew
     requests: int = 0
+    limits: ClientLimits = field(default_factory=ClientLimits)
 
     def __post_init__(self) -> None:
         self.gateway = Gateway(
@@ -125,6 +127,7 @@ class World:
             nursery=self.nursery,
             routing=RoutingSettings(),
             settings=RequestSettings(),
+            limits=self.limits,
         )
 
     # ---- the network ----------------------------------------------------------------------------------------
