@@ -78,8 +78,8 @@ class ClientLimits:
     text_bytes: int = 8 << 20  # of those; at least MAX_PROMPT_BYTES
     all_text_bytes: int = 24 << 20  # some 5 bytes each
     tokenizing_bytes: int = 4 << 20  # being tokenised; 200 bytes each, for some seconds
-    share: float = 7.0
-    """A client may have so many times what is left free of the engines' room: all but an eighth of it when it is alone.
+    share: float = 15.0
+    """A client may have so many times what is left free of the engines' room: all but a sixteenth when it is alone.
     Higher: engines are fuller while one client asks; lower: who comes next waits less, and steps are shorter."""
     queued_s: float = 0.25
     """Prompts that engines prefill in this time are given to them before others have begun. Longer: engines are kept

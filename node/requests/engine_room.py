@@ -43,6 +43,8 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Room 
         size=max(1, sum(engine.kv_tokens for _, engine in decoding)),
         unstarted=limits.queued_s * sum(_prefill_tokens_s(view, replica, engine) for replica, engine in prefilling),
         share=limits.share,
+        mixed=sum(replica.prefills and replica.decodes for replica, _ in usable),
+        replicas=len(prefilling),
     )
 
 

@@ -11,9 +11,12 @@ How much is served at once is bounded by a `Room`, of which one client can have 
 dynamic thresholds (IEEE/ACM Transactions on Networking 6(2), 1998): `share` times what is left free. So a client that
 is alone can have nearly all, and whoever comes next finds a place and need not wait for another's request to end.
 
+A prompt that is computed holds up the answers beside it. While others are served, a client therefore lets as much time
+pass after each of its prompts as that took: of the replicas that decode for them, it takes half of the time at most.
+
     queue.add(client, key, tokens, now)      # or OverQuota
-    while (key := queue.take(room)) is not None: ...
-    queue.start(key)                         # its prompt has been computed
+    while (key := queue.take(room, now)) is not None: ...
+    queue.start(key, now)                    # its prompt has been computed
     queue.grow(key, tokens, cost)            # tokens of its answer
     queue.remove(key, now)
 """
@@ -48,14 +51,16 @@ class Quota:
 class Room(NamedTuple):
     """How much may be served at once, and what part of it one client can have.
 
-    `unstarted`: the size of what is served and has not started. `share`: of what is left of requests and size, times
-    which a client may have.
+    `unstarted`: the size of what is served and has not started. `share`: how many times what is left free of requests
+    and size a client may have. `replicas` serve, on `mixed` of which a request that starts holds up others.
     """
 
     requests: int
     size: float
     unstarted: float
     share: float
+    mixed: int = 0
+    replicas: int = 1
 
 
 class OverQuota(Exception):
@@ -72,6 +77,9 @@ class _Entry(Generic[Key]):
     key: Key
     size: int  # grows with the answer
     is_served: bool = False
+    taken_at: float = 0.0
+    mixed: int = 0  # of the room, when its turn came
+    replicas: int = 1
     unstarted: int = 0
 
 
@@ -85,6 +93,7 @@ class _Account(Generic[Key]):
     size: int = 0
     served: int = 0
     served_size: int = 0
+    pauses: list[tuple[float, int]] = field(default_factory=list)  # until when a size that has started counts on
 
     @property
     def requests(self) -> int:
@@ -149,7 +158,7 @@ class FairQueue(Generic[Key]):
         account.size += size
         self._size += size
 
-    def take(self, room: Room) -> Key | None:
+    def take(self, room: Room, now: float) -> Key | None:
         """The request whose turn it is, if there is room for it: it is served from now on."""
         next_: _Account[Key] | None = None
         for account in self._accounts.values():  # ties go to who has been here longest
@@ -157,10 +166,11 @@ class FairQueue(Generic[Key]):
             if is_behind and account.waiting and not self._has_its_share(account, room):
                 next_ = account
         # Nobody overtakes who is next: a large request would wait for ever for room that small ones take.
-        if next_ is None or not self._fits(next_, room):
+        if next_ is None or not self._fits(next_, room, now):
             return None
         entry = next_.waiting.popleft()
-        entry.is_served, entry.unstarted = True, entry.size
+        entry.is_served, entry.taken_at, entry.unstarted = True, now, entry.size
+        entry.mixed, entry.replicas = room.mixed, room.replicas
         self._virtual = max(self._virtual, next_.counter)
         next_.counter += entry.size
         next_.served += 1
@@ -170,12 +180,18 @@ class FairQueue(Generic[Key]):
         self._unstarted += entry.size
         return entry.key
 
-    def start(self, key: Key) -> bool:
-        """A served request is past its beginning. Whether that is news: there may be room for the next one."""
+    def start(self, key: Key, now: float) -> None:
+        """A served request is past its beginning: what holds up others has been done."""
         entry = self._entries[key]
-        begun, entry.unstarted = entry.unstarted, 0
-        self._unstarted -= begun
-        return begun > 0
+        if not entry.unstarted:
+            return
+        account = self._accounts[entry.client]
+        # Others' requests are on so many of the mixed replicas, as far as is known here.
+        held_up = min(entry.mixed, self._served - account.served) / entry.replicas
+        account.pauses = [pause for pause in account.pauses if pause[0] > now]
+        account.pauses.append((now + held_up * (now - entry.taken_at), entry.unstarted))
+        self._unstarted -= entry.unstarted
+        entry.unstarted = 0
 
     def grow(self, key: Key, size: int, cost: float) -> None:
         """A served request has become larger, which cost its client so much."""
@@ -232,15 +248,19 @@ class FairQueue(Generic[Key]):
             or account.served_size >= room.share * (room.size - self._served_size)
         )
 
-    def _fits(self, account: _Account[Key], room: Room) -> bool:
+    def _fits(self, account: _Account[Key], room: Room, now: float) -> bool:
         """Whether there is room for a client's next request; an empty room takes any."""
         if not self._served:
             return True
         size = account.waiting[0].size
         if self._served >= room.requests or self._served_size + size > room.size:
             return False
-        # Who has nothing there need not wait until others' work has begun.
-        return not (account.served and self._unstarted) or self._unstarted + size <= room.unstarted
+        if not account.served:  # it need not wait until others' work has begun
+            return True
+        unstarted = self._unstarted
+        if account.served < self._served:
+            unstarted += sum(begun for until, begun in account.pauses if until > now)
+        return not unstarted or unstarted + size <= room.unstarted
 
     def _forget(self, client: Hashable, counter: float) -> None:
         """A client has no requests here any more."""

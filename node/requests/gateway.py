@@ -187,8 +187,8 @@ class Gateway:
         if not count or not self._queue.is_served(key):
             return
         self._queue.grow(key, count, self._limits.output_cost * count)
-        if self._queue.start(key):
-            self._give_turns()
+        self._queue.start(key, trio.current_time())
+        self._give_turns()  # also after later tokens: pauses end while others' answers go on
 
     def on_end(self, request: OpenedRequest) -> None:
         """A request is over."""
@@ -201,7 +201,8 @@ class Gateway:
 
     def _give_turns(self) -> None:
         """Give requests to engines for as long as there is room."""
-        while self._room is not None and (key := self._queue.take(self._room)) is not None:
+        now = trio.current_time()
+        while self._room is not None and (key := self._queue.take(self._room, now)) is not None:
             driver = self._requests[key]
             driver.step(driver.request.machine.network_changed)
 

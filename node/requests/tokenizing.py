@@ -59,5 +59,5 @@ class Tokenizing:
             self._give_turns()
 
     def _give_turns(self) -> None:
-        while (key := self._queue.take(self._room)) is not None:
+        while (key := self._queue.take(self._room, trio.current_time())) is not None:
             self._turns[key].set()
