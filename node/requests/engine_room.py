@@ -14,13 +14,13 @@ from ...coordinator.costs.model_shape import ModelShape
 from ..messages import EngineAdvert
 from ..settings import ClientLimits
 from ..view import NetworkView
-from .fair_queue import Room
+from .fair_queue import ServiceRoom
 
 UNTOLD_REQUESTS: Final = 64  # that an engine runs at once which does not tell, as those of earlier releases
 EFFICIENCY: Final = 0.5  # of a prefill, of the products that an engine has measured
 
 
-def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Room | None:
+def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> ServiceRoom | None:
     """What the usable replicas of the plan run at once, less what other gateways have there: requests, tokens of KV,
     and tokens of prompts that they compute within `limits.queued_s`. None where there is no usable replica."""
     plan = view.plan
@@ -37,7 +37,7 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Room 
     decoding = [(replica, engine) for replica, engine in usable if replica.decodes] or usable
     prefilling = [(replica, engine) for replica, engine in usable if replica.prefills] or usable
     places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - others.get(replica.head, 0)) for replica, e in decoding)
-    return Room(
+    return ServiceRoom(
         # At least one: it would be wrong to wait for ever for gateways that tell more than is true.
         requests=max(1, sum(places)),
         size=max(1, sum(engine.kv_tokens for _, engine in decoding)),

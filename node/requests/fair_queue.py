@@ -7,9 +7,10 @@ comes, those of its answer as they are decoded. Who begins to wait after a pause
 turn: idling saves nothing up. Of two clients that wait all the time, neither is given more than the other by more than
 what is in service.
 
-How much is served at once is bounded by a `Room`, of which one client can have a part only, after Choudhury and Hahne's
-dynamic thresholds (IEEE/ACM Transactions on Networking 6(2), 1998): `share` times what is left free. So a client that
-is alone can have nearly all, and whoever comes next finds a place and need not wait for another's request to end.
+How much is served at once is bounded by a `ServiceRoom`, of which one client can have a part only, after Choudhury
+and Hahne's dynamic thresholds (IEEE/ACM Transactions on Networking 6(2), 1998): `share` times what is left free. So a
+client that is alone can have nearly all, and whoever comes next finds a place and need not wait for another's request
+to end.
 
 A prompt that is computed holds up the answers beside it. While others are served, a client therefore lets as much time
 pass after each of its prompts as that took: of the replicas that decode for them, it takes half of the time at most.
@@ -48,7 +49,7 @@ class Quota:
     all_size: int
 
 
-class Room(NamedTuple):
+class ServiceRoom(NamedTuple):
     """How much may be served at once, and what part of it one client can have.
 
     `unstarted`: the size of what is served and has not started. `share`: how many times what is left free of requests
@@ -84,7 +85,7 @@ class _Entry(Generic[Key]):
 
 
 @dataclass(slots=True, eq=False)
-class _Account(Generic[Key]):
+class _ClientAccount(Generic[Key]):
     """A client with requests here."""
 
     counter: float
@@ -111,7 +112,7 @@ class FairQueue(Generic[Key]):
         self._retry = retry
         self._retries = RetryTimes(retry)  # of a queue that is full
         self._entries: dict[Key, _Entry[Key]] = {}
-        self._accounts: dict[Hashable, _Account[Key]] = {}
+        self._accounts: dict[Hashable, _ClientAccount[Key]] = {}
         self._idle: dict[Hashable, float] = {}  # counters above `_virtual` of clients that have nothing here
         self._virtual = 0.0  # the counter of whoever was last given a turn, before that
         self._size = self._served = self._served_size = self._unstarted = 0
@@ -150,7 +151,7 @@ class FairQueue(Generic[Key]):
         account = self._accounts.get(client)
         if account is None:
             counter = self._idle.pop(client, 0.0)
-            account = self._accounts[client] = _Account(counter, RetryTimes(self._retry))
+            account = self._accounts[client] = _ClientAccount(counter, RetryTimes(self._retry))
         if not account.waiting:
             account.counter = max(account.counter, self._virtual)
         entry = self._entries[key] = _Entry(client, key, size)
@@ -158,9 +159,9 @@ class FairQueue(Generic[Key]):
         account.size += size
         self._size += size
 
-    def take(self, room: Room, now: float) -> Key | None:
+    def take(self, room: ServiceRoom, now: float) -> Key | None:
         """The request whose turn it is, if there is room for it: it is served from now on."""
-        next_: _Account[Key] | None = None
+        next_: _ClientAccount[Key] | None = None
         for account in self._accounts.values():  # ties go to who has been here longest
             is_behind = next_ is None or account.counter < next_.counter
             if is_behind and account.waiting and not self._has_its_share(account, room):
@@ -241,14 +242,14 @@ class FairQueue(Generic[Key]):
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _has_its_share(self, account: _Account[Key], room: Room) -> bool:
+    def _has_its_share(self, account: _ClientAccount[Key], room: ServiceRoom) -> bool:
         """Whether what is left free is for others. Who has nothing is served as long as there is room at all."""
         return account.served > 0 and (
             account.served >= room.share * (room.requests - self._served)
             or account.served_size >= room.share * (room.size - self._served_size)
         )
 
-    def _fits(self, account: _Account[Key], room: Room, now: float) -> bool:
+    def _fits(self, account: _ClientAccount[Key], room: ServiceRoom, now: float) -> bool:
         """Whether there is room for a client's next request; an empty room takes any."""
         if not self._served:
             return True

@@ -14,7 +14,7 @@ import trio
 
 from ...bootstrap import PeerId
 from ..settings import ClientLimits
-from .fair_queue import FairQueue, Quota, Room
+from .fair_queue import FairQueue, Quota, ServiceRoom
 
 T = TypeVar("T")
 Key = tuple[PeerId, str]
@@ -35,7 +35,7 @@ class Tokenizing:
             all_size=limits.all_text_bytes,
         )
         self._queue: FairQueue[Key] = FairQueue("prompts that wait to be tokenised", "bytes", quota, limits.retry)
-        self._room = Room(requests=THREADS, size=limits.tokenizing_bytes, unstarted=inf, share=1.0)
+        self._room = ServiceRoom(requests=THREADS, size=limits.tokenizing_bytes, unstarted=inf, share=1.0)
         self._turns: dict[Key, trio.Event] = {}
         self._threads = trio.CapacityLimiter(THREADS)
 

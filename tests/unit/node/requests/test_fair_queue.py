@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.node.requests.fair_queue import MAX_IDLE, FairQueue, OverQuota, Quota, Room
+from p2pserve.node.requests.fair_queue import MAX_IDLE, FairQueue, OverQuota, Quota, ServiceRoom
 from p2pserve.node.requests.retry_times import RetrySettings
 
 RETRY = RetrySettings(gap_s=0.1, memory_s=10.0, least_s=0.2, most_s=30.0)
 AMPLE = Quota(requests=10_000, size=1 << 40, all_requests=100_000, all_size=1 << 40)
-ONE_AT_A_TIME = Room(requests=1, size=inf, unstarted=inf, share=inf)
+ONE_AT_A_TIME = ServiceRoom(requests=1, size=inf, unstarted=inf, share=inf)
 
 
 class Key(NamedTuple):
@@ -27,8 +27,8 @@ def queue_of(quota: Quota = AMPLE) -> FairQueue[Key]:
 
 def room_of(
     requests: int = 64, size: float = inf, unstarted: float = inf, share: float = inf, mixed: int = 0, replicas: int = 1
-) -> Room:
-    return Room(requests, size, unstarted, share, mixed, replicas)
+) -> ServiceRoom:
+    return ServiceRoom(requests, size, unstarted, share, mixed, replicas)
 
 
 def fill(queue: FairQueue[Key], client: str, count: int, size: int = 10, now: float = 0.0) -> None:
@@ -36,7 +36,7 @@ def fill(queue: FairQueue[Key], client: str, count: int, size: int = 10, now: fl
         queue.add(client, Key(client, number), size, now)
 
 
-def take_all(queue: FairQueue[Key], room: Room, now: float = 0.0) -> list[Key]:
+def take_all(queue: FairQueue[Key], room: ServiceRoom, now: float = 0.0) -> list[Key]:
     taken = []
     while (key := queue.take(room, now)) is not None:
         taken.append(key)
@@ -146,7 +146,7 @@ def test_who_comes_next_is_served_next_however_long_the_queue_of_another_is() ->
     assert "honest" in {_taken_and_gone(queue).client for _ in range(2)}
 
 
-def _taken(queue: FairQueue[Key], room: Room = ONE_AT_A_TIME) -> Key:
+def _taken(queue: FairQueue[Key], room: ServiceRoom = ONE_AT_A_TIME) -> Key:
     key = queue.take(room, 0.0)
     assert key is not None
     return key
