@@ -37,6 +37,7 @@ class NetworkSettings:
     # here, is dead. Shorter finds liars sooner, who say that they hear others; costs messages
     beat_each_s: float = 0.2  # of it, at least, for each member: keeps the messages of a large network bounded
     hears_s: float = 0.3  # what a member hears is told at most so often
+    hears_each_s: float = 0.004  # and at most so often for each member there is
     forget_s: float = 600.0  # how long a dead member's entries are kept; shorter lets an old claim be believed again
     orphan_s: float = 10.0  # how long those of a member that nobody hears
 
@@ -66,6 +67,7 @@ class NetworkSettings:
 
     # Overlay and gossip. More sessions and more told at once: news is faster everywhere, and costs more.
     full_mesh: int = 16  # up to so many members everybody has a session with everybody; above, with about 4 log2(n)
+    part_s: float = 300.0  # a session that is not used for so long is closed, where neither end is a neighbour
     rumour_s: float = 0.2  # how long what is not urgent is collected before it is passed on
     rumour_peers: int = 3  # to so many
     compare_s: float = 5.0  # two neighbours compare what they hold so often

@@ -15,10 +15,12 @@ from typing import final
 
 import trio
 
+from .. import __version__
 from ..bootstrap import Address, Identity, PeerId, announced_address
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
+from ..bootstrap.state_file import StateFile
 from ..coordinator import PlanError
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
@@ -101,6 +103,8 @@ async def _join(
             bootstraps=membership.bootstraps,
             remembered=remembered,
             book=book,
+            state_file=StateFile(settings.home, membership.network),
+            release=__version__,
             rng=random.Random(),
             clock=time.time,
         )

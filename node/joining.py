@@ -51,7 +51,7 @@ async def accept_invitation(bootstrap: str, token_text: str | None) -> Invitatio
 def new_network(home: Path) -> Invitation:
     """Membership of the network whose key lies in `home`, made on first use. Raises IdentityError."""
     key = NetworkKey.load_or_create(home)
-    token = key.issue((), Role.ADMIN, time.time() + TOKEN_LIFETIME_S)
+    token = key.issue((), Role.ADMIN, time.time() + TOKEN_LIFETIME_S, lead=True)
     return Invitation(network=key.public, token=token, role=Role.ADMIN, bootstraps=(), key=key)
 
 

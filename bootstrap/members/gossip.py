@@ -2,8 +2,8 @@
 
 * What this node says itself goes to all it has sessions with, at once.
 * What others say is passed on to those who do not hear its origin themselves. So in a full mesh
-  nothing is passed on. In a larger network an *urgent* kind (who leads, who joins and leaves, the
-  plan) goes to all of them at once; anything else to a few at random, a fraction of a second later
+  nothing is passed on. In a larger network an *urgent* kind (who leads, the plan) goes to all of
+  them at once; anything else to a few at random, a fraction of a second later
   and with what else has come by then, and those do the same: a rumour, which reaches nearly all in
   a few rounds (Demers et al. 1987).
 * Now and then two neighbours compare what they hold, by one hash per bucket of origins, and tell
@@ -40,7 +40,7 @@ class Spread:
         self._rng = rng
         self._settings = settings
         self._hears = hears
-        self._urgent = frozenset({MEMBER_KIND, CLAIM_KIND, *urgent})
+        self._urgent = frozenset({CLAIM_KIND, *urgent})
         self._due: dict[PeerId, dict[tuple[str, str], Entry]] = {}
         self._lies: dict[PeerId, list[Lie]] = {}
         self._orders: dict[PeerId, SignedOrders] = {}

@@ -30,6 +30,7 @@ MAX_HEARD: Final = 256
 _PLACE_BYTES: Final = 8
 _NEVER: Final = float("-inf")
 _LOOK_S: Final = 1.0
+_LOOK_EACH_S: Final = 0.001
 _PINGS_S: Final = 0.25
 _DOUBT_S: Final = 1.0
 _SILENT_BEATS: Final = 3  # of its own that may be lost before only being heard here counts
@@ -91,7 +92,7 @@ class Liveness:
         self._known: dict[int, PeerId] = {}
         self._living: set[PeerId] = set()
         self.is_news = True  # what may change who is alive
-        self._look_at = _NEVER
+        self.look_at = self._looked_at = _NEVER  # when to look again, if nothing happens before
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -117,6 +118,11 @@ class Liveness:
             # If it was the link alone, those who hear both ends tell each of the other in a moment.
             self._in_doubt[peer] = now + _DOUBT_S
 
+    def on_parted(self, peer: PeerId) -> None:
+        """Its session was closed because neither end needs it: it lives by what others hear."""
+        self._sessions.pop(peer, None)
+        self.is_news = True
+
     def on_unreachable(self, peer: PeerId) -> None:
         """Nobody answers at the address of this peer."""
         if self._redialled.pop(peer, None) is not None:
@@ -137,7 +143,8 @@ class Liveness:
     def on_hears(self, peer: PeerId, payload: bytes) -> None:
         """A peer says whom it hears."""
         self._says[place_on_ring(peer)] = decode_heard(payload)
-        self.is_news = True
+        # In a large network that happens all the time, and looking takes the longer the larger it is.
+        self.look_at = min(self.look_at, self._looked_at + _LOOK_EACH_S * len(self._known))
 
     def forget(self, peer: PeerId) -> None:
         """Nothing of it is held any more."""
@@ -178,9 +185,9 @@ class Liveness:
         """Look again who is alive, where members say something at least every ``beat_s``; whether that is others than
         before. Looks when there is news, and once a second."""
         given = (*self._redialled.values(), *self._in_doubt.values())
-        if not self.is_news and now < min((self._look_at, *given)):
+        if not self.is_news and now < min((self.look_at, *given)):
             return False
-        self.is_news, self._look_at = False, now + _LOOK_S
+        self.is_news, self._looked_at, self.look_at = False, now, now + _LOOK_S
         self._redialled = {peer: until for peer, until in self._redialled.items() if now < until}
         self._in_doubt = {peer: until for peer, until in self._in_doubt.items() if now < until}
         heard = {place_on_ring(peer): peer for peer in self.find_heard(now) | self._in_doubt.keys()}
@@ -240,7 +247,7 @@ class Liveness:
         """When silence, a ping or a redial is next to be looked at."""
         dead_s = self._settings.dead_s
         moments = [min(self._ping_at(peer, each), each.heard_at + dead_s) for peer, each in self._sessions.items()]
-        return min((*moments, *self._redialled.values(), *self._in_doubt.values()), default=float("inf"))
+        return min((self.look_at, *moments, *self._redialled.values(), *self._in_doubt.values()))
 
     def __repr__(self) -> str:
         return f"Liveness(sessions={len(self._sessions)}, living={len(self._living)})"

@@ -94,4 +94,21 @@ class Compare(msgspec.Struct, frozen=True, array_like=True):
     asks_back: bool = False
 
 
-GossipMessage = Tell | Summary | Compare
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """The sender closes this session: neither end needs it. It is not going away."""
+
+
+GossipMessage = Tell | Summary | Compare | Part
+
+
+# -- what is kept between runs ----------------------------------------------------------------------------------------
+
+
+class NetworkState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept. Signed by those who said it, but for ``holders``, which is this node's own memory."""
+
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=8192)] = ()  # member records and claims
+    lies: Annotated[tuple[Lie, ...], Meta(max_length=256)] = ()
+    orders: SignedOrders | None = None
+    latest: HeldClaim | None = None
+    holders: dict[str, list[str]] = {}  # certificate -> the peers that were admitted with it

@@ -59,6 +59,21 @@ _HASHES: Final = 1 << (8 * _HASH_BYTES)
 ReadNumber = Callable[[bytes], object | None]  # the number under which a payload may be said once only; None: none
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryRules:
+    """What is particular about kinds of entries, and how signatures are checked.
+
+    Args:
+        urgent: kinds that are told to everybody at once, however many there are.
+        numbered: kinds whose payloads carry a number that may be used once only, with what reads it.
+        is_sound: checks signatures; a simulation checks each but once, however many nodes it has.
+    """
+
+    urgent: frozenset[str] = frozenset()
+    numbered: Mapping[str, ReadNumber] = field(default_factory=dict)
+    is_sound: Callable[[Entry], bool] = is_sound
+
+
 @dataclass(slots=True)
 class _Origin:
     """Everything held of one origin."""
@@ -81,11 +96,7 @@ class _Outcome(Enum):
 
 
 class Table:
-    """The entries of one network, as one node holds them. Methods get the time as ``now``, in seconds.
-
-    Args:
-        numbered: kinds whose payloads carry a number that may be used once only, with what reads it.
-    """
+    """The entries of one network, as one node holds them. Methods get the time as ``now``, in seconds."""
 
     def __init__(
         self,
@@ -94,7 +105,7 @@ class Table:
         *,
         incarnation: int,
         settings: NetworkSettings | None = None,
-        numbered: Mapping[str, ReadNumber] | None = None,
+        rules: EntryRules | None = None,
     ) -> None:
         if not 0 < incarnation <= MAX_COUNTER:
             raise ValueError(f"incarnation {incarnation} is not between 1 and {MAX_COUNTER}")
@@ -103,7 +114,9 @@ class Table:
         self._settings = settings or NetworkSettings()
         self._identity = identity
         self._admission = admission
-        self._numbered = numbered or {}
+        rules = rules or EntryRules()
+        self._numbered = rules.numbered
+        self.is_sound = rules.is_sound
         self._version = 0
         self._own = _Origin(incarnation)
         self._origins: dict[str, _Origin] = {self.peer_id: self._own}
@@ -209,7 +222,7 @@ class Table:
                 continue
             elif self._is_forgotten(entry, now) or not self._is_allowed(entry, now):
                 ignored += 1
-            elif not is_sound(entry):
+            elif not self.is_sound(entry):
                 forged += 1
             elif entry.origin == self.peer_id:
                 self._outlive(entry)
@@ -234,7 +247,7 @@ class Table:
             origin = lie.one.origin
             if origin in self.lies or origin == self.peer_id or len(self.lies) >= MAX_LIES:
                 continue
-            if self._proves(lie) and is_sound(lie.one) and is_sound(lie.other):
+            if self._proves(lie) and self.is_sound(lie.one) and self.is_sound(lie.other):
                 self.lies[origin] = lie
                 self._drop(origin)
                 found.append(lie)

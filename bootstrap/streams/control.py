@@ -29,6 +29,7 @@ _log = logging.getLogger(__name__)
 PROTOCOL_VERSION: Final = 2  # other numbers do not understand each other; releases of one do
 _MAX_METHOD_CHARS: Final = 128
 _MAX_RETRY_S: Final = 3600.0
+GOSSIP: Final = "p2p."  # how the names of the network's own notices begin
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
@@ -176,7 +177,7 @@ class ControlStream:
     ) -> None:
         self.connection = connection
         self.peer: PeerId = connection.peer
-        self.heard_at = trio.current_time()
+        self.heard_at = self.used_at = trio.current_time()  # and when anything but gossip last went to or fro
         self.rtts: list[float] = []
         self._settings = settings or NetworkSettings()
         self._serve = serve
@@ -197,6 +198,11 @@ class ControlStream:
     def offences(self) -> int:
         """How often the peer misbehaved."""
         return self._offences
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether either end waits for an answer."""
+        return bool(self._waiters) or self._serving > 0
 
     async def run(self) -> None:
         """Read until the connection is lost or misbehaves too often. Has a nursery for handlers."""
@@ -233,6 +239,7 @@ class ControlStream:
     async def request(self, method: str, body: bytes, timeout: float) -> bytes:
         """The encoded answer. Raises RemoteError, RequestTimeout or PeerLost."""
         self._check_open()
+        self.used_at = trio.current_time()
         self._next_id += 1
         number = self._next_id
         waiter = self._waiters[number] = _Waiter()
@@ -319,6 +326,8 @@ class ControlStream:
             self._offences += 1
             _log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), self.peer, error)
             return None
+        if isinstance(message, Request | Reply) or (isinstance(message, NoticeFrame) and message.method[:4] != GOSSIP):
+            self.used_at = self.heard_at
         match message:
             case Request():
                 return self._accept_request(message, nursery)

@@ -105,7 +105,7 @@ class Interpreter:
             self._network.wake(node)
 
     def do_read(self, name: str, kind: str) -> None:
-        found = self._network.nodes[name].peering.entries(kind)
+        found = self._network.nodes[name].peering.roster.entries(kind)
         texts = [f"{LETTERS[peer]}={payload.decode()}" for peer, payload in sorted(found.items())]
         self._tell(f"{name} reads {kind}: {' '.join(texts) or 'nothing'}")
 
@@ -131,7 +131,7 @@ class Interpreter:
         self._network.add(name, identity, _place(name), named=named, token=token)
 
     def _find_states(self, node: SimulatedNode) -> Iterable[tuple[str, str]]:
-        members = node.peering.members(lambda _: None, self._network.now)
+        members = node.peering.roster.members(lambda _: None, self._network.now)
         return [(LETTERS[member.peer_id], member.state.value) for member in members]
 
     def _tell_changes(self, node: SimulatedNode) -> None:

@@ -42,7 +42,7 @@ def test_messages_of_a_newer_release_are_skipped() -> None:
             for _ in range(50):
                 end.send_nowait(msgspec.msgpack.encode(["z", 7, {"a": 1}]))  # a kind of message that is not known
                 end.send_nowait(encode_notice("p2p.news", b"\xa1a"))  # a notice that is not known
-                end.send_nowait(encode_notice("p2p.tell", msgspec.msgpack.encode([[], [], None, False, "more"])))
+                end.send_nowait(encode_notice("p2p.tell", msgspec.msgpack.encode([[], [], None, None, False, "more"])))
             await elapse(5)
             assert await w.nodes[0].request(PEOPLE[1].peer_id, asking("echo"), Echo("a"), 1.0) == Echo("a from worker")
             assert PEOPLE[0].peer_id in w.nodes[1].connected()
