@@ -330,9 +330,9 @@ class Peering:
             if entry.kind in (CLAIM_KIND, MEMBER_KIND, OBJECTION_KIND):
                 self._leadership.read(origin)
             self._is_shifted = self._is_shifted or entry.kind == MEMBER_KIND
-            self._is_due = self._is_due or (
-                entry.kind == CLAIM_KIND and not self._leadership.is_refreshed(origin, self.coordinator)
-            )
+            is_refreshed = self._leadership.is_refreshed(origin, self.coordinator)
+            says_of_leading = entry.kind == OBJECTION_KIND or (entry.kind == CLAIM_KIND and not is_refreshed)
+            self._is_due = self._is_due or says_of_leading
             # Nobody else reads what only this machine says; and what follows from that is looked at anyway.
             self._is_news = self._is_news or entry.kind not in OWN_KINDS or entry.kind == MEMBER_KIND
         own = [entry for entry in result.changed if entry.origin == self._me]
