@@ -63,6 +63,7 @@ class NetworkSettings:
     retire_s: float = 1.0  # how long the loser of two crossing connections stays open for what is on its way
     max_offences: int = 16  # malformed or forged messages before a peer is disconnected
     max_requests: int = 256  # served at once for one peer; more are answered "busy"
+    busy_retry_s: float = 1.0  # ... with this time to try again; shorter frees a place unused for less time
 
     # Overlay and gossip. More sessions and more told at once: news is faster everywhere, and costs more.
     full_mesh: int = 16  # up to so many members everybody has a session with everybody; above, with about 4 log2(n)

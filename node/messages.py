@@ -76,6 +76,7 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     tflops: Figure = 0.0
     memory_gbps: Figure = 0.0
     kv_tokens: Count = 0
+    max_requests: Count = 0  # that it runs at once; 0: not told
     max_model_len: Count = 0
     starts: Count = 0
     pid: Count = 0  # of the engine process, on its own box

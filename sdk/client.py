@@ -202,7 +202,7 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
 
         `AsyncClient` returns what is awaited or, with `stream=True`, iterated by `async for`. See
         `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent; the
-        answer raises ConnectionFailed, RequestFailed or DeadlineExceeded."""
+        answer raises ConnectionFailed, RequestFailed, Busy or DeadlineExceeded."""
         body = build_request(prompt, messages, options)
         return self._stream(body) if stream else self._generate(body)
 
