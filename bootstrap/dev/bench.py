@@ -2,7 +2,7 @@
 
     python -m p2pserve.bootstrap.bench [--parts join,loss,idle,calm,churn] [--format json]
 
-Boxes are processes of this machine with emulated engines: agents, sockets and plans are real, GPUs
+BoxNetwork are processes of this machine with emulated engines: agents, sockets and plans are real, GPUs
 are not. Seconds are from the event to the last box that has said so. `churn` is simulated: the same
 machines, on a simulated network.
 """
@@ -22,7 +22,7 @@ import psutil
 
 from ..addresses import Address
 from ..trust.tokens import Bootstrap
-from .boxes import Box, Boxes
+from .boxes import BoxNetwork, BoxProcess
 from .simulation import Simulation, Weather, identity_of
 
 PARTS: Final = ("join", "loss", "idle", "calm", "churn")
@@ -33,7 +33,7 @@ BUSY_LOOPS: Final = 3
 Figures = dict[str, float | int | None]
 
 
-def grow(boxes: Boxes, count: int) -> float:
+def grow(boxes: BoxNetwork, count: int) -> float:
     """Let all but the first box join at once; seconds until the network is whole."""
     if not boxes.all:
         boxes.start_first()
@@ -45,7 +45,7 @@ def grow(boxes: Boxes, count: int) -> float:
 
 def measure_join(count: int, watch_s: float) -> Figures:
     """Many join at once, and what happens in the time after that."""
-    with Boxes() as boxes:
+    with BoxNetwork() as boxes:
         whole_s = grow(boxes, count)
         settled = time.monotonic()
         time.sleep(watch_s)
@@ -57,12 +57,12 @@ def measure_join(count: int, watch_s: float) -> Figures:
         }
 
 
-def _leader_of(boxes: Boxes) -> Box:
+def _leader_of(boxes: BoxNetwork) -> BoxProcess:
     found = {box.leader[0] for box in boxes.running() if box.leader is not None}
     return next(box for box in boxes.running() if box.peer in found)
 
 
-def _replaced_s(boxes: Boxes, lost: Box, act: Callable[[Box], None]) -> float:
+def _replaced_s(boxes: BoxNetwork, lost: BoxProcess, act: Callable[[BoxProcess], None]) -> float:
     others = [box for box in boxes.running() if box is not lost]
     act(lost)
     return boxes.wait(
@@ -78,7 +78,7 @@ def _replaced_s(boxes: Boxes, lost: Box, act: Callable[[Box], None]) -> float:
 def measure_loss(count: int, times: int) -> Figures:
     """The coordinator is killed, and stopped; another box is killed. Medians."""
     killed, hung, gone = [], [], []
-    with Boxes() as boxes:
+    with BoxNetwork() as boxes:
         grow(boxes, count)
         for _ in range(times):
             leader = _leader_of(boxes)
@@ -98,13 +98,13 @@ def measure_loss(count: int, times: int) -> Figures:
     }
 
 
-def _gone_s(boxes: Boxes, victim: Box) -> float:
+def _gone_s(boxes: BoxNetwork, victim: BoxProcess) -> float:
     others = [box for box in boxes.running() if box is not victim]
     boxes.kill(victim)
     return boxes.wait(lambda: all(victim.peer not in box.alive for box in others), NOTICED_S, "a dead box to be gone")
 
 
-def _restore(boxes: Boxes, lost: Box) -> None:
+def _restore(boxes: BoxNetwork, lost: BoxProcess) -> None:
     """Start a box again where it was, and wait until all is whole."""
     boxes.restart(lost)
     boxes.wait(lambda: boxes.are_whole(boxes.running()), WHOLE_S, "a restarted box to be back")
@@ -112,7 +112,7 @@ def _restore(boxes: Boxes, lost: Box) -> None:
 
 def measure_idle(count: int, seconds: float) -> Figures:
     """What an agent costs when nobody asks."""
-    with Boxes() as boxes:
+    with BoxNetwork() as boxes:
         grow(boxes, count)
         time.sleep(5.0)
         agents = [psutil.Process(box.process.pid) for box in boxes.running()[1:]]
@@ -132,7 +132,7 @@ def _spin() -> None:
 
 def measure_calm(count: int, seconds: float) -> Figures:
     """How often a living box is called gone, idle and beside three busy loops."""
-    with Boxes() as boxes:
+    with BoxNetwork() as boxes:
         grow(boxes, count)
         counts = []
         for loops in (0, BUSY_LOOPS):

@@ -21,7 +21,7 @@ _ENGINE: Final = ("--engine", "emulated", "--emulate", "1xA40", "--model", "llam
 
 
 @dataclass(eq=False)
-class Box:
+class BoxProcess:
     """One node's process and what it has said so far."""
 
     number: int
@@ -59,11 +59,11 @@ class Box:
             self.plan = line.split(" ", 2)[1]
 
 
-class Boxes:
+class BoxNetwork:
     """The nodes of one network. Use as a context: nothing that was started outlives it."""
 
     def __init__(self) -> None:
-        self.all: list[Box] = []
+        self.all: list[BoxProcess] = []
         self._home = Path(tempfile.mkdtemp(prefix="p2pserve-bench-"))
         self._changed = threading.Condition()
 
@@ -77,34 +77,34 @@ class Boxes:
             self.kill(box)
         shutil.rmtree(self._home, ignore_errors=True)
 
-    def running(self) -> list[Box]:
+    def running(self) -> list[BoxProcess]:
         """The boxes whose processes have not ended."""
         return [box for box in self.all if box.is_running]
 
-    def start_first(self) -> Box:
+    def start_first(self) -> BoxProcess:
         """Start the network, and wait until it is there."""
         first = self._start(0, ("bootstrap",))
         self.wait(lambda: bool(first.peer), 60.0, "the bootstrap to start")
         return first
 
-    def join(self, numbers: Iterable[int]) -> list[Box]:
+    def join(self, numbers: Iterable[int]) -> list[BoxProcess]:
         """Start boxes that join it, all at once."""
         first = self.all[0]
         token = first.tokens.get("leader") or first.tokens["worker"]
         return [self._start(number, ("join", "--bootstrap", token, *_ENGINE)) for number in numbers]
 
-    def restart(self, lost: Box) -> Box:
+    def restart(self, lost: BoxProcess) -> BoxProcess:
         """Start a box that was killed again, with its home."""
         if lost.number:
             return self.join((lost.number,))[0]
         return self.start_first()
 
-    def kill(self, box: Box) -> None:
+    def kill(self, box: BoxProcess) -> None:
         """End a box as a power cut would end its processes."""
         self.signal(box, signal.SIGKILL)
         box.process.wait()
 
-    def signal(self, box: Box, number: int) -> None:
+    def signal(self, box: BoxProcess, number: int) -> None:
         """Send a signal to all processes of a box."""
         try:
             os.killpg(box.process.pid, number)
@@ -121,7 +121,7 @@ class Boxes:
                 self._changed.wait(0.5)
         return time.monotonic() - began
 
-    def are_whole(self, boxes: Iterable[Box]) -> bool:
+    def are_whole(self, boxes: Iterable[BoxProcess]) -> bool:
         """Whether these see each other and nobody else, follow one leader among them, and have one plan."""
         boxes = list(boxes)
         peers = {box.peer for box in boxes}
@@ -134,7 +134,7 @@ class Boxes:
             and all(box.plan for box in boxes)
         )
 
-    def _start(self, number: int, command: tuple[str, ...]) -> Box:
+    def _start(self, number: int, command: tuple[str, ...]) -> BoxProcess:
         home = self._home / str(number)
         home.mkdir(exist_ok=True)
         process = subprocess.Popen(
@@ -155,23 +155,23 @@ class Boxes:
             text=True,
             start_new_session=True,
         )
-        box = Box(number, home, process, time.monotonic())
+        box = BoxProcess(number, home, process, time.monotonic())
         self.all = [each for each in self.all if each.number != number or each.is_running] + [box]
         self.all.sort(key=lambda each: each.number)
         for stream, take in ((process.stdout, self._greet), (process.stderr, self._hear)):
             threading.Thread(target=self._read, args=(box, stream, take), daemon=True).start()
         return box
 
-    def _read(self, box: Box, stream: Iterable[str], take: Callable[[Box, str, float], None]) -> None:
+    def _read(self, box: BoxProcess, stream: Iterable[str], take: Callable[[BoxProcess, str, float], None]) -> None:
         for line in stream:
             now = time.monotonic()
             with self._changed:
                 take(box, line.rstrip("\n"), now)
                 self._changed.notify_all()
 
-    def _greet(self, box: Box, line: str, now: float) -> None:
+    def _greet(self, box: BoxProcess, line: str, now: float) -> None:
         greeting = json.loads(line)
         box.peer, box.tokens = greeting["peer"], greeting["tokens"]
 
-    def _hear(self, box: Box, line: str, now: float) -> None:
+    def _hear(self, box: BoxProcess, line: str, now: float) -> None:
         box.hear(line, now)
