@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import trio
 
@@ -13,23 +14,31 @@ from .settings import NetworkSettings
 from .trust.keys import PeerId
 from .trust.tokens import Bootstrap
 
+SAY_FIRST_S: Final = 3.0  # most that are away for a moment are back by then
+SAY_EVERY_S: Final = 10.0
+
 JoinOutcome = tuple[Bootstrap, NetworkError | None]  # None: this member has let us in
 
 
 class Joining:
-    """One node's way into its network. ``on_named`` hears who answers at an address that was given by hand."""
+    """One node's way into its network.
+
+    ``on_named`` hears who answers at an address that was given by hand; ``say`` is told now and then what is waited
+    for, in a line for people."""
 
     def __init__(
         self,
         contacts: Contacts,
         sessions: PeerSessions,
         on_named: Callable[[PeerId, Address], None],
+        say: Callable[[str], None],
         settings: NetworkSettings,
         rng: random.Random,
     ) -> None:
         self._contacts = contacts
         self._sessions = sessions
         self._on_named = on_named
+        self._say = say
         self._settings = settings
         self._rng = rng
 
@@ -52,7 +61,9 @@ class Joining:
     ) -> NetworkError | None:
         """None as soon as a member lets us in; else why nobody does."""
         failures: dict[Bootstrap, NetworkError] = {}
-        with trio.move_on_after(self._settings.join_s):
+        ends_at = trio.current_time() + self._settings.join_s
+        say_at = trio.current_time() + SAY_FIRST_S
+        with trio.move_on_at(ends_at):
             async for member, error in outcomes:
                 if error is None or isinstance(error, IdentityInUse):
                     return error
@@ -63,6 +74,10 @@ class Joining:
                 refusals = [each for each in failures.values() if not isinstance(each, Unreachable)]
                 if refusals:
                     return refusals[0]
+                if trio.current_time() >= say_at:
+                    say_at = trio.current_time() + SAY_EVERY_S
+                    left_s = ends_at - trio.current_time()
+                    self._say(f"waiting for the network, for {left_s:.0f} s more: {self._describe_failure(failures)}")
         return self._describe_failure(failures)
 
     def _describe_failure(self, failures: Mapping[Bootstrap, NetworkError]) -> NetworkError:
@@ -85,6 +100,7 @@ class Joining:
 
     async def _keep_asking(self, member: Bootstrap, outcome: trio.MemorySendChannel[JoinOutcome]) -> None:
         """Ask one member to let us in, until it does or refuses."""
+        pause_s = self._settings.join_retry_s
         while True:
             try:
                 peer = await self._sessions.find_peer(member)
@@ -100,4 +116,5 @@ class Joining:
             else:
                 outcome.send_nowait((member, None))
                 return
-            await trio.sleep(self._settings.join_retry_s * self._rng.uniform(0.8, 1.2))
+            await trio.sleep(pause_s * self._rng.uniform(0.8, 1.2))
+            pause_s = min(1.5 * pause_s, self._settings.named_backoff_s)

@@ -109,6 +109,7 @@ class Network:
     settings: NetworkSettings = field(default_factory=NetworkSettings)
     rules: EntryRules = field(default_factory=EntryRules)
     release: str = ""  # of this program, for people
+    say: Callable[[str], None] = _log.info  # tells the owner what is waited for
 
     def __post_init__(self) -> None:
         self.peer_id: PeerId = self.identity.peer_id
@@ -143,7 +144,7 @@ class Network:
             self.settings,
         )
         contacts = Contacts(named=self._named, standby=self._remembered)
-        self._joining = Joining(contacts, self._sessions, self._peering.on_named, self.settings, self.rng)
+        self._joining = Joining(contacts, self._sessions, self._peering.on_named, self.say, self.settings, self.rng)
         self._sessions.on_opened, self._sessions.on_closed = self._on_opened, self._on_closed
         self._handlers.add_notice(_TELL, self._on_gossip)
         self._handlers.add_notice(_SUMMARY, self._on_gossip)

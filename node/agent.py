@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import trio
 
 from .. import __version__
-from ..bootstrap import Address, Identity, PeerId, announced_address
+from ..bootstrap import Address, Identity, NetworkSettings, PeerId, announced_address
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
@@ -107,6 +107,8 @@ async def _join(
             release=__version__,
             rng=random.Random(),
             clock=time.time,
+            settings=replace(NetworkSettings(), join_s=settings.join_timeout_s),
+            say=say,
         )
         async with network:
             node = Node(Joined(network, settings, say), found, served, port, relay, nursery)

@@ -49,7 +49,7 @@ Label = Annotated[str, msgspec.Meta(max_length=128)]
 Content = Annotated[str, msgspec.Meta(max_length=4 << 20)]  # what is too long is refused by its bytes, in a clear line
 # The same goes for a client's other parameters: any number that fits here is answered with its parameter's name.
 AnyInteger = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-AnyNumber = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+AnyNumber = Annotated[float, msgspec.Meta(extra={"checked_by": "node.requests.acceptance"})]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 LinkId = Annotated[bytes, msgspec.Meta(min_length=LINK_ID_BYTES, max_length=LINK_ID_BYTES)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]

@@ -172,6 +172,7 @@ class NodeSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
     tuning: NodeTuning = WAN
+    join_timeout_s: float = 60.0  # how long to ask members that do not answer; longer: one that starts later is found
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0
