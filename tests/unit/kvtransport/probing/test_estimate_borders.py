@@ -95,7 +95,7 @@ class TestSamples:
 
     @pytest.mark.parametrize("rtt_s", [0.0, -0.1, inf])
     def test_a_ping_that_cannot_be(self, rtt_s: float) -> None:
-        with pytest.raises(FiguresError, match="ping.rtt_s is"):
+        with pytest.raises(FiguresError, match=r"ping\.rtt_s is"):
             LinkEstimator(GUESS).on_ping(rtt_s, now=0.0)
 
 

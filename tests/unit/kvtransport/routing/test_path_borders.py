@@ -1,6 +1,6 @@
 """What is exactly on the border of a rule, what an impossible path says, and which of two equals is taken.
 
-Links have no round trip, so seconds are bytes over rate; rates are powers of two or five quarters, so nothing is rounded.
+Links have no round trip, so seconds are bytes over rate; rates are powers of two or five quarters: nothing is rounded.
 """
 
 from __future__ import annotations
