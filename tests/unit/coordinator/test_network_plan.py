@@ -264,8 +264,9 @@ def test_a_plan_says_how_much_a_step_may_compute_and_keeps_to_it() -> None:
 
     near, far = running(round(steps["b"] * 1.5)), running(steps["b"] * 2)
     assert some_plan(*boxes, links=fast("f", "b"), previous=near) is near
-    again = some_plan(*boxes, links=fast("f", "b"), previous=far)
-    assert {replica.id: replica.step_tokens for replica in again.replicas} == steps
+    for other in (far, running(0)):
+        again = some_plan(*boxes, links=fast("f", "b"), previous=other)
+        assert {replica.id: replica.step_tokens for replica in again.replicas} == steps
 
 
 def test_nothing_new_is_the_same_object() -> None:
