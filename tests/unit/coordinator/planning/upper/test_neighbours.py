@@ -127,9 +127,7 @@ def test_groups_across_boxes_merge_where_they_are_of_one_service(make_space: Mak
 
 def test_parts_of_a_group_are_in_any_phase(make_space: MakeSpace) -> None:
     space = some_of(make_space, A0, phase=None, settings=NO_GATHER)
-    split = {
-        served((phase, 0, {A0: 2}) for phase in phases) for phases in combinations_with_replacement((P, D, M), 2)
-    }
+    split = {served((phase, 0, {A0: 2}) for phase in phases) for phases in combinations_with_replacement((P, D, M), 2)}
     flipped = {served([(D, 0, {A0: 4})]), mixed({A0: 4})}
     assert neighbours(space, served([(P, 0, {A0: 4})])) == split | flipped
 
@@ -163,8 +161,6 @@ def test_a_group_changes_its_service_and_then_may_change_its_phase(make_space: M
     found = neighbours(space, mixed({T0: 2}))
     others = {served([(phase, service, {T0: 2})]) for phase in (P, D, M) for service in (1, 2)}
     assert found == others | {served([(phase, 0, {T0: 2})]) for phase in (P, D)}
-
-
 
 
 def test_boxes_of_a_group_are_cut_anew_together_or_apart(make_space: MakeSpace) -> None:
