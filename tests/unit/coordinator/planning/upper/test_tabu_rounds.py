@@ -142,9 +142,10 @@ def test_a_step_that_leads_somewhere_puts_off_the_end_of_a_round(make_space: Mak
 )
 def test_a_step_may_be_worse_by_the_temperature_which_falls(make_space: MakeSpace, steps: int, lowest: float) -> None:
     """Of 20 steps after the start."""
+    *before, drawn = islice(others(make_space(only_start)[0]), steps + 1)
     for value, taken in ((lowest - 0.001, False), (lowest + 0.001, True)):
-        space, _ = make_space(lambda found, value=value: value if found == drawn else only_start(found), slack=0.0)
-        *before, drawn = islice(others(space), steps + 1)
+        scores = {START: 1.0, drawn: value}
+        space, _ = make_space(lambda found, scores=scores: scores.get(found, 0.0), slack=0.0)
         packing = Neighbours([*before, drawn])
         run(space, packing, limit=21, warm=0.4, cold=0.1, fruitless_draws=1)
         assert packing.asked[: steps + 2] == [START] * (steps + 1) + [drawn if taken else START]
