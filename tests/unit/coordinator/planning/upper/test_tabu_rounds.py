@@ -126,8 +126,8 @@ def test_rounds_have_so_many_steps_and_the_last_takes_what_is_left(
 
 
 def test_a_step_that_leads_somewhere_puts_off_the_end_of_a_round(make_space: MakeSpace) -> None:
+    *worse, better = islice(others(make_space(only_start)[0]), 8)
     space, _ = make_space(lambda found: 2.0 if found == better else only_start(found), slack=0.1)
-    *worse, better = islice(others(space), 8)
     packing = Neighbours([*worse[:3], better, *worse[3:]])
     run(space, packing, stale_steps=4, fresh_share=1.0, fruitless_draws=1000, limit=10)
     # three steps, two for the better one, which is bounded and scored, and four more that lead nowhere
