@@ -208,3 +208,13 @@ def test_one_group_of_several_may_be_cut_anew_alone(make_space: MakeSpace) -> No
     """In three at once, which no split does."""
     space = some_of(make_space, A0, A1, least=1, settings=SearchSettings(gathered_boxes=1))
     assert mixed({A0: 2}, {A0: 1}, {A0: 1}, {A1: 4}) in neighbours(space, mixed({A0: 4}, {A1: 4}))
+
+
+def test_gpus_left_over_in_one_box_go_where_those_of_the_other_did_not(make_space: MakeSpace) -> None:
+    """Of five in three groups two are left over, of four the third group's one: all have three."""
+    space = some_of(make_space, A0, A1, least=1, settings=SearchSettings(gather_apart=0.0))
+    boxes = tuple(replace(box, gpus=5 if box.id == "a0" else box.gpus) for box in space.boxes)
+    problem = replace(space.problem, cluster=replace(space.problem.cluster, boxes=boxes))
+    found = neighbours(SearchSpace.of(problem, space.evaluator, space.settings), mixed({A0: 5, A1: 4}))
+    in_three = {there for there in found if len(there) == 3}
+    assert in_three == {mixed({A0: 2, A1: 1}, {A0: 2, A1: 1}, {A0: 1, A1: 2})}
