@@ -65,7 +65,13 @@ def test_a_peer_without_a_port_is_never_dialled() -> None:
 
 @pytest.mark.parametrize(
     ("dialled_by_low", "dialled_by_high_held", "age", "expected"),
-    [(True, True, 0.1, True), (False, False, 0.1, False), (False, False, 60.0, True)],
+    [
+        (True, True, 0.1, True),
+        (False, False, 0.1, False),
+        (False, False, 5.0, False),
+        (False, False, 5.01, True),
+        (False, False, 60.0, True),
+    ],
 )
 def test_both_ends_keep_the_same_connection(
     dialled_by_low: bool, dialled_by_high_held: bool, age: float, expected: bool
@@ -144,3 +150,36 @@ def test_so_many_that_one_has_only_been_told_of_are_dialled_per_second() -> None
     assert len(later) == pytest.approx(10 * SETTINGS.strange_dials_s, abs=2)
     book.prefer(PeerId("z199"))
     assert Dial(PeerId("z199"), wanted[PeerId("z199")]) in book.take_due(wanted, (), 60.0)
+
+
+class Least(random.Random):
+    """Gives the least of what it is asked for."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return a
+
+
+def test_the_higher_waits_and_backs_off_for_no_less_than_its_jitter_allows() -> None:
+    book = DialBook(ME, Least(), SETTINGS)
+    assert book.take_due({LOW: AT, HIGH: AT}, (), 0.0) == (Dial(HIGH, AT),)
+    assert book.wake_at(()) == pytest.approx(0.8 * SETTINGS.higher_waits_s)
+    book.on_result(HIGH, False, 0.25)
+    assert book.wake_at(()) == pytest.approx(0.25 + 0.75 * SETTINGS.first_backoff_s), "the sooner of the two"
+    assert book.wake_at({HIGH}) == pytest.approx(0.8 * SETTINGS.higher_waits_s)
+
+
+def test_a_connection_that_broke_ends_the_backoff_of_what_failed_before() -> None:
+    book = DialBook(ME, Least(), SETTINGS)
+    for now in (0.0, 10.0, 20.0):
+        assert book.take_due({HIGH: AT}, (), now)
+        book.on_result(HIGH, False, now)
+    book.on_disconnected(HIGH, 21.0)
+    assert book.take_due({HIGH: AT}, (), 21.0) == (Dial(HIGH, AT),)
+    book.on_result(HIGH, False, 21.0)
+    assert book.wake_at(()) == pytest.approx(21.0 + 0.75 * SETTINGS.first_backoff_s)
+
+
+def test_one_whose_address_is_not_known_is_not_waited_for() -> None:
+    book = DialBook(ME, Least(), SETTINGS)
+    book.on_disconnected(HIGH, 5.0)
+    assert book.wake_at(()) == float("inf")
