@@ -82,8 +82,8 @@ class ClientLimits:
     """A client may have so many times what is left free of the engines' room: all but a sixteenth when it is alone.
     Higher: engines are fuller while one client asks; lower: who comes next waits less, and steps are shorter."""
     queued_s: float = 0.25
-    """Prompts that engines prefill in this time are given to them before others have begun, and always one that waits
-    for each that begins. Longer: engines are kept busy over slower links; shorter: who comes next is served sooner."""
+    """So much prefilling may lie at engines before a client is given more of it; long prompts come one by one. Longer:
+    engines are kept busy over slower links; shorter: who comes next is served sooner."""
     output_cost: float = 2.0  # of a token of an answer, in tokens of a prompt; higher: long answers count for more
     retry: RetrySettings = field(default_factory=RetrySettings)
 

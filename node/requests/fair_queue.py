@@ -53,8 +53,9 @@ class ServiceRoom(NamedTuple):
     """How much may be served at once, and what part of it one client can have.
 
     `share`: how many times what is left free of requests and size a client may have. `unstarted`: the size of what is
-    served and has not started; but two requests for each of the `replicas` on which they start, one that does and one
-    that waits for it, may have any size. On `mixed` of those a request that starts holds up others.
+    served and has not started. On each of the `replicas` on which requests start, one of any size may, and a second one
+    may wait for it once no more than `unstarted` should be left of those that do, at `rate` per second in all. On
+    `mixed` of them a request that starts holds up others.
     """
 
     requests: int
@@ -63,6 +64,7 @@ class ServiceRoom(NamedTuple):
     share: float
     mixed: int = 0
     replicas: int = 1
+    rate: float = 0.0
 
 
 class OverQuota(Exception):
@@ -119,6 +121,7 @@ class FairQueue(Generic[Key]):
         self._virtual = 0.0  # the counter of whoever was last given a turn, before that
         self._size = self._served = self._served_size = 0
         self._starting = self._unstarted = 0  # requests, and their size
+        self._left_at = 0.0, 0.0  # a moment, and what should have been left of that size then
 
     def __repr__(self) -> str:
         waiting = len(self._entries) - self._served
@@ -182,6 +185,7 @@ class FairQueue(Generic[Key]):
         next_.served_size += entry.size
         self._served += 1
         self._served_size += entry.size
+        self._left_at = now, self._left(room, now) + entry.size
         self._starting += 1
         self._unstarted += entry.size
         return entry.key
@@ -263,17 +267,25 @@ class FairQueue(Generic[Key]):
             return False
         if not account.served:  # it need not wait until others' work has begun
             return True
-        starting, unstarted = self._starting, self._unstarted
-        if account.served < self._served:
-            pauses = [begun for until, begun in account.pauses if until > now]
-            starting, unstarted = starting + len(pauses), unstarted + sum(pauses)
-        return starting < 2 * room.replicas or unstarted + size <= room.unstarted
+        is_alone = account.served == self._served
+        pauses = [] if is_alone else [begun for until, begun in account.pauses if until > now]
+        starting, unstarted = self._starting + len(pauses), self._unstarted + sum(pauses)
+        if starting < room.replicas or unstarted + size <= room.unstarted:
+            return True
+        return not pauses and starting < 2 * room.replicas and self._left(room, now) <= room.unstarted
 
     def _stop_starting(self, entry: _Entry[Key]) -> None:
         if entry.is_starting:
             self._starting -= 1
             self._unstarted -= entry.unstarted
             entry.is_starting, entry.unstarted = False, 0
+            at, left = self._left_at
+            self._left_at = at, min(left, float(self._unstarted))
+
+    def _left(self, room: ServiceRoom, now: float) -> float:
+        """What should be left of the requests that start."""
+        at, left = self._left_at
+        return max(0.0, left - room.rate * (now - at))
 
     def _forget(self, client: Hashable, counter: float) -> None:
         """A client has no requests here any more."""

@@ -26,9 +26,9 @@ def queue_of(quota: Quota = AMPLE) -> FairQueue[Key]:
 
 
 def room_of(
-    requests: int = 64, size: float = inf, unstarted: float = inf, share: float = inf, mixed: int = 0, replicas: int = 1
+    requests: int = 64, size: float = inf, unstarted: float = inf, share: float = inf, **more: float
 ) -> ServiceRoom:
-    return ServiceRoom(requests, size, unstarted, share, mixed, replicas)
+    return ServiceRoom(requests, size, unstarted, share, **more)  # type: ignore[arg-type]
 
 
 def fill(queue: FairQueue[Key], client: str, count: int, size: int = 10, now: float = 0.0) -> None:
@@ -335,15 +335,33 @@ def test_who_has_nothing_there_does_not_wait_until_others_have_begun() -> None:
     assert take_all(queue, room) == [Key("b", 0)]
 
 
-def test_each_replica_has_a_request_that_starts_and_one_that_waits_for_it_of_any_size() -> None:
+def test_each_replica_has_one_request_of_any_size_and_the_next_when_little_should_be_left_of_it() -> None:
     queue = queue_of()
-    room = room_of(unstarted=35, replicas=3)
+    room = room_of(unstarted=35, replicas=3, rate=10.0)
     fill(queue, "a", 20, 100)
-    assert len(take_all(queue, room)) == 6
-    queue.start(Key("a", 3), 0.0)
-    assert take_all(queue, room) == [Key("a", 6)]
-    queue.remove(Key("a", 0), 0.0)
-    assert take_all(queue, room) == [Key("a", 7)]
+    assert len(take_all(queue, room)) == 3
+    assert take_all(queue, room, 26.4) == []  # of 300, 36 should be left
+    assert take_all(queue, room, 26.5) == [Key("a", 3)]
+    assert take_all(queue, room, 30.0) == []
+    assert take_all(queue, room, 36.5) == [Key("a", 4)]
+    assert take_all(queue, room, 46.5) == [Key("a", 5)]
+    assert take_all(queue, room, 1000.0) == []  # two for each
+    queue.start(Key("a", 3), 1000.0)
+    assert take_all(queue, room, 1000.0) == [Key("a", 6)]
+    queue.remove(Key("a", 0), 1000.0)
+    assert take_all(queue, room, 1000.0) == []
+
+
+def test_what_has_started_is_not_left() -> None:
+    queue = queue_of()
+    room = room_of(unstarted=35, replicas=2, rate=1.0)
+    fill(queue, "a", 20, 30)
+    queue.add("b", Key("b", 0), 100, 0.0)
+    assert take_all(queue, room) == [Key("a", 0), Key("b", 0)]
+    queue.start(Key("b", 0), 1.0)
+    assert take_all(queue, room, 1.0) == [Key("a", 1)]
+    assert take_all(queue, room, 24.9) == []
+    assert take_all(queue, room, 25.0) == [Key("a", 2)]
 
 
 def served_beside(others: int, room: ServiceRoom) -> FairQueue[Key]:
@@ -367,13 +385,13 @@ def test_while_others_are_served_a_prompt_is_followed_by_a_pause(
 ) -> None:
     """As long as the prompt took, where all replicas decode for others; else by the part of them that may."""
     queue = queue_of()
-    room = room_of(unstarted=10, mixed=mixed, replicas=replicas)
+    room = room_of(unstarted=9, mixed=mixed, replicas=replicas)
     fill(queue, "other", others, 1)
     for key in take_all(queue, room):
         queue.start(key, 0.0)
     fill(queue, "hog", 5 * replicas)
     first = take_all(queue, room)
-    assert len(first) == 2 * replicas
+    assert len(first) == replicas
     queue.start(first[0], 4.0)
     if pause:
         assert take_all(queue, room, 3.99 + pause) == []
