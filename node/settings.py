@@ -75,15 +75,15 @@ class ClientLimits:
     tokens: int = 2 << 20  # of prompts and answers of one client
     all_tokens: int = 4 << 20  # 40 bytes each
     prompts: int = 128  # of one client that wait to be tokenised; fewer than `NetworkSettings.max_requests`
-    text_bytes: int = 8 << 20  # of those; at least MAX_PROMPT_BYTES
-    all_text_bytes: int = 24 << 20  # some 5 bytes each
+    text_bytes: int = 6 << 20  # of those; at least MAX_PROMPT_BYTES
+    all_text_bytes: int = 16 << 20  # some 5 bytes each
     tokenizing_bytes: int = 4 << 20  # being tokenised; 200 bytes each, for some seconds
     share: float = 15.0
     """A client may have so many times what is left free of the engines' room: all but a sixteenth when it is alone.
     Higher: engines are fuller while one client asks; lower: who comes next waits less, and steps are shorter."""
     queued_s: float = 0.25
-    """Prompts that engines prefill in this time are given to them before others have begun. Longer: engines are kept
-    busy over slower links; shorter: who comes next is served sooner."""
+    """So much prefilling may lie at engines before a client is given more of it; long prompts come one by one. Longer:
+    engines are kept busy over slower links; shorter: who comes next is served sooner."""
     output_cost: float = 2.0  # of a token of an answer, in tokens of a prompt; higher: long answers count for more
     retry: RetrySettings = field(default_factory=RetrySettings)
 

@@ -61,6 +61,7 @@ ACCEPT_TIMEOUT_S = 15.0  # a gateway accepts or refuses at once; tokenising a ve
 STATUS_TIMEOUT_S = 5.0
 DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can
 LEAVE_S = 2.0
+OPENINGS = 64  # requests that wait to be accepted at once; gateways accept them in turn, and refuse too many of them
 RACERS = 3  # a client knows how far its bootstrap is; of the rest it tries so many at once
 ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_method"})  # another node may do better
 
@@ -148,6 +149,10 @@ class _GatewayLost(Exception):
         self.retry_after_s = retry_after_s
 
 
+class _GatewayRefuses(_GatewayLost):
+    """It has answered, and has nothing of the request."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Loss:
@@ -181,6 +186,7 @@ class Session:
         self._view = NetworkView()
         self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
         self._inboxes: dict[str, _Inbox] = {}
+        self._openings = trio.CapacityLimiter(OPENINGS)
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
         network.on_notice(ANSWER, self._on_update)
         network.on_peer_lost(self._on_peer_lost)
@@ -234,7 +240,12 @@ class Session:
         self._inboxes[body.request] = _Inbox(gateway, send)
         running = True
         try:
-            replay.service = (await self._open(gateway, body, replay)).service
+            try:
+                async with self._openings:
+                    replay.service = (await self._open(gateway, body, replay)).service
+            except (_GatewayRefuses, ClientError):
+                running = False
+                raise
             async for update in receive:
                 if update is None:
                     running = False
@@ -266,7 +277,7 @@ class Session:
             return await self._network.request(gateway, GENERATE, body, ACCEPT_TIMEOUT_S)
         except RemoteError as error:
             if error.code in ELSEWHERE:
-                raise _GatewayLost(error.message, error.retry_after_s) from error
+                raise _GatewayRefuses(error.message, error.retry_after_s) from error
             if error.code == "invalid":
                 raise InvalidRequest(error.message) from error
             raise RequestFailed(f"gateway {_short(gateway)} refuses: {error.message}") from error

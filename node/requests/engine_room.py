@@ -37,14 +37,16 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
     decoding = [(replica, engine) for replica, engine in usable if replica.decodes] or usable
     prefilling = [(replica, engine) for replica, engine in usable if replica.prefills] or usable
     places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - others.get(replica.head, 0)) for replica, e in decoding)
+    rate = sum(_prefill_tokens_s(view, replica, engine) for replica, engine in prefilling)
     return ServiceRoom(
         # At least one: it would be wrong to wait for ever for gateways that tell more than is true.
         requests=max(1, sum(places)),
         size=max(1, sum(engine.kv_tokens for _, engine in decoding)),
-        unstarted=limits.queued_s * sum(_prefill_tokens_s(view, replica, engine) for replica, engine in prefilling),
+        unstarted=limits.queued_s * rate,
         share=limits.share,
         mixed=sum(replica.prefills and replica.decodes for replica, _ in usable),
         replicas=len(prefilling),
+        rate=rate,
     )
 
 

@@ -52,8 +52,10 @@ class Quota:
 class ServiceRoom(NamedTuple):
     """How much may be served at once, and what part of it one client can have.
 
-    `unstarted`: the size of what is served and has not started. `share`: how many times what is left free of requests
-    and size a client may have. `replicas` serve, on `mixed` of which a request that starts holds up others.
+    `share`: how many times what is left free of requests and size a client may have. `unstarted`: the size of what is
+    served and has not started. On each of the `replicas` on which requests start, one of any size may, and a second one
+    may wait for it once no more than `unstarted` should be left of those that do, at `rate` per second in all. On
+    `mixed` of them a request that starts holds up others.
     """
 
     requests: int
@@ -62,6 +64,7 @@ class ServiceRoom(NamedTuple):
     share: float
     mixed: int = 0
     replicas: int = 1
+    rate: float = 0.0
 
 
 class OverQuota(Exception):
@@ -81,6 +84,7 @@ class _Entry(Generic[Key]):
     taken_at: float = 0.0
     mixed: int = 0  # of the room, when its turn came
     replicas: int = 1
+    is_starting: bool = False
     unstarted: int = 0
 
 
@@ -115,7 +119,9 @@ class FairQueue(Generic[Key]):
         self._accounts: dict[Hashable, _ClientAccount[Key]] = {}
         self._idle: dict[Hashable, float] = {}  # counters above `_virtual` of clients that have nothing here
         self._virtual = 0.0  # the counter of whoever was last given a turn, before that
-        self._size = self._served = self._served_size = self._unstarted = 0
+        self._size = self._served = self._served_size = 0
+        self._starting = self._unstarted = 0  # requests, and their size
+        self._left_at = 0.0, 0.0  # a moment, and what should have been left of that size then
 
     def __repr__(self) -> str:
         waiting = len(self._entries) - self._served
@@ -170,7 +176,8 @@ class FairQueue(Generic[Key]):
         if next_ is None or not self._fits(next_, room, now):
             return None
         entry = next_.waiting.popleft()
-        entry.is_served, entry.taken_at, entry.unstarted = True, now, entry.size
+        entry.is_served = entry.is_starting = True
+        entry.taken_at, entry.unstarted = now, entry.size
         entry.mixed, entry.replicas = room.mixed, room.replicas
         self._virtual = max(self._virtual, next_.counter)
         next_.counter += entry.size
@@ -178,21 +185,22 @@ class FairQueue(Generic[Key]):
         next_.served_size += entry.size
         self._served += 1
         self._served_size += entry.size
+        self._left_at = now, self._left(room, now) + entry.size
+        self._starting += 1
         self._unstarted += entry.size
         return entry.key
 
     def start(self, key: Key, now: float) -> None:
         """A served request is past its beginning: what holds up others has been done."""
         entry = self._entries[key]
-        if not entry.unstarted:
+        if not entry.is_starting:
             return
         account = self._accounts[entry.client]
         # Others' requests are on so many of the mixed replicas, as far as is known here.
         held_up = min(entry.mixed, self._served - account.served) / entry.replicas
         account.pauses = [pause for pause in account.pauses if pause[0] > now]
         account.pauses.append((now + held_up * (now - entry.taken_at), entry.unstarted))
-        self._unstarted -= entry.unstarted
-        entry.unstarted = 0
+        self._stop_starting(entry)
 
     def grow(self, key: Key, size: int, cost: float) -> None:
         """A served request has become larger, which cost its client so much."""
@@ -216,7 +224,7 @@ class FairQueue(Generic[Key]):
             account.served_size -= entry.size
             self._served -= 1
             self._served_size -= entry.size
-            self._unstarted -= entry.unstarted
+            self._stop_starting(entry)
         else:
             account.waiting.remove(entry)
         account.retries.freed(now)
@@ -230,6 +238,7 @@ class FairQueue(Generic[Key]):
         served = [entry for entry in entries if entry.is_served]
         assert self._size == sum(entry.size for entry in entries)
         assert (self._served, self._served_size) == (len(served), sum(entry.size for entry in served))
+        assert self._starting == sum(entry.is_starting for entry in served)
         assert self._unstarted == sum(entry.unstarted for entry in served)
         assert sum(account.requests for account in self._accounts.values()) == len(entries)
         for client, account in self._accounts.items():
@@ -258,10 +267,25 @@ class FairQueue(Generic[Key]):
             return False
         if not account.served:  # it need not wait until others' work has begun
             return True
-        unstarted = self._unstarted
-        if account.served < self._served:
-            unstarted += sum(begun for until, begun in account.pauses if until > now)
-        return not unstarted or unstarted + size <= room.unstarted
+        is_alone = account.served == self._served
+        pauses = [] if is_alone else [begun for until, begun in account.pauses if until > now]
+        starting, unstarted = self._starting + len(pauses), self._unstarted + sum(pauses)
+        if starting < room.replicas or unstarted + size <= room.unstarted:
+            return True
+        return not pauses and starting < 2 * room.replicas and self._left(room, now) <= room.unstarted
+
+    def _stop_starting(self, entry: _Entry[Key]) -> None:
+        if entry.is_starting:
+            self._starting -= 1
+            self._unstarted -= entry.unstarted
+            entry.is_starting, entry.unstarted = False, 0
+            at, left = self._left_at
+            self._left_at = at, min(left, float(self._unstarted))
+
+    def _left(self, room: ServiceRoom, now: float) -> float:
+        """What should be left of the requests that start."""
+        at, left = self._left_at
+        return max(0.0, left - room.rate * (now - at))
 
     def _forget(self, client: Hashable, counter: float) -> None:
         """A client has no requests here any more."""

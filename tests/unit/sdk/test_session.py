@@ -11,7 +11,7 @@ from p2pserve.node.messages import (
 )
 from p2pserve.sdk.errors import Busy, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
 from p2pserve.sdk.requests import TextDelta
-from p2pserve.sdk.session import enter
+from p2pserve.sdk.session import OPENINGS, enter
 
 from .client_world import (
     COMPLETE,
@@ -152,6 +152,29 @@ def test_a_gateway_that_is_busy_is_asked_again_when_it_says() -> None:
             assert trio.current_time() - began == pytest.approx(6.0, abs=0.1)
             ids = {body.request for body in made.gateways[0].asked}
             assert len(ids) == 3
+            assert made.gateways[0].stopped == []  # it has nothing of what it refused
+
+    in_virtual_time(main)
+
+
+def test_a_client_does_not_ask_more_at_once_than_gateways_take() -> None:
+    """However many requests it has: what else it says would find no place on the way."""
+    asking = most = 0
+
+    async def slow(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        await trio.sleep(0.1)
+        asking -= 1
+        return await whole(gateway, client, body)
+
+    async def main() -> None:
+        async with world(slow) as (made, session), trio.open_nursery() as nursery:
+            for _ in range(300):
+                nursery.start_soon(session.generate, request(), lambda delta: None)
+        assert most == OPENINGS
+        assert len(made.gateways[0].asked) == 300
 
     in_virtual_time(main)
 

@@ -26,9 +26,9 @@ def queue_of(quota: Quota = AMPLE) -> FairQueue[Key]:
 
 
 def room_of(
-    requests: int = 64, size: float = inf, unstarted: float = inf, share: float = inf, mixed: int = 0, replicas: int = 1
+    requests: int = 64, size: float = inf, unstarted: float = inf, share: float = inf, **more: float
 ) -> ServiceRoom:
-    return ServiceRoom(requests, size, unstarted, share, mixed, replicas)
+    return ServiceRoom(requests, size, unstarted, share, **more)  # type: ignore[arg-type]
 
 
 def fill(queue: FairQueue[Key], client: str, count: int, size: int = 10, now: float = 0.0) -> None:
@@ -335,47 +335,80 @@ def test_who_has_nothing_there_does_not_wait_until_others_have_begun() -> None:
     assert take_all(queue, room) == [Key("b", 0)]
 
 
-def served_beside(other: bool, *, mixed: int, replicas: int = 1, others: int = 1) -> FairQueue[Key]:
-    """A client whose first prompt of 10 took from 0 to 4 s, perhaps beside another's requests."""
+def test_each_replica_has_one_request_of_any_size_and_the_next_when_little_should_be_left_of_it() -> None:
     queue = queue_of()
-    room = room_of(unstarted=10, mixed=mixed, replicas=replicas)
-    if other:
-        fill(queue, "other", others, 1)
-        for _ in take_all(queue, room):
-            pass
-        for number in range(others):
-            if queue.is_served(Key("other", number)):
-                queue.start(Key("other", number), 0.0)
+    room = room_of(unstarted=35, replicas=3, rate=10.0)
+    fill(queue, "a", 20, 100)
+    assert len(take_all(queue, room)) == 3
+    assert take_all(queue, room, 26.4) == []  # of 300, 36 should be left
+    assert take_all(queue, room, 26.5) == [Key("a", 3)]
+    assert take_all(queue, room, 30.0) == []
+    assert take_all(queue, room, 36.5) == [Key("a", 4)]
+    assert take_all(queue, room, 46.5) == [Key("a", 5)]
+    assert take_all(queue, room, 1000.0) == []  # two for each
+    queue.start(Key("a", 3), 1000.0)
+    assert take_all(queue, room, 1000.0) == [Key("a", 6)]
+    queue.remove(Key("a", 0), 1000.0)
+    assert take_all(queue, room, 1000.0) == []
+
+
+def test_what_has_started_is_not_left() -> None:
+    queue = queue_of()
+    room = room_of(unstarted=35, replicas=2, rate=1.0)
+    fill(queue, "a", 20, 30)
+    queue.add("b", Key("b", 0), 100, 0.0)
+    assert take_all(queue, room) == [Key("a", 0), Key("b", 0)]
+    queue.start(Key("b", 0), 1.0)
+    assert take_all(queue, room, 1.0) == [Key("a", 1)]
+    assert take_all(queue, room, 24.9) == []
+    assert take_all(queue, room, 25.0) == [Key("a", 2)]
+
+
+def served_beside(others: int, room: ServiceRoom) -> FairQueue[Key]:
+    """A client with two prompts there, of which the first took from 0 to 4 s, perhaps beside another's requests."""
+    queue = queue_of()
+    fill(queue, "other", others, 1)
+    for key in take_all(queue, room):
+        queue.start(key, 0.0)
     fill(queue, "hog", 5)
-    assert take_all(queue, room) == [Key("hog", 0)]
+    assert take_all(queue, room) == [Key("hog", 0), Key("hog", 1)]
     queue.start(Key("hog", 0), 4.0)
     return queue
 
 
 @pytest.mark.parametrize(
-    ("mixed", "replicas", "pause"),
-    [(1, 1, 4.0), (0, 1, 0.0), (4, 4, 1.0), (2, 4, 1.0)],  # one request of another's, on one replica of so many
+    ("mixed", "replicas", "others", "pause"),
+    [(1, 1, 1, 4.0), (1, 1, 2, 4.0), (0, 1, 1, 0.0), (4, 4, 1, 1.0), (4, 4, 3, 3.0), (2, 4, 3, 2.0)],
 )
-def test_while_others_are_served_a_prompt_is_followed_by_as_long_a_pause(
-    mixed: int, replicas: int, pause: float
+def test_while_others_are_served_a_prompt_is_followed_by_a_pause(
+    mixed: int, replicas: int, others: int, pause: float
 ) -> None:
-    queue = served_beside(True, mixed=mixed, replicas=replicas)
-    room = room_of(unstarted=10, mixed=mixed, replicas=replicas)
+    """As long as the prompt took, where all replicas decode for others; else by the part of them that may."""
+    queue = queue_of()
+    room = room_of(unstarted=9, mixed=mixed, replicas=replicas)
+    fill(queue, "other", others, 1)
+    for key in take_all(queue, room):
+        queue.start(key, 0.0)
+    fill(queue, "hog", 5 * replicas)
+    first = take_all(queue, room)
+    assert len(first) == replicas
+    queue.start(first[0], 4.0)
     if pause:
-        assert take_all(queue, room, 4.0) == []
         assert take_all(queue, room, 3.99 + pause) == []
-    assert take_all(queue, room, 4.0 + pause) == [Key("hog", 1)]
+    assert len(take_all(queue, room, 4.0 + pause)) == 1
 
 
 def test_a_client_that_is_alone_makes_no_pauses() -> None:
-    queue = served_beside(False, mixed=1)
-    assert take_all(queue, room_of(unstarted=10, mixed=1), 4.0) == [Key("hog", 1)]
+    room = room_of(unstarted=10, mixed=1)
+    assert take_all(served_beside(0, room), room, 4.0) == [Key("hog", 2)]
 
 
 def test_a_pause_ends_with_what_it_was_made_for() -> None:
-    queue = served_beside(True, mixed=1)
+    room = room_of(unstarted=10, mixed=1)
+    queue = served_beside(1, room)
+    assert take_all(queue, room, 4.5) == []
     queue.remove(Key("other", 0), 4.5)
-    assert take_all(queue, room_of(unstarted=10, mixed=1), 4.5) == [Key("hog", 1)]
+    assert take_all(queue, room, 4.5) == [Key("hog", 2)]
 
 
 # ---- everything -------------------------------------------------------------------------------------------
