@@ -55,6 +55,7 @@ class _DemoProcess:
     process: trio.Process
     log: Path | None
     expected_to_end: bool = False
+    peer: str = ""  # of a node that has been admitted
 
 
 @final
@@ -106,19 +107,34 @@ class DemoBox:
 
         async def join(number: int) -> None:
             pin = ["--phase", phases[number % len(phases)].value] if phases else []
-            peers.append((await self._join(number, token, [*options, *pin])).peer)
+            peers.append((await self.join(number, token, [*options, *pin])).peer)
 
         async with trio.open_nursery() as nursery:
             for number in range(1, nodes + 1):
                 nursery.start_soon(join, number)
         return frozenset(peers)
 
-    async def _join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
+    async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
+        """Start a node with these `p2pserve join` options; no other has this number."""
         with self.take_channel() as channel:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]
             child = await self._start_node(f"node {number}", arguments, {"P2PSERVE_BOOTSTRAP": token}, (descriptor,))
-        return await self._greeting(child)
+        greeting = await self._greeting(child)
+        child.peer = greeting.peer
+        return greeting
+
+    def node_pid(self, peer: str, *, expected_to_end: bool) -> int:
+        """The process of a node that has joined. Unless it is `expected_to_end`, its end is a failure."""
+        child = next(child for child in self._children if child.peer == peer)
+        child.expected_to_end = expected_to_end
+        return child.process.pid
+
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a process that runs because of us. Raises DemoFailed where it does not."""
+        if pid not in {process.pid for process in self._tree()}:
+            raise DemoFailed(f"process {pid} is none of this run; it has ended")
+        os.kill(pid, number)
 
     async def start_measurement(self, module: str, *options: str) -> trio.Process:
         """Run a module of ours at the lowest priority; it prints its result, and may fail."""

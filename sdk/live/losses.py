@@ -1,0 +1,367 @@
+"""What a client sees when a box that works for it is killed, or hangs.
+
+    python -m p2pserve.sdk.losses --format json
+
+Starts emulated nodes on this machine: one that prefills and two that decode. Streams answers through one of those two,
+and in the middle kills the box that decodes (SIGKILL) or stops it (SIGSTOP): the longest gap between two tokens. Kills
+or stops the box that prefills, just before a request: the seconds to its first token. `engine`: only the engine process
+is stopped. `busy` streams beside three busy loops, and counts the answers that were moved to another box without need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import random
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from statistics import median
+from typing import Final, final
+
+import msgspec
+import trio
+
+from ...bootstrap import Address, Identity, JoinToken, PeerId, Role
+from ...bootstrap.network import Network
+from ...coordinator import Phase
+from ...node.messages import AnswerUpdate, Generate, NodeStatus, RequestFigures, Status, StatusQuery
+from ...node.methods import ANSWER, GENERATE, STATUS
+from ..demo.box import DemoBox, open_box
+from ..errors import DemoFailed
+from ..failures import explain
+from ..requests import new_request_id
+
+Say = Callable[[str], None]
+PARTS: Final = ("decode", "prefill", "engine", "busy")
+PHASES: Final = (Phase.PREFILL, Phase.DECODE, Phase.DECODE)
+WHOLE_S: Final = 60.0
+POLL_S: Final = 0.1
+ASK_S: Final = 5.0
+ANSWER_S: Final = 120.0
+ANYWHERE: Final = Address("127.0.0.1", 0)
+BUSY_LOOPS: Final = 3
+SETTLED_S: Final = 2.0  # after a box has come, for links and adverts
+
+Figures = dict[str, float | int]
+
+
+class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Boxes with these emulated GPUs. Tokens of prompts and answers; each loss is measured `times` times. `lost_at`:
+    tokens of the answer that have come when its box is lost; `streams` beside busy loops, one after the other."""
+
+    cards: str = "1xA40"
+    model: str = "qwen2.5-14b"
+    prompt: int = 256
+    output: int = 160
+    lost_at: int = 40
+    times: int = 5
+    streams: int = 10
+
+
+class Streamed(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer as its client saw it, in seconds."""
+
+    ttft_s: float
+    longest_gap_s: float
+    figures: RequestFigures
+
+
+@final
+class Asker:
+    """A client that chooses its gateway."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._inboxes: dict[str, trio.MemorySendChannel[AnswerUpdate]] = {}
+        network.on_notice(ANSWER, self._on_update)
+
+    async def status(self, peer: PeerId) -> Status:
+        """The network as this node sees it."""
+        return await self._network.request(peer, STATUS, StatusQuery(), ASK_S)
+
+    async def stream(
+        self, gateway: PeerId, settings: LossSettings, *, lose: Callable[[], None] | None = None
+    ) -> Streamed:
+        """One answer; `lose` is called when `lost_at` tokens have come."""
+        body = Generate(request=new_request_id(), prompt=" y" * settings.prompt, max_tokens=settings.output)
+        send, receive = trio.open_memory_channel[AnswerUpdate](float("inf"))
+        self._inboxes[body.request] = send
+        began = last = trio.current_time()
+        first, longest, count = 0.0, 0.0, 0
+        with trio.fail_after(ANSWER_S):
+            await self._network.request(gateway, GENERATE, body, ASK_S)
+            async for update in receive:
+                now = trio.current_time()
+                if update.tokens:
+                    first, longest = (first, max(longest, now - last)) if count else (now - began, 0.0)
+                    before, count, last = count, count + len(update.tokens), now
+                    if lose is not None and before < settings.lost_at <= count:
+                        lose()
+                if update.finish is not None:
+                    break
+        if update.figures is None or count != settings.output:
+            raise DemoFailed(f"an answer ended after {count} of {settings.output} tokens: {update.error}")
+        return Streamed(ttft_s=first, longest_gap_s=longest, figures=update.figures)
+
+    def _on_update(self, peer: PeerId, role: Role, update: AnswerUpdate) -> None:
+        inbox = self._inboxes.get(update.request)
+        if inbox is not None:
+            inbox.send_nowait(update)
+
+
+@asynccontextmanager
+async def _open_asker(token: str) -> AsyncIterator[Asker]:
+    from ...bootstrap.streams.libp2p_host import Libp2pTransport
+
+    parsed, identity = JoinToken.parse(token), Identity.generate()
+    network = Network(
+        transport=Libp2pTransport(identity, None, ANYWHERE),
+        identity=identity,
+        token=token,
+        network_key_public=parsed.network,
+        role=Role.CLIENT,
+        announce=ANYWHERE,
+        bootstraps=parsed.bootstraps,
+        rng=random.Random(),
+    )
+    asker = Asker(network)
+    async with network:
+        yield asker
+
+
+@final
+class _LossRun:
+    """A network of three boxes, from which some are taken and put back."""
+
+    def __init__(self, box: DemoBox, asker: Asker, bootstrap: PeerId, token: str, settings: LossSettings) -> None:
+        self._box = box
+        self._asker = asker
+        self._bootstrap = bootstrap
+        self._token = token
+        self._settings = settings
+        self._nodes = 0
+
+    async def start(self) -> None:
+        """The boxes, and one answer through each that decodes."""
+        for phase in PHASES:
+            await self._join(phase)
+        await self._whole()
+        for peer in await self._peers(Phase.DECODE):
+            await self._asker.stream(peer, self._settings)
+
+    async def lose_decode(self, *, hung: bool, engine_only: bool = False) -> Streamed:
+        """Lose the box that decodes an answer, and bring it back. The gateway is the other one."""
+        while True:
+            gateway, other = await self._peers(Phase.DECODE)
+            victim = await self._node(other)
+            resumed: list[int] = []
+
+            def lose(victim: NodeStatus = victim, resumed: list[int] = resumed) -> None:
+                resumed += self._lose(victim, hung=hung, engine_only=engine_only)
+
+            found = await self._asker.stream(gateway, self._settings, lose=lose)
+            moved = found.figures.attempts > 1
+            await self._bring_back(victim, resumed)
+            if moved:
+                return found
+            # The other one has decoded it, and a box was lost that had no part in it: once more.
+
+    async def lose_prefill(self, *, hung: bool, engine_only: bool = False) -> Streamed:
+        """Lose the box that prefills, just before a request."""
+        gateway, _ = await self._peers(Phase.DECODE)
+        victim = await self._node((await self._peers(Phase.PREFILL))[0])
+        resumed = self._lose(victim, hung=hung, engine_only=engine_only)
+        found = await self._asker.stream(gateway, self._settings)
+        await self._bring_back(victim, resumed)
+        return found
+
+    async def undisturbed(self, count: int) -> list[Streamed]:
+        """Answers, one after the other."""
+        gateway, _ = await self._peers(Phase.DECODE)
+        return [await self._asker.stream(gateway, self._settings) for _ in range(count)]
+
+    def _lose(self, victim: NodeStatus, *, hung: bool, engine_only: bool) -> list[int]:
+        """Returns the processes that can be resumed."""
+        assert victim.advert is not None
+        assert victim.advert.engine is not None
+        pids = [victim.advert.engine.pid]
+        if not engine_only:
+            pids.insert(0, self._box.node_pid(victim.peer, expected_to_end=not hung))
+        for pid in pids:
+            self._box.signal(pid, signal.SIGSTOP if hung else signal.SIGKILL)
+        return pids if hung else []
+
+    async def _bring_back(self, victim: NodeStatus, resumed: Sequence[int]) -> None:
+        for pid in resumed:
+            self._box.signal(pid, signal.SIGCONT)
+        if not resumed:
+            assert victim.advert is not None
+            assert victim.advert.phase is not None
+            await self._join(victim.advert.phase)
+        await self._whole()
+
+    async def _join(self, phase: Phase) -> None:
+        self._nodes += 1
+        settings = self._settings
+        options = ["--emulate", settings.cards, "--model", settings.model, "--codec", "kv4", "--phase", phase.value]
+        await self._box.join(self._nodes, self._token, options)
+
+    async def _whole(self) -> None:
+        """Wait until all boxes are in one plan, which all of them follow."""
+        with trio.move_on_after(WHOLE_S):
+            while not await self._is_whole():  # noqa: ASYNC110 (seconds, of other processes)
+                await trio.sleep(POLL_S)
+            await trio.sleep(SETTLED_S)
+            return
+        raise DemoFailed(f"the network was not whole after {WHOLE_S:g} s")
+
+    async def _is_whole(self) -> bool:
+        peers = [PeerId(node.peer) for node in await self._nodes_of(None)]
+        seen = [await self._asker.status(peer) for peer in (self._bootstrap, *peers)]
+        plans = [status.plan for status in seen]
+        alive = [{node.peer for node in status.nodes if node.state == "alive"} for status in seen]
+        return (
+            len(peers) == len(PHASES)
+            and plans[0] is not None
+            and {replica.head for replica in plans[0].replicas} == set(peers)
+            and all(plan == plans[0] for plan in plans)
+            and all(each >= set(peers) for each in alive)
+        )
+
+    async def _peers(self, phase: Phase) -> list[PeerId]:
+        return [PeerId(node.peer) for node in await self._nodes_of(phase)]
+
+    async def _node(self, peer: PeerId) -> NodeStatus:
+        return next(node for node in await self._nodes_of(None) if node.peer == peer)
+
+    async def _nodes_of(self, phase: Phase | None) -> list[NodeStatus]:
+        """The living boxes with a ready engine."""
+        status = await self._asker.status(self._bootstrap)
+        return [
+            node
+            for node in status.nodes
+            if node.state == "alive"
+            and node.advert is not None
+            and node.advert.engine is not None
+            and node.advert.engine.state == "ready"
+            and (phase is None or node.advert.phase is phase)
+        ]
+
+
+async def run_losses(settings: LossSettings, parts: Sequence[str], say: Say) -> dict[str, Figures]:
+    """Measure. Raises DemoFailed or NetworkError."""
+    found: dict[str, Figures] = {}
+
+    def note(name: str, figures: Figures) -> None:
+        found[name] = figures
+        say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in figures.items()))
+
+    async with open_box(watch_memory=False) as box:
+        await box.start_fork_server(len(PHASES) + 2 * settings.times, backend="emulated")
+        bootstrap = await box.start_bootstrap("kv4")
+        async with _open_asker(bootstrap.tokens["client"]) as asker:
+            run = _LossRun(box, asker, PeerId(bootstrap.peer), bootstrap.tokens["worker"], settings)
+            await run.start()
+            note("undisturbed", _summarise(await run.undisturbed(settings.times)))
+            if "busy" in parts:
+                with _busy_loops():
+                    streams = await run.undisturbed(settings.streams)
+                moved = sum(each.figures.attempts > 1 or bool(each.figures.recovered) for each in streams)
+                note("busy", {**_summarise(streams), "moved": moved})
+            for part, engine_only, manners in (
+                ("decode", False, ("stopped", "killed")),
+                ("prefill", False, ("stopped", "killed")),
+                ("engine", True, ("stopped",)),
+            ):
+                for manner in manners if part in parts else ():
+                    hung = manner == "stopped"
+                    name = f"{part} {manner}"
+                    if part != "prefill":
+                        lost = []
+                        for _ in range(settings.times):
+                            lost.append(await run.lose_decode(hung=hung, engine_only=engine_only))
+                            say(f"{name}: {lost[-1].longest_gap_s:.2f} s; {'; '.join(lost[-1].figures.recovered)}")
+                        note(name, _summarise(lost))
+                    if part != "decode":
+                        lost = []
+                        for _ in range(settings.times):
+                            lost.append(await run.lose_prefill(hung=hung, engine_only=engine_only))
+                            say(f"{name}: {lost[-1].ttft_s:.2f} s; {'; '.join(lost[-1].figures.recovered)}")
+                        note(name if part == "prefill" else f"prefill {name}", _summarise(lost))
+    return found
+
+
+def _summarise(streams: Sequence[Streamed]) -> Figures:
+    gaps, ttft = [each.longest_gap_s for each in streams], [each.ttft_s for each in streams]
+    return {
+        "gap_s": median(gaps),
+        "worst_gap_s": max(gaps),
+        "ttft_s": median(ttft),
+        "worst_ttft_s": max(ttft),
+        "streams": len(streams),
+    }
+
+
+def _spin() -> None:
+    while True:
+        pass
+
+
+@contextmanager
+def _busy_loops() -> Iterator[None]:
+    spawning = multiprocessing.get_context("spawn")
+    loops = [spawning.Process(target=_spin, daemon=True) for _ in range(BUSY_LOOPS)]
+    for each in loops:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in loops:
+            each.terminate()
+            each.join()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: measured; 1: the run failed; 2: wrong input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m p2pserve.sdk.losses", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    default = LossSettings()
+    for name in default.__struct_fields__:
+        value = getattr(default, name)
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=type(value), default=value, help=f"default: {value}")
+    parser.add_argument("--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)} (default: all)")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    given = vars(parser.parse_args(argv))
+    parts, form = given.pop("parts"), given.pop("format")
+    logging.disable(logging.CRITICAL)
+    began = time.monotonic()
+    said = sys.stderr if form == "json" else sys.stdout
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:5.1f} s  {line}", file=said, flush=True)
+
+    try:
+        found = trio.run(run_losses, LossSettings(**given), parts, say)
+    except (Exception, KeyboardInterrupt) as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        print(f"error: {explained[1]}", file=sys.stderr)
+        return explained[0]
+    if form == "json":
+        print(json.dumps(found))
+    return 0
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if not set(parts) <= set(PARTS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {','.join(PARTS)}")
+    return parts
