@@ -9,6 +9,7 @@ import msgspec
 import trio
 
 from ..bootstrap import PeerId
+from ..bootstrap.network import Network
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .box.hardware import Hardware
@@ -76,7 +77,10 @@ class Serving:
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
         network.on_notice(methods.TOKENS, self.gateway.on_tokens)
         network.on_notice(methods.PREFILL_ENDED, self.gateway.on_prefill_ended)
+        network.on_notice(methods.REPLICA_HUNG, self.gateway.on_replica_hung)
+        network.on_hung(self._peer_hung)
         nursery.start_soon(self.host.run)
+        nursery.start_soon(self._expect_answers, network, settings.tuning.expect_interval_s)
 
     def __repr__(self) -> str:
         return f"<Serving {self.host.worker} {self.gateway}>"
@@ -118,6 +122,17 @@ class Serving:
         """The connection to a node or a client has ended."""
         self.host.worker.peer_lost(peer)
         self.gateway.peer_lost(peer)
+
+    def _peer_hung(self, peer: PeerId, hung: bool) -> None:
+        self.host.worker.peer_hung(peer, hung)
+        self.gateway.peer_hung(peer, hung)
+
+    async def _expect_answers(self, network: Network, interval_s: float) -> None:
+        """Keep the network told of whom requests wait for."""
+        while True:
+            network.expect("gateway", self.gateway.queues)
+            network.expect("head", self.host.worker.awaited)
+            await trio.sleep(interval_s)
 
     def _on_engine(self, engine: messages.EngineAdvert) -> None:
         before, self.engine = self.engine, engine

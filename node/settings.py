@@ -100,6 +100,8 @@ class NodeTuning:
     rtt_news: float = 0.25  # a round trip is told again when it has moved by this fraction
     link_news: float = 0.2  # the same for the figures of a link
 
+    expect_interval_s: float = 0.25  # between two looks at who is waited for; shorter: one that hangs is found sooner
+
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan
     planning_limit_s: float = (

@@ -46,6 +46,8 @@ class Worker:
         self._pipes: frozenset[bytes] = frozenset()
         self._decodes: dict[str, _Job] = {}
         self._prefills: dict[str, _Job] = {}
+        self._hung: set[PeerId] = set()  # boxes of this replica that do not get on
+        self._told_hung: set[PeerId] = set()  # gateways that have heard of it
         self._accepting = True
         self._step_tokens = 0
         self.stats: protocol.EngineStats | None = None
@@ -57,6 +59,7 @@ class Worker:
         messenger.on_notice(methods.DECODE_FIRST, self.first_token)
         messenger.on_notice(methods.STAGE_TRANSFER, self.stage_transfer)
         messenger.on_notice(methods.STAGE_ABORT, self.stage_abort)
+        messenger.on_notice(methods.STAGE_HUNG, self.stage_hung)
 
     def __repr__(self) -> str:
         return f"<Worker {self._service} decoding={len(self._decodes)} prefilling={len(self._prefills)}>"
@@ -106,6 +109,32 @@ class Worker:
         for link in self._transfers.peer_lost(peer):
             self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
 
+    @property
+    def awaited(self) -> tuple[PeerId, ...]:
+        """The other boxes of this replica, while they work for a request."""
+        place = self._transfers.place
+        return place.others if place is not None and place.is_head and not self.idle else ()
+
+    def peer_hung(self, peer: PeerId, hung: bool) -> None:
+        """A box that is awaited does not answer, or does again."""
+        place = self._transfers.place
+        if hung and (place is None or not place.is_head or peer not in place.others):
+            return
+        (self._hung.add if hung else self._hung.discard)(peer)
+        self._tell_hung()
+
+    def stage_hung(self, stage: PeerId, role: Role, body: messages.ReplicaHung) -> None:
+        """A stage of this replica says that it does not get on, or does again."""
+        self.peer_hung(stage, body.hung)
+
+    def _tell_hung(self) -> None:
+        """Gateways hear whether this replica gets on with what they wait for."""
+        jobs = (*self._decodes.values(), *self._prefills.values())
+        gateways = {job.gateway for job in jobs} if self._hung else set[PeerId]()
+        for gateway in gateways ^ self._told_hung if not self._hung else gateways - self._told_hung:
+            self._tell(gateway, methods.REPLICA_HUNG, messages.ReplicaHung(hung=bool(self._hung)))
+        self._told_hung = self._told_hung | gateways if self._hung else set()
+
     def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
         """Take other paths for what the engine sends over a link."""
         self._send(protocol.SetLinkPaths(link=link, paths=paths))
@@ -120,6 +149,7 @@ class Worker:
             raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
         # Known from here on, so that it can be stopped while the other stages are being asked.
         job = self._decodes[body.request] = _Job(gateway, body.request)
+        self._tell_hung()
         inlets: tuple[protocol.Inlet, ...] = ()
         slices: tuple[messages.TicketedSlice, ...] = ()
         try:
@@ -156,6 +186,7 @@ class Worker:
         job = self._prefills[body.request] = _Job(
             gateway, body.request, transfer, wants_first_token=body.sampling is not None
         )
+        self._tell_hung()
         try:
             outlets = await self._transfers.send(body.slices, len(body.prompt))
             self._submit(

@@ -124,16 +124,20 @@ class DemoBox:
         child.peer = greeting.peer
         return greeting
 
-    def node_pid(self, peer: str, *, expected_to_end: bool) -> int:
-        """The process of a node that has joined. Unless it is `expected_to_end`, its end is a failure."""
+    def node_pid(self, peer: str) -> int:
+        """The process of a node that has joined; it may end from now on."""
         child = next(child for child in self._children if child.peer == peer)
-        child.expected_to_end = expected_to_end
+        child.expected_to_end = True
         return child.process.pid
+
+    def is_running(self, pid: int) -> bool:
+        """Whether a process runs because of us."""
+        return pid in {process.pid for process in self._tree()}
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process that runs because of us. Raises DemoFailed where it does not."""
-        if pid not in {process.pid for process in self._tree()}:
-            raise DemoFailed(f"process {pid} is none of this run; it has ended")
+        if not self.is_running(pid):
+            raise DemoFailed(f"process {pid} is none of this run, or has ended")
         os.kill(pid, number)
 
     async def start_measurement(self, module: str, *options: str) -> trio.Process:

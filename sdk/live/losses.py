@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from statistics import median
 from typing import Final, final
 
@@ -45,6 +46,7 @@ ASK_S: Final = 5.0
 ANSWER_S: Final = 120.0
 ANYWHERE: Final = Address("127.0.0.1", 0)
 BUSY_LOOPS: Final = 3
+SPARE: Final = 12  # boxes that may be lost for each time that everything is measured
 SETTLED_S: Final = 2.0  # after a box has come, for links and adverts
 
 Figures = dict[str, float | int]
@@ -155,19 +157,14 @@ class _LossRun:
             await self._asker.stream(peer, self._settings)
 
     async def lose_decode(self, *, hung: bool, engine_only: bool = False) -> Streamed:
-        """Lose the box that decodes an answer, and bring it back. The gateway is the other one."""
+        """Lose the box that decodes an answer, and start another one. The gateway is neither."""
         while True:
             gateway, other = await self._peers(Phase.DECODE)
             victim = await self._node(other)
-            resumed: list[int] = []
-
-            def lose(victim: NodeStatus = victim, resumed: list[int] = resumed) -> None:
-                resumed += self._lose(victim, hung=hung, engine_only=engine_only)
-
+            lose = partial(self._lose, victim, hung=hung, engine_only=engine_only)
             found = await self._asker.stream(gateway, self._settings, lose=lose)
-            moved = found.figures.attempts > 1
-            await self._bring_back(victim, resumed)
-            if moved:
+            await self._replace(victim)
+            if found.figures.attempts > 1:
                 return found
             # The other one has decoded it, and a box was lost that had no part in it: once more.
 
@@ -175,9 +172,9 @@ class _LossRun:
         """Lose the box that prefills, just before a request."""
         gateway, _ = await self._peers(Phase.DECODE)
         victim = await self._node((await self._peers(Phase.PREFILL))[0])
-        resumed = self._lose(victim, hung=hung, engine_only=engine_only)
+        self._lose(victim, hung=hung, engine_only=engine_only)
         found = await self._asker.stream(gateway, self._settings)
-        await self._bring_back(victim, resumed)
+        await self._replace(victim)
         return found
 
     async def undisturbed(self, count: int) -> list[Streamed]:
@@ -185,24 +182,25 @@ class _LossRun:
         gateway, _ = await self._peers(Phase.DECODE)
         return [await self._asker.stream(gateway, self._settings) for _ in range(count)]
 
-    def _lose(self, victim: NodeStatus, *, hung: bool, engine_only: bool) -> list[int]:
-        """Returns the processes that can be resumed."""
-        assert victim.advert is not None
-        assert victim.advert.engine is not None
-        pids = [victim.advert.engine.pid]
-        if not engine_only:
-            pids.insert(0, self._box.node_pid(victim.peer, expected_to_end=not hung))
-        for pid in pids:
+    def _lose(self, victim: NodeStatus, *, hung: bool, engine_only: bool) -> None:
+        agent, engine = self._pids(victim)
+        for pid in (engine,) if engine_only else (agent, engine):
             self._box.signal(pid, signal.SIGSTOP if hung else signal.SIGKILL)
-        return pids if hung else []
 
-    async def _bring_back(self, victim: NodeStatus, resumed: Sequence[int]) -> None:
-        for pid in resumed:
-            self._box.signal(pid, signal.SIGCONT)
-        if not resumed:
-            assert victim.advert is not None
-            assert victim.advert.phase is not None
-            await self._join(victim.advert.phase)
+    def _pids(self, node: NodeStatus) -> tuple[int, int]:
+        """Of its agent, which may end from now on, and of its engine."""
+        assert node.advert is not None
+        assert node.advert.engine is not None
+        return self._box.node_pid(node.peer), node.advert.engine.pid
+
+    async def _replace(self, victim: NodeStatus) -> None:
+        """Start another box for one that was lost."""
+        for pid in self._pids(victim):
+            if self._box.is_running(pid):
+                self._box.signal(pid, signal.SIGKILL)
+        assert victim.advert is not None
+        assert victim.advert.phase is not None
+        await self._join(victim.advert.phase)
         await self._whole()
 
     async def _join(self, phase: Phase) -> None:
@@ -262,7 +260,7 @@ async def run_losses(settings: LossSettings, parts: Sequence[str], say: Say) -> 
         say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in figures.items()))
 
     async with open_box(watch_memory=False) as box:
-        await box.start_fork_server(len(PHASES) + 2 * settings.times, backend="emulated")
+        await box.start_fork_server(len(PHASES) + SPARE * settings.times, backend="emulated")
         bootstrap = await box.start_bootstrap("kv4")
         async with _open_asker(bootstrap.tokens["client"]) as asker:
             run = _LossRun(box, asker, PeerId(bootstrap.peer), bootstrap.tokens["worker"], settings)
