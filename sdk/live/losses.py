@@ -2,9 +2,10 @@
 
     python -m p2pserve.sdk.losses --format json
 
-Starts emulated nodes on this machine: one that prefills and two that decode. Streams answers through one of those two,
-and in the middle kills the box that decodes (SIGKILL) or stops it (SIGSTOP): the longest gap between two tokens. Kills
-or stops the box that prefills, just before a request: the seconds to its first token. `engine`: only the engine process
+Starts emulated nodes on this machine: one that prefills, which is the gateway, and two that decode. In the middle of an
+answer it kills the box that decodes (SIGKILL) or stops it (SIGSTOP): the longest gap between two tokens. Kills
+or stops the box that prefills, just before a request: the seconds to its first token. `gateway`: the box is the gateway
+of a client of the SDK. `engine`: only the engine process
 is stopped. `busy` streams beside three busy loops, and counts the answers that were moved to another box without need.
 """
 
@@ -18,7 +19,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from statistics import median
@@ -35,10 +36,11 @@ from ...node.methods import ANSWER, GENERATE, STATUS
 from ..demo.box import DemoBox, open_box
 from ..errors import DemoFailed
 from ..failures import explain
-from ..requests import new_request_id
+from ..requests import TextDelta, new_request_id
+from ..session import Session, open_session
 
 Say = Callable[[str], None]
-PARTS: Final = ("decode", "prefill", "engine", "busy")
+PARTS: Final = ("decode", "prefill", "gateway", "engine", "busy")
 PHASES: Final = (Phase.PREFILL, Phase.DECODE, Phase.DECODE)
 WHOLE_S: Final = 60.0
 POLL_S: Final = 0.1
@@ -74,6 +76,35 @@ class Streamed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @final
+class Arrivals:
+    """When the tokens of an answer came. `began`: when it was asked for."""
+
+    def __init__(self, lost_at: int) -> None:
+        self.began = 0.0
+        self._lost_at = lost_at
+        self._count = 0
+        self._first = self._last = self._longest = 0.0
+
+    def take(self, tokens: int, now: float) -> bool:
+        """So many have come; whether it is time to lose a box."""
+        if not tokens:
+            return False
+        before, self._count = self._count, self._count + tokens
+        if before:
+            self._longest = max(self._longest, now - self._last)
+        else:
+            self._first = now
+        self._last = now
+        return before < self._lost_at <= self._count
+
+    def finish(self, figures: RequestFigures | None, wanted: int, error: str) -> Streamed:
+        """That was all. Raises DemoFailed where it is not so many tokens."""
+        if figures is None or self._count != wanted:
+            raise DemoFailed(f"an answer ended after {self._count} of {wanted} tokens: {error}")
+        return Streamed(ttft_s=self._first - self.began, longest_gap_s=self._longest, figures=figures)
+
+
+@final
 class Asker:
     """A client that chooses its gateway."""
 
@@ -93,22 +124,18 @@ class Asker:
         body = Generate(request=new_request_id(), prompt=" y" * settings.prompt, max_tokens=settings.output)
         send, receive = trio.open_memory_channel[AnswerUpdate](float("inf"))
         self._inboxes[body.request] = send
-        began = last = trio.current_time()
-        first, longest, count = 0.0, 0.0, 0
+        arrivals, error = Arrivals(settings.lost_at), ""
+        figures: RequestFigures | None = None
+        arrivals.began = trio.current_time()
         with trio.fail_after(ANSWER_S):
             await self._network.request(gateway, GENERATE, body, ASK_S)
             async for update in receive:
-                now = trio.current_time()
-                if update.tokens:
-                    first, longest = (first, max(longest, now - last)) if count else (now - began, 0.0)
-                    before, count, last = count, count + len(update.tokens), now
-                    if lose is not None and before < settings.lost_at <= count:
-                        lose()
+                if arrivals.take(len(update.tokens), trio.current_time()) and lose is not None:
+                    lose()
                 if update.finish is not None:
+                    figures, error = update.figures, update.error
                     break
-        if update.figures is None or count != settings.output:
-            raise DemoFailed(f"an answer ended after {count} of {settings.output} tokens: {update.error}")
-        return Streamed(ttft_s=first, longest_gap_s=longest, figures=update.figures)
+        return arrivals.finish(figures, settings.output, error)
 
     def _on_update(self, peer: PeerId, role: Role, update: AnswerUpdate) -> None:
         inbox = self._inboxes.get(update.request)
@@ -157,16 +184,25 @@ class _LossRun:
             await self._asker.stream(peer, self._settings)
 
     async def lose_decode(self, *, hung: bool, engine_only: bool = False) -> Streamed:
-        """Lose the box that decodes an answer, and start another one. The gateway is neither."""
-        while True:
-            gateway, other = await self._peers(Phase.DECODE)
-            victim = await self._node(other)
-            lose = partial(self._lose, victim, hung=hung, engine_only=engine_only)
-            found = await self._asker.stream(gateway, self._settings, lose=lose)
-            await self._replace(victim)
-            if found.figures.attempts > 1:
-                return found
-            # The other one has decoded it, and a box was lost that had no part in it: once more.
+        """Lose the box that decodes an answer, and start another one. The gateway is the box that prefills."""
+        gateway, reached = (await self._peers(Phase.PREFILL))[0], trio.Event()
+        victims: list[NodeStatus] = []
+
+        async def lose() -> None:
+            await reached.wait()
+            while not victims:
+                running = [node for node in await self._nodes_of(Phase.DECODE) if _is_running(node)]
+                victims.extend(running[:1])
+            self._lose(victims[0], hung=hung, engine_only=engine_only)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(lose)
+            found = await self._asker.stream(gateway, self._settings, lose=reached.set)
+            nursery.cancel_scope.cancel()
+        if found.figures.attempts < 2:
+            raise DemoFailed("a box was lost that had no part in an answer, or too late")
+        await self._replace(victims[0])
+        return found
 
     async def lose_prefill(self, *, hung: bool, engine_only: bool = False) -> Streamed:
         """Lose the box that prefills, just before a request."""
@@ -176,6 +212,23 @@ class _LossRun:
         found = await self._asker.stream(gateway, self._settings)
         await self._replace(victim)
         return found
+
+    async def lose_gateway(self, session: Session, *, hung: bool) -> Streamed:
+        """Lose the box that is the gateway of an answer."""
+        settings, arrivals = self._settings, Arrivals(self._settings.lost_at)
+        victims: list[NodeStatus] = []
+        nodes = {PeerId(node.peer): node for node in await self._nodes_of(None)}
+
+        def take(delta: TextDelta) -> None:
+            if arrivals.take(len(delta.tokens), trio.current_time()):
+                victims.append(nodes[next(iter(session.asked))])
+                self._lose(victims[0], hung=hung, engine_only=False)
+
+        body = Generate(request=new_request_id(), prompt=" y" * settings.prompt, max_tokens=settings.output)
+        arrivals.began = trio.current_time()
+        generation = await session.generate(body, take)
+        await self._replace(victims[0])
+        return arrivals.finish(generation.figures, settings.output, "")
 
     async def undisturbed(self, count: int) -> list[Streamed]:
         """Answers, one after the other."""
@@ -259,6 +312,14 @@ async def run_losses(settings: LossSettings, parts: Sequence[str], say: Say) -> 
         found[name] = figures
         say(f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in figures.items()))
 
+    async def measure(name: str, lose: Callable[[], Awaitable[Streamed]]) -> None:
+        lost = []
+        for _ in range(settings.times):
+            lost.append(await lose())
+            one = lost[-1]
+            say(f"{name}: gap {one.longest_gap_s:.2f} s, ttft {one.ttft_s:.2f} s; {'; '.join(one.figures.recovered)}")
+        note(name, _summarise(lost))
+
     async with open_box(watch_memory=False) as box:
         await box.start_fork_server(len(PHASES) + SPARE * settings.times, backend="emulated")
         bootstrap = await box.start_bootstrap("kv4")
@@ -271,27 +332,23 @@ async def run_losses(settings: LossSettings, parts: Sequence[str], say: Say) -> 
                     streams = await run.undisturbed(settings.streams)
                 moved = sum(each.figures.attempts > 1 or bool(each.figures.recovered) for each in streams)
                 note("busy", {**_summarise(streams), "moved": moved})
-            for part, engine_only, manners in (
-                ("decode", False, ("stopped", "killed")),
-                ("prefill", False, ("stopped", "killed")),
-                ("engine", True, ("stopped",)),
-            ):
-                for manner in manners if part in parts else ():
-                    hung = manner == "stopped"
-                    name = f"{part} {manner}"
-                    if part != "prefill":
-                        lost = []
-                        for _ in range(settings.times):
-                            lost.append(await run.lose_decode(hung=hung, engine_only=engine_only))
-                            say(f"{name}: {lost[-1].longest_gap_s:.2f} s; {'; '.join(lost[-1].figures.recovered)}")
-                        note(name, _summarise(lost))
-                    if part != "decode":
-                        lost = []
-                        for _ in range(settings.times):
-                            lost.append(await run.lose_prefill(hung=hung, engine_only=engine_only))
-                            say(f"{name}: {lost[-1].ttft_s:.2f} s; {'; '.join(lost[-1].figures.recovered)}")
-                        note(name if part == "prefill" else f"prefill {name}", _summarise(lost))
+            for manner in ("stopped", "killed"):
+                hung = manner == "stopped"
+                if "decode" in parts:
+                    await measure(f"decode {manner}", partial(run.lose_decode, hung=hung))
+                if "prefill" in parts:
+                    await measure(f"prefill {manner}", partial(run.lose_prefill, hung=hung))
+                if "gateway" in parts:
+                    async with open_session(bootstrap.tokens["client"], None, WHOLE_S) as session:
+                        await measure(f"gateway {manner}", partial(run.lose_gateway, session, hung=hung))
+            if "engine" in parts:
+                await measure("decode engine stopped", partial(run.lose_decode, hung=True, engine_only=True))
+                await measure("prefill engine stopped", partial(run.lose_prefill, hung=True, engine_only=True))
     return found
+
+
+def _is_running(node: NodeStatus) -> bool:
+    return node.advert is not None and node.advert.stats is not None and node.advert.stats.running > 0
 
 
 def _summarise(streams: Sequence[Streamed]) -> Figures:
