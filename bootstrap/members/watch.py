@@ -19,6 +19,7 @@ from ..settings import NetworkSettings
 from ..trust.keys import PeerId
 
 _PAUSE_S: Final = 0.1  # so late, a tick shows that this node itself had no time
+_READING_S: Final = 0.5  # so long it may take after that to read what has come
 _SLOWNESS: Final = 2.0  # times its slowest recent answer that a peer is given more
 _KEPT_S: Final = 60.0  # how long one without a session stays hung, when nobody waits for it any more
 
@@ -58,8 +59,11 @@ class Watch:
         """
         late_s = now - self.wake_at
         if late_s > _PAUSE_S:
-            # What they have answered meanwhile may lie unread.
-            self._asked = {peer: at + late_s for peer, at in self._asked.items()}
+            # What they have answered meanwhile may lie unread, and takes a moment to be read.
+            least = now - self._settings.hung_s + _READING_S
+            self._asked = {
+                peer: at if peer in self._hung else max(at + late_s, least) for peer, at in self._asked.items()
+            }
         awaited = frozenset[PeerId]().union(*self._awaited.values())
         pinged = []
         moments = []
