@@ -418,7 +418,9 @@ class Network:
         """Ping those that are awaited, and tell who does not answer."""
         slowest = {peer: max(each.control.rtts) for peer, each in self._sessions.by_peer.items() if each.control.rtts}
         before = self._watch.hung
-        for peer in self._watch.tick(trio.current_time(), heard, slowest):
+        pinged = ((peer, each.control.unanswered_at) for peer, each in self._sessions.by_peer.items())
+        unanswered = {peer: at for peer, at in pinged if at is not None}
+        for peer in self._watch.tick(trio.current_time(), heard, slowest, unanswered):
             self._ping(peer)
         for peer in before ^ self._watch.hung:
             for callback in self._hung_callbacks:

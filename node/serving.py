@@ -20,6 +20,8 @@ from .links.path_selection import PathSelector
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
 
+LEAST_LOOK_S = 0.02
+
 
 @final
 class Serving:
@@ -128,11 +130,13 @@ class Serving:
         self.gateway.peer_hung(peer, hung)
 
     async def _expect_answers(self, network: Network, interval_s: float) -> None:
-        """Keep the network told of whom requests wait for."""
+        """Keep the network told of whom requests wait for, and see whether the own engine gets on."""
         while True:
             network.expect("gateway", self.gateway.queues)
             network.expect("head", self.host.worker.awaited)
-            await trio.sleep(interval_s)
+            now = trio.current_time()
+            look_at = self.host.worker.look_at_engine(now)
+            await trio.sleep_until(min(now + interval_s, max(look_at, now + LEAST_LOOK_S)))
 
     def _on_engine(self, engine: messages.EngineAdvert) -> None:
         before, self.engine = self.engine, engine

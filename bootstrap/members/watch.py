@@ -49,13 +49,20 @@ class Watch:
         self._awaited[waiter] = frozenset(peers)
         return not self._awaited[waiter] <= before
 
-    def tick(self, now: float, heard: Mapping[PeerId, float], slowest: Mapping[PeerId, float]) -> tuple[PeerId, ...]:
+    def tick(
+        self,
+        now: float,
+        heard: Mapping[PeerId, float],
+        slowest: Mapping[PeerId, float],
+        unanswered: Mapping[PeerId, float],
+    ) -> tuple[PeerId, ...]:
         """Look who has answered; returns whom to ping now.
 
         Args:
             now: the time.
             heard: when anything last came from each connected peer.
             slowest: seconds that the slowest of its recent answers took, of each that has answered.
+            unanswered: when those were first pinged, for whatever reason, that have been silent since.
         """
         late_s = now - self.wake_at
         if late_s > _PAUSE_S:
@@ -78,7 +85,9 @@ class Watch:
                 if now < silent_at:
                     moments.append(silent_at)
                     continue
-                self._asked[peer] = asked_at = now
+                # It may have been silent for long before anybody waited for it; but this node may have got no time.
+                asked_at = max(unanswered.get(peer, now), now - self._settings.hung_s + _READING_S)
+                self._asked[peer] = asked_at
                 if heard_at is not None:
                     pinged.append(peer)
             if asked_at is None or peer in self._hung:
