@@ -40,7 +40,7 @@ from .members.neighbours import Contacts
 from .members.peering import OWN_KINDS, Peering
 from .members.states import Compare, GossipMessage, Member, MemberState, NetworkState, Part, Summary, Tell
 from .members.table import EntryRules
-from .members.watch import Watch
+from .members.watch import AnswerWatch
 from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .settings import NetworkSettings
@@ -151,7 +151,7 @@ class Network:
         self._handlers.add_notice(_SUMMARY, self._on_gossip)
         self._handlers.add_notice(_COMPARE, self._on_gossip)
         self._handlers.add_notice(_PART, self._on_gossip)
-        self._watch = Watch(self.settings)
+        self._watch = AnswerWatch(self.settings)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
         self._hung_callbacks: list[Callable[[PeerId, bool], None]] = []
         self._revision = 0

@@ -24,7 +24,7 @@ _SLOWNESS: Final = 2.0  # times its slowest recent answer that a peer is given m
 _KEPT_S: Final = 60.0  # how long one without a session stays hung, when nobody waits for it any more
 
 
-class Watch:
+class AnswerWatch:
     """Peers that are awaited. Methods get the time as ``now``, in seconds."""
 
     def __init__(self, settings: NetworkSettings) -> None:
@@ -36,7 +36,7 @@ class Watch:
         """When to tick again, unless an event comes first."""
 
     def __repr__(self) -> str:
-        return f"Watch(asked={len(self._asked)}, hung={len(self._hung)})"
+        return f"AnswerWatch(asked={len(self._asked)}, hung={len(self._hung)})"
 
     @property
     def hung(self) -> frozenset[PeerId]:

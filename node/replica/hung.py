@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Final, final
 
 from ...bootstrap import NetworkSettings, PeerId
-from ...bootstrap.members.watch import Watch
+from ...bootstrap.members.watch import AnswerWatch
 
 _ENGINE: Final = PeerId("engine")
 _WORK: Final = "work"
@@ -22,7 +22,7 @@ class ReplicaWatch:
 
     def __init__(self, own: PeerId, settings: NetworkSettings) -> None:
         self._own = own
-        self._engine = Watch(settings)
+        self._engine = AnswerWatch(settings)
         self._heard_at = 0.0
         self._has_spoken = True
         self._hung: set[PeerId] = set()

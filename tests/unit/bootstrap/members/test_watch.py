@@ -1,20 +1,20 @@
 """When a peer that is awaited counts as hung, and when no more."""
 
 from p2pserve.bootstrap import NetworkSettings, PeerId
-from p2pserve.bootstrap.members.watch import Watch
+from p2pserve.bootstrap.members.watch import AnswerWatch
 
 A, B = PeerId("a"), PeerId("b")
 SETTINGS = NetworkSettings(watch_ping_s=0.5, hung_s=1.5)
 
 
-def awaiting(*peers: PeerId) -> Watch:
-    watch = Watch(SETTINGS)
+def awaiting(*peers: PeerId) -> AnswerWatch:
+    watch = AnswerWatch(SETTINGS)
     assert watch.expect("test", peers)
     return watch
 
 
 def tick(
-    watch: Watch,
+    watch: AnswerWatch,
     now: float,
     heard: dict[PeerId, float],
     slowest: dict[PeerId, float] | None = None,
