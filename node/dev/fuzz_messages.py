@@ -1,0 +1,129 @@
+"""Every message of the catalogue, made up by its type and mutated, against what decodes it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from ...bootstrap import DECODE_ERRORS, PeerId, RemoteError, Role
+from ...bootstrap.dev.fuzz_report import ControlFuzzReport
+from ...bootstrap.dev.mutations import TypeMaker, mutated_encoding
+from ...bootstrap.handlers import Handlers
+from ...bootstrap.methods import Method, Notice
+from ...coordinator import Plan
+from .. import messages, methods
+from ..models.text import PromptError
+from ..requests import acceptance
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_KEPT: Final = 64
+_FRESH: Final = 0.1  # of all inputs that begin with a new message: making one takes longer than mutating one
+
+CATALOGUE: Final = tuple(each for each in vars(methods).values() if isinstance(each, Method | Notice))
+
+
+def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
+    """Every type that a node decodes from what a peer has sent, above membership."""
+    kinds: dict[type[msgspec.Struct], None] = {}
+    for each in CATALOGUE:
+        kinds[each.body] = None
+        if isinstance(each, Method):
+            kinds[each.answer] = None
+    return (*kinds, messages.Advert, messages.LinkTable, Plan)
+
+
+class _Kind:
+    """One type of message, with some that were made up for it."""
+
+    def __init__(self, kind: type[msgspec.Struct]) -> None:
+        self.kind = kind
+        self.decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
+        self._maker = TypeMaker(kind)
+        self._made: list[bytes] = []
+
+    def make(self, rng: random.Random) -> bytes:
+        """One that is within its bounds."""
+        if len(self._made) < _KEPT:
+            self._made.append(self._maker.make(rng))
+            return self._made[-1]
+        at = rng.randrange(_KEPT)
+        if rng.random() < _FRESH:
+            self._made[at] = self._maker.make(rng)
+        return self._made[at]
+
+
+class MessageAttack:
+    """One input for the decoder of one message, and for what first looks at it."""
+
+    def __init__(self, rng: random.Random, report: ControlFuzzReport) -> None:
+        self._rng = rng
+        self._report = report
+        self._kinds = [_Kind(kind) for kind in said_by_peers()]
+
+    def run(self) -> None:
+        """One input."""
+        rng = self._rng
+        kind = rng.choice(self._kinds)
+        data = kind.make(rng)
+        if rng.random() < 0.9:
+            data = mutated_encoding(rng, data)
+        began = time.thread_time()
+        try:
+            _look_at(kind.decoder.decode(data), kind.decoder)
+        except (PromptError, RemoteError, *DECODE_ERRORS):
+            self._report.refused += 1
+        else:
+            self._report.outcomes["messages read"] += 1
+        self._report.note(f"message {kind.kind.__name__}", time.thread_time() - began)
+
+
+def _look_at(message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    """What is taken can be shown, said again, and means the same then."""
+    repr(message)
+    again = decoder.decode(_encode(message))
+    if isinstance(message, messages.Generate):
+        acceptance.check(message)
+    elif isinstance(message, messages.ContinueGenerate):
+        acceptance.check(message.generate)
+    if again != message and not _has_nan(message):
+        raise AssertionError(f"{message!r} was read as {again!r} when it was said again")
+
+
+def _has_nan(message: Any) -> bool:
+    """A client may say that its temperature is not a number; the answer names the field."""
+    generate = message.generate if isinstance(message, messages.ContinueGenerate) else message
+    if not isinstance(generate, messages.Generate):
+        return False
+    return generate.temperature != generate.temperature or generate.top_p != generate.top_p  # noqa: PLR0124
+
+
+# -- for the control stream -------------------------------------------------------------------------------------------
+
+
+def bodies_of_catalogue() -> Sequence[tuple[str, Callable[[random.Random], bytes]]]:
+    """What may be asked and told, with bodies for each."""
+    return [(each.name, _Kind(each.body).make) for each in CATALOGUE]
+
+
+def add_catalogue(handlers: Handlers) -> None:
+    """Handlers that read what they are asked, and answer nothing of substance."""
+    for each in CATALOGUE:
+        if isinstance(each, Method):
+            handlers.add_request(each, _answer)
+        else:
+            handlers.add_notice(each, _take)
+
+
+async def _answer(peer: PeerId, role: Role, body: msgspec.Struct) -> msgspec.Struct:
+    repr(body)
+    return messages.Opened()
+
+
+def _take(peer: PeerId, role: Role, body: msgspec.Struct) -> None:
+    repr(body)
+
+
