@@ -241,6 +241,37 @@ def _made_up(rng: random.Random, kind: types.Type, depth: int) -> Any:
             return rng.choice(_OTHERS)(rng)
 
 
+def varied(rng: random.Random, kind: Any, value: Any, share: float, *, numbers_only: bool = False) -> Any:
+    """A copy of ``value``, which is of this type, with that share of its numbers (and texts, choices and fields that
+    may be left out) made up within their bounds."""
+    return _varied(rng, _type_info(kind), value, share, numbers_only)
+
+
+def _varied(rng: random.Random, kind: types.Type, value: Any, share: float, numbers: bool) -> Any:
+    is_struck = rng.random() < share and (not numbers or isinstance(kind, types.IntType | types.FloatType))
+    match kind:
+        case types.Metadata():
+            return _varied(rng, kind.type, value, share, numbers)
+        case types.UnionType():
+            # Which of them the value is can be seen where there is one that is not None.
+            fitting = [each for each in kind.types if isinstance(each, types.NoneType) is (value is None)]
+            return _varied(rng, rng.choice(kind.types) if is_struck else fitting[0], value, share, numbers)
+        case types.StructType(array_like=False) if isinstance(value, dict):
+            fields = {field.encode_name: field.type for field in kind.fields}
+            said = {name: _varied(rng, fields[name], each, share, numbers) for name, each in value.items()}
+            absent = [] if numbers else sorted(fields.keys() - value.keys())
+            return said | {name: _made_up(rng, fields[name], 1) for name in absent if rng.random() < share}
+        case types.DictType() if isinstance(value, dict) and not is_struck:
+            return {key: _varied(rng, kind.value_type, each, share, numbers) for key, each in value.items()}
+        case types.VarTupleType() | types.ListType() if isinstance(value, list | tuple) and not is_struck:
+            return [_varied(rng, kind.item_type, each, share, numbers) for each in value]
+        case types.TupleType() if isinstance(value, list | tuple):
+            items = zip(kind.item_types, value, strict=False)
+            return [_varied(rng, item, each, share, numbers) for item, each in items]
+        case _:
+            return _made_up(rng, kind, 1) if is_struck else value
+
+
 def _made_up_struct(rng: random.Random, kind: types.StructType, depth: int) -> Any:
     if kind.array_like:
         tag = [kind.tag] if kind.tag is not None else []

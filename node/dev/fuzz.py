@@ -28,7 +28,7 @@ from ..messages import ADVERT, LINKS, PLAN
 from .fuzz_planning import PlanningAttack, make_advert, make_links, make_plan, plan_rules, read_entries
 from .fuzz_messages import MessageAttack, add_catalogue, bodies_of_catalogue
 
-_WEIGHTS = (("messages", 60), ("wire", 25), ("members", 1.0), ("stream", 0.25), ("views", 8), ("planning", 0.02))
+_WEIGHTS = (("messages", 60), ("wire", 25), ("members", 1.0), ("stream", 0.25), ("views", 8), ("planning", 0.1))
 
 
 def fuzz(count: int, seed: int, progress: Callable[[int], None] | None = None) -> ControlFuzzReport:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import random
 import time
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from ...bootstrap import DECODE_ERRORS, PeerId
 from ...bootstrap.dev.fuzz_report import ControlFuzzReport
-from ...bootstrap.dev.mutations import TypeMaker, mutated, mutated_encoding
+from ...bootstrap.dev.mutations import TypeMaker, mutated_encoding, varied
 from ...bootstrap.members.peering import Peering
 from ...bootstrap.members.table import EntryRules
-from ...coordinator import Demand, Phase, Plan, Router
+from ...coordinator import Demand, LatencyProfile, Phase, Plan, Router
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.plan import Pairing, Replica, Stage
+from ...coordinator.profile import PhaseCost, PhaseFit
 from ...coordinator.routing.interface import NoRoute
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..box.hardware import Gpu, Hardware
@@ -50,6 +51,8 @@ _MODEL: Final = ModelInfo(
     weights=WeightSizes(layers=(1 << 20,) * _LAYERS, embeddings=1, head=1),
 )
 _STATS: Final = EngineStats(1, 0, 0.5, 100, 10)
+_FIT: Final = PhaseFit(cost=PhaseCost(token_s=1e-5, request_s=1e-4, length_s=0.0, step_s=0.01), samples=100, error=0.1)
+_PROFILE: Final = LatencyProfile(prefill=_FIT, decode=_FIT)
 _WILD: Final = TypeMaker(Advert)
 _WILD_LINKS: Final = TypeMaker(LinkTable)
 
@@ -58,7 +61,8 @@ def make_advert(rng: random.Random) -> bytes:
     """What a box says of itself: plausible, or anything within the bounds."""
     if rng.random() < 0.1:
         return _WILD.make(rng)
-    return _plausible(rng.randrange(6), rng.randrange(4))
+    honest = _plausible(rng.randrange(6), rng.randrange(4))
+    return _encode(varied(rng, Advert, _decode(honest), rng.choice((0.0, 0.05, 0.2))))
 
 
 @cache
@@ -76,7 +80,8 @@ def _plausible(box: int, kind: int) -> bytes:
         rtt_s={f"p{other}": 0.01 * other for other in range(4) if other != box},
         fits=3 if kind == 2 else _LAYERS,
         tp=2 if kind == 1 else 1,
-        demand=demand if kind == 3 else None,
+        profile=_PROFILE if box % 2 else None,
+        demand=demand if kind == 3 or box == 1 else None,
         phase=Phase.PREFILL if kind == 3 else None,
         usd_per_hour=0.4,
     )
@@ -192,7 +197,7 @@ class PlanningAttack:
 
     def plan(self) -> None:
         """Plan for a few boxes, one or two of which lie within the bounds; who makes it fail is set aside by name."""
-        rng, report = self._rng, self._report
+        report = self._report
         view = self._hostile_view()
         coordinator = Coordinator(_OWN, "kv4", quiet_s=0.0)
         leader, now = (_OWN, 5), 0.0
@@ -219,7 +224,6 @@ class PlanningAttack:
                 break
         else:
             raise AssertionError(f"planning still fails after {_ATTEMPTS} attempts: {view.adverts}")
-        _ = rng
 
     def _answer(self, task: PlanningTask) -> PlannerAnswer:
         """As the planner's process does it, on its own pipe."""
@@ -232,27 +236,42 @@ class PlanningAttack:
         rng, view = self._rng, NetworkView()
         count = rng.randrange(1, 5)
         kind = rng.randrange(4)
-        payloads = {
-            PeerId(f"p{box}"): _plausible(box, kind if rng.random() < 0.7 else rng.randrange(4))
+        said = {
+            PeerId(f"p{box}"): _decode(_plausible(box, kind if rng.random() < 0.7 else rng.randrange(4)))
             for box in range(count)
         }
-        for peer in rng.sample(sorted(payloads), min(rng.choice((1, 1, 2)), count)):
-            payloads[peer] = self._hostile_advert(payloads[peer])
-        view.update(payloads)
-        view.update_links({peer: make_links(rng) for peer in payloads if rng.random() < 0.5})
+        for peer in rng.sample(sorted(said), min(rng.choice((1, 1, 2)), count)):
+            said[peer] = self._vary(said[peer], rng.choice(_PARTS))
+        if rng.random() < 0.4:  # or boxes of another model would be left out
+            model = self._vary(next(iter(said.values())), "model")
+            said = {peer: advert | {key: model.get(key) for key in ("model", "fits")} for peer, advert in said.items()}
+        view.update({peer: _encode(advert) for peer, advert in said.items()})
+        links = {peer: _decode(make_links(rng)) for peer in said if rng.random() < 0.7}
+        view.update_links(
+            {peer: _encode(varied(rng, LinkTable, table, rng.choice((0.0, 0.1, 0.4)), numbers_only=True)) for peer, table in links.items()}
+        )
         return view
 
-    def _hostile_advert(self, honest: bytes) -> bytes:
-        """One that is taken: otherwise there is nothing to plan with."""
+    def _vary(self, honest: dict[str, Any], part: str) -> dict[str, Any]:
+        """An advert that is taken, for otherwise there is nothing to plan with: strange in one part, or in all."""
         rng = self._rng
-        for _ in range(20):
-            value = _decode(honest)
-            for _ in range(rng.choice((1, 2, 3, 5))):
-                value = mutated(rng, value)
+        for _ in range(40):
+            share = rng.choice((0.05, 0.15, 0.3, 0.6))
+            said: dict[str, Any] = varied(rng, Advert, honest, share, numbers_only=rng.random() < 0.7)
+            if part in said:
+                said = honest | {part: said[part]}
+            elif rng.random() < 0.9:
+                said = said | {"model": honest["model"], "fits": honest["fits"]}
             try:
-                data = _encode(value)
-                _adverts.decode(data)
-            except DECODE_ERRORS:
+                if part == "model":
+                    layers = said["model"]["shape"]["layers"] = rng.choice((1, 4, 80, 4096))
+                    said["model"]["weights"]["layers"] = [rng.choice((0, 1, 1 << 30, 1 << 48))] * layers
+                    said["model"]["service"], said["fits"] = _SERVICE, layers
+                _adverts.decode(_encode(said))
+            except (TypeError, KeyError, *DECODE_ERRORS):
                 continue
-            return data
-        return _WILD.make(rng)
+            return said
+        return honest
+
+
+_PARTS: Final = ("engine", "hardware", "profile", "demand", "model", "rtt_s", "tp", "usd_per_hour", "all", "all", "all", "all")
