@@ -66,9 +66,7 @@ _PEOPLE: Final = sorted((_QuickIdentity(bytes([n]) * 32) for n in range(1, 9)), 
 _REAL: Final = {who.peer_id: Identity(who.seed) for who in _PEOPLE}
 _ME, *_OTHERS = (_PEOPLE[3], *_PEOPLE[:3], *_PEOPLE[4:])
 _HONEST, _HOSTILE, _CLIENT, _STRANGER = _OTHERS[:3], _OTHERS[3:5], _OTHERS[5], _OTHERS[6]
-_TOKENS: Final = {
-    lead: JoinToken.parse(_KEY.issue((), Role.WORKER, 2e9, lead=lead, uses=64)) for lead in (False, True)
-}
+_TOKENS: Final = {lead: JoinToken.parse(_KEY.issue((), Role.WORKER, 2e9, lead=lead, uses=64)) for lead in (False, True)}
 _CLIENT_TOKEN: Final = JoinToken.parse(_KEY.issue((), Role.CLIENT, 2e9, uses=64))
 _FOREIGN_TOKEN: Final = JoinToken.parse(_FOREIGN.issue((), Role.WORKER, 2e9))
 _LEADING: Final = frozenset({_ME.peer_id, _HONEST[0].peer_id, _HONEST[1].peer_id, _HOSTILE[0].peer_id})
@@ -159,18 +157,15 @@ class MemberAttack:
     # -- one input ----------------------------------------------------------------------------------------------------
 
     def _attack(self) -> None:
-        chance = self.rng.random()
+        attacks: tuple[tuple[str, Callable[[], None]], ...] = (
+            ("greetings of members", self._greet),
+            ("state of an earlier run", self._restore),
+            ("gossip under valid signatures", self._gossip),
+        )
+        target, attack = self.rng.choices(attacks, (4, 2, 94))[0]
         began = time.thread_time()
         try:
-            if chance < 0.04:
-                target = "greetings"
-                self._greet()
-            elif chance < 0.06:
-                target = "state of an earlier run"
-                self._restore()
-            else:
-                target = "gossip under valid signatures"
-                self._gossip()
+            attack()
         except (ProtocolError, TokenError, *DECODE_ERRORS):
             self.report.refused += 1
         self.report.note(target, time.thread_time() - began)
@@ -342,4 +337,3 @@ class MemberAttack:
         self.report.outcomes["expelled"] += len(table.lies)
         self.report.outcomes["entries held"] += len(state.entries)
         self.report.outcomes["led"] += self.peering.coordinator is not None
-

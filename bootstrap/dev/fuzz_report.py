@@ -3,7 +3,7 @@
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
@@ -53,6 +53,3 @@ class ControlFuzzReport:
             "seconds": round(self.seconds, 1),
             "inputs_per_s": round(self.inputs / max(self.seconds, 1e-9)),
         }
-
-
-Attack = Callable[[], None]

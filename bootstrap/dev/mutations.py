@@ -211,9 +211,9 @@ def _made_up(rng: random.Random, kind: types.Type, depth: int) -> Any:
             high = kind.le if kind.le is not None else kind.lt - 1 if kind.lt is not None else 2**63 - 1
             return rng.choice((low, high, *(min(max(n, low), high) for n in (0, 1, 2, 4, rng.choice(INTEGERS)))))
         case types.FloatType():
-            low = kind.ge if kind.ge is not None else kind.gt if kind.gt is not None else -math.inf
-            high = kind.le if kind.le is not None else kind.lt if kind.lt is not None else math.inf
-            return rng.choice((low, high, *(min(max(x, low), high) for x in (0.0, 1.0, 0.5, rng.choice(FLOATS)))))
+            least = kind.ge if kind.ge is not None else kind.gt if kind.gt is not None else -math.inf
+            most = kind.le if kind.le is not None else kind.lt if kind.lt is not None else math.inf
+            return rng.choice((least, most, *(min(max(x, least), most) for x in (0.0, 1.0, 0.5, rng.choice(FLOATS)))))
         case types.StrType() | types.BytesType():
             return _made_up_text(rng, kind)
         case types.EnumType():

@@ -25,8 +25,8 @@ from ...bootstrap.dev.fuzz_members import MemberAttack, membership_payloads
 from ...bootstrap.dev.fuzz_report import ControlFuzzReport
 from ...bootstrap.dev.fuzz_wire import StreamAttack, WireAttack
 from ..messages import ADVERT, LINKS, PLAN
-from .fuzz_planning import PlanningAttack, make_advert, make_links, make_plan, plan_rules, read_entries
 from .fuzz_messages import MessageAttack, add_catalogue, bodies_of_catalogue
+from .fuzz_planning import PlanningAttack, make_advert, make_links, make_plan, plan_rules, read_entries
 
 _WEIGHTS = (("messages", 60), ("wire", 25), ("members", 1.0), ("stream", 0.25), ("views", 8), ("planning", 0.1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from ...coordinator import Plan
 from .. import messages, methods
 from ..models.text import PromptError
 from ..requests import acceptance
+from .fuzz_planning import make_advert, make_links, make_plan
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _KEPT: Final = 64
@@ -39,20 +41,20 @@ def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
 class _Kind:
     """One type of message, with some that were made up for it."""
 
-    def __init__(self, kind: type[msgspec.Struct]) -> None:
+    def __init__(self, kind: type[msgspec.Struct], make: Callable[[random.Random], bytes] | None = None) -> None:
         self.kind = kind
         self.decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
-        self._maker = TypeMaker(kind)
+        self._make_one = make or TypeMaker(kind).make
         self._made: list[bytes] = []
 
     def make(self, rng: random.Random) -> bytes:
         """One that is within its bounds."""
         if len(self._made) < _KEPT:
-            self._made.append(self._maker.make(rng))
+            self._made.append(self._make_one(rng))
             return self._made[-1]
         at = rng.randrange(_KEPT)
         if rng.random() < _FRESH:
-            self._made[at] = self._maker.make(rng)
+            self._made[at] = self._make_one(rng)
         return self._made[at]
 
 
@@ -62,7 +64,9 @@ class MessageAttack:
     def __init__(self, rng: random.Random, report: ControlFuzzReport) -> None:
         self._rng = rng
         self._report = report
-        self._kinds = [_Kind(kind) for kind in said_by_peers()]
+        # What is hardly ever right by chance begins with what is.
+        makers = {messages.Advert: make_advert, messages.LinkTable: make_links, Plan: make_plan}
+        self._kinds = [_Kind(kind, makers.get(kind)) for kind in said_by_peers()]
 
     def run(self) -> None:
         """One input."""
@@ -98,7 +102,7 @@ def _has_nan(message: Any) -> bool:
     generate = message.generate if isinstance(message, messages.ContinueGenerate) else message
     if not isinstance(generate, messages.Generate):
         return False
-    return generate.temperature != generate.temperature or generate.top_p != generate.top_p  # noqa: PLR0124
+    return math.isnan(generate.temperature) or math.isnan(generate.top_p)
 
 
 # -- for the control stream -------------------------------------------------------------------------------------------
@@ -125,5 +129,3 @@ async def _answer(peer: PeerId, role: Role, body: msgspec.Struct) -> msgspec.Str
 
 def _take(peer: PeerId, role: Role, body: msgspec.Struct) -> None:
     repr(body)
-
-

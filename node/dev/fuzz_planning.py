@@ -248,7 +248,10 @@ class PlanningAttack:
         view.update({peer: _encode(advert) for peer, advert in said.items()})
         links = {peer: _decode(make_links(rng)) for peer in said if rng.random() < 0.7}
         view.update_links(
-            {peer: _encode(varied(rng, LinkTable, table, rng.choice((0.0, 0.1, 0.4)), numbers_only=True)) for peer, table in links.items()}
+            {
+                peer: _encode(varied(rng, LinkTable, table, rng.choice((0.0, 0.1, 0.4)), numbers_only=True))
+                for peer, table in links.items()
+            }
         )
         return view
 
@@ -274,4 +277,17 @@ class PlanningAttack:
         return honest
 
 
-_PARTS: Final = ("engine", "hardware", "profile", "demand", "model", "rtt_s", "tp", "usd_per_hour", "all", "all", "all", "all")
+_PARTS: Final = (
+    "engine",
+    "hardware",
+    "profile",
+    "demand",
+    "model",
+    "rtt_s",
+    "tp",
+    "usd_per_hour",
+    "all",
+    "all",
+    "all",
+    "all",
+)
