@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from ..addresses import Address
-from ..errors import DECODE_ERRORS, AddressError, PeerLost, ProtocolError, RemoteError, TokenError
+from ..errors import AddressError, PeerLost, ProtocolError, RemoteError, TokenError
 from ..handlers import Handlers
 from ..members.election import decode_claim
 from ..members.liveness import decode_heard
@@ -47,7 +47,6 @@ _HELLO: Final = encode_greeting(
         "1.0",
     )
 )
-_REFUSALS: Final = (ProtocolError, TokenError, AddressError, *DECODE_ERRORS)
 _FRAMES_OF_A_STREAM: Final = 120
 
 
@@ -57,22 +56,23 @@ class WireAttack:
     def __init__(self, rng: random.Random, report: ControlFuzzReport) -> None:
         self._rng = rng
         self._report = report
-        self._readers: tuple[tuple[str, Callable[[], None]], ...] = (
-            ("frames", self._frames),
-            ("greetings", self._greeting),
-            ("tokens", self._token),
-            ("certificates", self._certificate),
-            ("orders", self._orders),
-            ("payloads of membership", self._payload),
+        # Each with all that it may raise.
+        self._readers: tuple[tuple[str, Callable[[], None], tuple[type[Exception], ...]], ...] = (
+            ("frames", self._frames, (ProtocolError,)),
+            ("greetings", self._greeting, (ProtocolError,)),
+            ("tokens", self._token, (TokenError, AddressError)),
+            ("certificates", self._certificate, (TokenError,)),
+            ("orders", self._orders, ()),
+            ("payloads of membership", self._payload, ()),
         )
 
     def run(self) -> None:
         """One input."""
-        target, read = self._rng.choice(self._readers)
+        target, read, declared = self._rng.choice(self._readers)
         began = time.thread_time()
         try:
             read()
-        except _REFUSALS:
+        except declared:
             self._report.refused += 1
         self._report.note(target, time.thread_time() - began)
 
