@@ -7,7 +7,7 @@ upon; :func:`mutated` breaks the rules.
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -170,19 +170,27 @@ def mutated_encoding(rng: random.Random, data: bytes) -> bytes:
 
 # -- by type ----------------------------------------------------------------------------------------------------------
 
+Samples = Mapping[type, Any]
+_NO_SAMPLES: Final[Samples] = {}
+
 
 class TypeMaker:
-    """Encoded values of one type, most of which it takes: within its bounds, and often at their edges."""
+    """Encoded values of one type, most of which it takes: within its bounds, and often at their edges.
 
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
+    Args:
+        samples: by class, a value in MessagePack's types for each of those that check more than their types say.
+    """
+
+    def __init__(self, kind: Any, samples: Samples = _NO_SAMPLES) -> None:
+        self._kind = kind
+        self._samples = samples
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
 
     def make(self, rng: random.Random) -> bytes:
         """One that the type takes, unless that was not found in some tries."""
         data = b""
         for _ in range(_TRIES):
-            data = _encode(made_up(rng, self.kind))
+            data = _encode(made_up(rng, self._kind, self._samples))
             try:
                 self._decoder.decode(data)
             except DECODE_ERRORS:
@@ -196,15 +204,15 @@ def _type_info(kind: Any) -> types.Type:
     return types.type_info(kind)
 
 
-def made_up(rng: random.Random, kind: Any) -> Any:
+def made_up(rng: random.Random, kind: Any, samples: Samples = _NO_SAMPLES) -> Any:
     """A value within the bounds of a type, as far as they stand in the type."""
-    return _made_up(rng, _type_info(kind), 0)
+    return _made_up(rng, _type_info(kind), 0, samples)
 
 
-def _made_up(rng: random.Random, kind: types.Type, depth: int) -> Any:
+def _made_up(rng: random.Random, kind: types.Type, depth: int, samples: Samples = _NO_SAMPLES) -> Any:
     match kind:
         case types.Metadata():
-            return _made_up(rng, kind.type, depth)
+            return _made_up(rng, kind.type, depth, samples)
         case types.BoolType():
             return rng.random() < 0.5
         case types.IntType():
@@ -222,20 +230,20 @@ def _made_up(rng: random.Random, kind: types.Type, depth: int) -> Any:
         case types.LiteralType():
             return rng.choice(kind.values)
         case types.UnionType():
-            return _made_up(rng, rng.choice(kind.types), depth)
+            return _made_up(rng, rng.choice(kind.types), depth, samples)
         case types.VarTupleType() | types.ListType() | types.SetType() | types.FrozenSetType():
-            return [_made_up(rng, kind.item_type, depth + 1) for _ in range(_length(rng, kind, depth))]
+            return [_made_up(rng, kind.item_type, depth + 1, samples) for _ in range(_length(rng, kind, depth))]
         case types.TupleType():
-            return [_made_up(rng, item, depth + 1) for item in kind.item_types]
+            return [_made_up(rng, item, depth + 1, samples) for item in kind.item_types]
         case types.DictType():
             count = _length(rng, kind, depth)
             pairs = (
-                (_made_up(rng, kind.key_type, depth + 1), _made_up(rng, kind.value_type, depth + 1))
+                (_made_up(rng, kind.key_type, depth + 1, samples), _made_up(rng, kind.value_type, depth + 1, samples))
                 for _ in range(count)
             )
             return dict(pairs)
         case types.StructType():
-            return _made_up_struct(rng, kind, depth)
+            return _made_up_struct(rng, kind, depth, samples)
         case types.NoneType():
             return None
         case _:
@@ -273,14 +281,16 @@ def _varied(rng: random.Random, kind: types.Type, value: Any, share: float, numb
             return _made_up(rng, kind, 1) if is_struck else value
 
 
-def _made_up_struct(rng: random.Random, kind: types.StructType, depth: int) -> Any:
+def _made_up_struct(rng: random.Random, kind: types.StructType, depth: int, samples: Samples) -> Any:
+    if kind.cls in samples and rng.random() < 0.9:
+        return _varied(rng, kind, samples[kind.cls], rng.choice((0.0, 0.05, 0.2)), True)
     if kind.array_like:
         tag = [kind.tag] if kind.tag is not None else []
-        return tag + [_made_up(rng, field.type, depth + 1) for field in kind.fields]
+        return tag + [_made_up(rng, field.type, depth + 1, samples) for field in kind.fields]
     said = {kind.tag_field: kind.tag} if kind.tag_field is not None else {}
     for field in kind.fields:
         if field.required or rng.random() < 0.7:
-            said[field.encode_name] = _made_up(rng, field.type, depth + 1)
+            said[field.encode_name] = _made_up(rng, field.type, depth + 1, samples)
     return said
 
 

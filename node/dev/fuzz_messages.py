@@ -16,13 +16,35 @@ from ...bootstrap.dev.mutations import TypeMaker, mutated_encoding
 from ...bootstrap.handlers import Handlers
 from ...bootstrap.methods import Method, Notice
 from ...coordinator import Plan
+from ...kvtransport.probing.burst_ticket import BurstTicket
+from ...kvtransport.probing.figures import BoxFigures, LinkFigures
+from ...kvtransport.probing.probe import BurstRequest
+from ...kvtransport.wire.dial_path import DialPath
+from ...kvtransport.wire.permits import Permit
+from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 from .. import messages, methods
+from ..engine.protocol import KvSlice
 from ..models.text import PromptError
 from ..requests import acceptance
 from .fuzz_planning import make_advert, make_links, make_plan
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _KEPT: Final = 64
+_PERMIT: Final = Permit(b"p" * 16, b"r" * 32, "192.0.2.9", 9, 1 << 40, 1e9, 2e9)
+_SAMPLES: Final = {
+    type(sample): msgspec.to_builtins(sample, builtin_types=(bytes,))
+    for sample in (
+        _PERMIT,
+        DialPath("192.0.2.9", 9, relay=_PERMIT, congestion="bbr"),
+        LinkTicket(b"l" * 16, b"s" * 32, 600.0),
+        TransferTicket(b"t" * 16, b"l" * 16, "kv4", 30.0),
+        BurstTicket(b"b" * 16, b"k" * 32, 4, 1.0, 1 << 20, 0.01),
+        BurstRequest("p", 4, 1.0, 1 << 20, False),
+        LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=1.0, usd_per_gb=0.1, reason="measured"),
+        BoxFigures(up_gbps=1.0, down_gbps=1.0, relay_gbps=1.0, relay_budget_bytes=5),
+        KvSlice(first_layer=3, last_layer=4, first_head=0, last_head=2),
+    )
+}
 _FRESH: Final = 0.1  # of all inputs that begin with a new message: making one takes longer than mutating one
 
 CATALOGUE: Final = tuple(each for each in vars(methods).values() if isinstance(each, Method | Notice))
@@ -38,13 +60,13 @@ def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
     return (*kinds, messages.Advert, messages.LinkTable, Plan)
 
 
-class _Kind:
+class MessageMaker:
     """One type of message, with some that were made up for it."""
 
     def __init__(self, kind: type[msgspec.Struct], make: Callable[[random.Random], bytes] | None = None) -> None:
         self.kind = kind
         self.decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
-        self._make_one = make or TypeMaker(kind).make
+        self._make_one = make or TypeMaker(kind, _SAMPLES).make
         self._made: list[bytes] = []
 
     def make(self, rng: random.Random) -> bytes:
@@ -66,7 +88,7 @@ class MessageAttack:
         self._report = report
         # What is hardly ever right by chance begins with what is.
         makers = {messages.Advert: make_advert, messages.LinkTable: make_links, Plan: make_plan}
-        self._kinds = [_Kind(kind, makers.get(kind)) for kind in said_by_peers()]
+        self._kinds = [MessageMaker(kind, makers.get(kind)) for kind in said_by_peers()]
 
     def run(self) -> None:
         """One input."""
@@ -111,7 +133,7 @@ def _has_nan(message: Any) -> bool:
 
 def bodies_of_catalogue() -> Sequence[tuple[str, Callable[[random.Random], bytes]]]:
     """What may be asked and told, with bodies for each."""
-    return [(each.name, _Kind(each.body).make) for each in CATALOGUE]
+    return [(each.name, MessageMaker(each.body).make) for each in CATALOGUE]
 
 
 def add_catalogue(handlers: Handlers) -> None:
