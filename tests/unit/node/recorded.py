@@ -38,11 +38,17 @@ HERE, THERE = Identity(b"h" * 32), Identity(b"t" * 32)
 EACH = 2
 MAX_BYTES = 2048
 
-OF_THE_NETWORK = (
+OF_THE_NETWORK: tuple[type[msgspec.Struct], ...] = (
     *(control.Hello, control.Welcome, control.Rejected, control.Request, control.Reply, control.Failure),
     *(control.NoticeFrame, control.ControlPing, control.ControlPong, Tell, Summary, Compare, Part, NetworkState),
     *(Entry, Lie, MemberRecord, Credential, Orders, Renewal, SignedOrders),
 )
+BODY = msgspec.Raw(msgspec.msgpack.encode({"body": 1}))
+WITH_BODIES: dict[type[msgspec.Struct], msgspec.Struct] = {
+    control.Request: control.Request(7, "status", BODY),
+    control.Reply: control.Reply(7, BODY),
+    control.NoticeFrame: control.NoticeFrame("answer", BODY),
+}
 KINDS: dict[str, type[msgspec.Struct]] = {kind.__name__: kind for kind in (*OF_THE_NETWORK, *said_by_peers())}
 
 
@@ -58,11 +64,8 @@ def record() -> dict[str, Any]:
 
 
 def _samples(rng: random.Random, kind: type[msgspec.Struct]) -> list[bytes]:
-    if issubclass(kind, control.Request | control.Reply | control.NoticeFrame):
-        body = msgspec.Raw(msgspec.msgpack.encode({"body": 1}))
-        names = ("status",) if kind is not control.Reply else ()
-        numbers = (7,) if kind is not control.NoticeFrame else ()
-        return [msgspec.msgpack.encode(kind(*numbers, *names, body))]
+    if kind in WITH_BODIES:
+        return [msgspec.msgpack.encode(WITH_BODIES[kind])]
     makers = {"Advert": make_advert, "LinkTable": make_links, "Plan": make_plan}
     make = MessageMaker(kind, makers.get(kind.__name__)).make
     found: dict[bytes, None] = {}
