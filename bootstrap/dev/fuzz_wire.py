@@ -11,7 +11,7 @@ import msgspec
 import trio
 
 from ..addresses import Address
-from ..errors import AddressError, PeerLost, ProtocolError, RemoteError, TokenError
+from ..errors import AddressError, NetworkError, PeerLost, ProtocolError, TokenError
 from ..handlers import Handlers
 from ..members.election import decode_claim
 from ..members.liveness import decode_heard
@@ -230,8 +230,8 @@ class StreamAttack:
         """A question of the node's own, which the other end may answer with anything."""
         for _ in range(3):
             try:
-                await stream.request("status", b"\xc0", 0.05)
-            except (PeerLost, RemoteError) as error:
+                await stream.request("status", b"\xc0", 60.0)
+            except NetworkError as error:
                 str(error)
 
     def _make_frame(self) -> bytes:

@@ -9,6 +9,7 @@ it: frames and the control stream with all handlers, tokens and certificates, me
 which a view takes in, a coordinator plans with, and a router follows.
 
 Any exception but those declared, an input that takes seconds, or a broken invariant ends the run.
+Ctrl-C ends it with its report.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import argparse
 import json
 import logging
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ...bootstrap.dev.fuzz_members import MemberAttack, membership_payloads
 from ...bootstrap.dev.fuzz_report import ControlFuzzReport
@@ -53,11 +56,12 @@ def fuzz(count: int, seed: int, progress: Callable[[int], None] | None = None) -
     }
     names, weights = zip(*_WEIGHTS, strict=True)
     began, said = time.monotonic(), 0
-    while report.inputs < count:
-        attacks[rng.choices(names, weights)[0]]()
-        if progress is not None and report.inputs - said >= 10_000:
-            said = report.inputs
-            progress(said)
+    with suppress(KeyboardInterrupt):  # what was done until then is reported
+        while report.inputs < count:
+            attacks[rng.choices(names, weights)[0]]()
+            if progress is not None and report.inputs - said >= 10_000:
+                said = report.inputs
+                progress(said)
     report.seconds = time.monotonic() - began
     return report
 
@@ -71,6 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.count < 1:
         parser.error(f"--count is {options.count}; it must be at least 1")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell, too
     logging.getLogger("p2pserve").setLevel(logging.CRITICAL)  # a line for each refusal is what it is for
 
     def show(done: int) -> None:
