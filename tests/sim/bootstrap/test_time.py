@@ -67,7 +67,7 @@ STOPS: dict[str, Callable[[Simulation, str, float], None]] = {
 
 
 @pytest.mark.parametrize("is_leader", [True, False], ids=["leader", "other"])
-@pytest.mark.parametrize("seconds", [2.0, 600.0])
+@pytest.mark.parametrize("seconds", [2.0, 300.0, 700.0])
 @pytest.mark.parametrize("how", STOPS)
 def test_a_node_that_stood_still_is_taken_back_and_harms_nobody(
     sim: Simulation, how: str, seconds: float, is_leader: bool
