@@ -51,16 +51,6 @@ class Joined:
         members = self._others(self.network.members(), MemberState.ALIVE)
         return [Neighbour(member.peer_id, member.address, member.rtt_s) for member in members if member.address.port]
 
-    def rtts(self, before: dict[str, float]) -> dict[str, float]:
-        """Round trips to the other nodes; one that has hardly moved stays as it was told `before`."""
-        found: dict[str, float] = {}
-        for member in self.network.members():
-            rtt, old = member.rtt_s, before.get(member.peer_id)
-            if member.role is not Role.CLIENT and rtt is not None:
-                is_news = old is None or abs(rtt - old) > self.settings.tuning.rtt_news * old
-                found[member.peer_id] = rtt if old is None or is_news else old
-        return found
-
     def publish(self, kind: str, message: msgspec.Struct) -> bytes:
         """Tell all members; returns what they read."""
         payload = msgspec.msgpack.encode(message)

@@ -102,7 +102,6 @@ class Advert(Message, frozen=True, kw_only=True):
     model: ModelInfo | None = None
     engine: EngineAdvert | None = None
     stats: EngineStats | None = None
-    rtt_s: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MAX_PEERS)] = {}
     fits: Layer = 0
     tp: Degree = 1
     profile: LatencyProfile | None = None
@@ -112,7 +111,10 @@ class Advert(Message, frozen=True, kw_only=True):
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
-    """What a node tells everyone about its links: its site, its own caps and prices, and each link from it by peer."""
+    """What a node tells everyone about its links: its site, its own caps and prices, and links from it by peer.
+
+    Of several peers at one site that its links to are alike, it tells of one: `links_to` fills in the others.
+    """
 
     site: Label = ""
     box: BoxFigures = BoxFigures()

@@ -66,6 +66,9 @@ class BoxNetwork:
         self.all: list[BoxProcess] = []
         self._home = Path(tempfile.mkdtemp(prefix="p2pserve-bench-"))
         self._changed = threading.Condition()
+        # Modules are compiled once, as where the package was installed, whatever this shell says of it.
+        self._environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(self._home / "compiled")}
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def __enter__(self) -> Self:
         return self
@@ -154,6 +157,7 @@ class BoxNetwork:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env=self._environment,
         )
         box = BoxProcess(number, home, process, time.monotonic())
         self.all = [each for each in self.all if each.number != number or each.is_running] + [box]

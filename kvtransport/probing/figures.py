@@ -36,6 +36,7 @@ _MAX_RTT_S = 60.0
 _MAX_USD_PER_GB = 1e3
 _MAX_REASON = 200
 _SMALLEST_RTT_S = 1e-6
+_SAME_RTT_S = 0.002
 
 
 class Source(StrEnum):
@@ -114,14 +115,11 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     def alike(self, other: LinkFigures, within: float) -> bool:
         """Whether it makes no difference which of the two is believed: rates, round trip and
-        confidence are as good as the same, up to that fraction, and the rest of what paths are
-        chosen by is equal."""
-        pairs = (
-            (self.rtt_s, other.rtt_s),
-            (self.one_stream_gbps, other.one_stream_gbps),
-            (self.capacity_gbps, other.capacity_gbps),
-        )
-        close = all(abs(a - b) <= within * max(a, b) for a, b in pairs)
+        confidence are as good as the same, up to that fraction (or, of the round trip, to what
+        scheduling on busy boxes adds), and the rest of what paths are chosen by is equal."""
+        close = abs(self.rtt_s - other.rtt_s) <= max(within * max(self.rtt_s, other.rtt_s), _SAME_RTT_S)
+        pairs = ((self.one_stream_gbps, other.one_stream_gbps), (self.capacity_gbps, other.capacity_gbps))
+        close = close and all(abs(a - b) <= within * max(a, b) for a, b in pairs)
         return close and abs(self.rate_confidence - other.rate_confidence) <= within and self._kind == other._kind
 
     @property
