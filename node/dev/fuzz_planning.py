@@ -77,7 +77,6 @@ def _plausible(box: int, kind: int) -> bytes:
         model=_MODEL,
         engine=EngineAdvert(state=state, tflops=1.0, memory_gbps=10.0, kv_tokens=1000, starts=1, max_model_len=512),
         stats=_STATS,
-        rtt_s={f"p{other}": 0.01 * other for other in range(4) if other != box},
         fits=3 if kind == 2 else _LAYERS,
         tp=2 if kind == 1 else 1,
         profile=_PROFILE if box % 2 else None,
@@ -94,7 +93,11 @@ def make_links(rng: random.Random) -> bytes:
         return _WILD_LINKS.make(rng)
     figures = LinkFigures(rtt_s=0.02, one_stream_gbps=0.5, capacity_gbps=rng.choice((0.0, 0.1, 1.0, 1e5)))
     box = BoxFigures(up_gbps=rng.choice((None, 0.0, 1.0)), up_usd_per_gb=0.01)
-    return _encode(LinkTable(site="fra", box=box, links={f"p{n}": figures for n in range(rng.randrange(4))}))
+    return _encode(
+        LinkTable(
+            site=rng.choice(("", "fra", "lon")), box=box, links={f"p{n}": figures for n in range(rng.randrange(4))}
+        )
+    )
 
 
 def make_plan(rng: random.Random) -> bytes:
@@ -283,7 +286,6 @@ _PARTS: Final = (
     "profile",
     "demand",
     "model",
-    "rtt_s",
     "tp",
     "usd_per_hour",
     "all",
