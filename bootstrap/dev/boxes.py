@@ -176,6 +176,8 @@ class BoxNetwork:
     def _greet(self, box: BoxProcess, line: str, now: float) -> None:
         greeting = json.loads(line)
         box.peer, box.tokens = greeting["peer"], greeting["tokens"]
+        if box.leader is not None and not box.leader[0]:  # it has said that it leads before it said who it is
+            box.leader = (box.peer, box.leader[1])
 
     def _hear(self, box: BoxProcess, line: str, now: float) -> None:
         box.hear(line, now)
