@@ -80,7 +80,9 @@ class SiteLinks(Mapping[tuple[str, str], LinkFigures]):
         self._told = told
         self._sites = sites
         self._first: dict[tuple[str, str], LinkFigures] = {}
-        for (source, target), figures in sorted(told.items(), key=lambda link: (link[0][0], *_rank((link[0][1], link[1])))):
+        for (source, target), figures in sorted(
+            told.items(), key=lambda link: (link[0][0], *_rank((link[0][1], link[1])))
+        ):
             if sites.get(target):
                 self._first.setdefault((source, sites[target]), figures)
 
