@@ -8,8 +8,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
-MAX_INPUT_S: Final = 2.0
+MAX_INPUT_S: Final = 1.0
 """CPU seconds that one input may take, on a machine that has other things to do, too. Honest ones take microseconds."""
+
+MAX_INPUT_MIB: Final = 100
+"""How much the process's peak of memory may grow by one input."""
+
+
+def peak_memory_mib() -> float:
+    """The most memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 @dataclass(slots=True)
@@ -22,23 +30,30 @@ class ControlFuzzReport:
     outcomes: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
     slowest: str = ""
+    most_memory_mib: float = 0.0
+    peak_mib: float = field(default_factory=peak_memory_mib)
     seconds: float = 0.0
 
     @contextmanager
-    def one(self, target: str, limit_s: float = MAX_INPUT_S) -> Iterator[None]:
-        """Count one input, and see that it does not take too long."""
+    def one(self, target: str) -> Iterator[None]:
+        """Count one input, and see that it takes neither too long nor too much memory."""
         began = time.thread_time()
         yield
-        self.note(target, time.thread_time() - began, limit_s)
+        self.note(target, time.thread_time() - began)
 
-    def note(self, target: str, took_s: float, limit_s: float = MAX_INPUT_S) -> None:
-        """Count one input that took so long."""
+    def note(self, target: str, took_s: float) -> None:
+        """Count one input that took so long, and as much memory as the process has grown by."""
         self.inputs += 1
         self.by_target[target] += 1
         if took_s > self.slowest_s:
             self.slowest_s, self.slowest = took_s, target
-        if took_s > limit_s:
+        if took_s > MAX_INPUT_S:
             raise AssertionError(f"an input of {target} took {took_s:.1f} s of CPU")
+        before, self.peak_mib = self.peak_mib, peak_memory_mib()
+        grown = self.peak_mib - before
+        self.most_memory_mib = max(self.most_memory_mib, grown)
+        if grown > MAX_INPUT_MIB:
+            raise AssertionError(f"an input of {target} took {grown:.0f} MiB")
 
     def to_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -49,7 +64,8 @@ class ControlFuzzReport:
             "outcomes": dict(sorted(self.outcomes.items())),
             "slowest_s": round(self.slowest_s, 3),
             "slowest": self.slowest,
-            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            "most_memory_of_an_input_mib": round(self.most_memory_mib, 1),
+            "peak_memory_mib": round(self.peak_mib),
             "seconds": round(self.seconds, 1),
             "inputs_per_s": round(self.inputs / max(self.seconds, 1e-9)),
         }

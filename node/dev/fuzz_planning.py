@@ -28,9 +28,6 @@ from ..planning.coordination import Coordinator, PlanningTask
 from ..planning.worker import PlannerAnswer, PlannerTask, answer
 from ..view import NetworkView, Queue, decode_plan
 
-PLANNING_S: Final = 30.0
-"""CPU seconds that one planning of a few boxes may take; a node's planner is ended after its own limit."""
-
 _SEARCH_S: Final = 0.02
 _ATTEMPTS: Final = 12
 _LAYERS: Final = 4
@@ -231,7 +228,7 @@ class PlanningAttack:
     def _answer(self, task: PlanningTask) -> PlannerAnswer:
         """As the planner's process does it, on its own pipe."""
         asked = _tasks.decode(_encode(PlannerTask(task=task, search_s=_SEARCH_S)))
-        with self._report.one("plannings", PLANNING_S):
+        with self._report.one("plannings"):
             said = answer(asked)
         return _answers.decode(_encode(said))
 

@@ -1,22 +1,29 @@
 """The fuzzer of the control plane: a short run finds nothing, the same seed gives the same run, and it can find
 something."""
 
+import importlib
+import pkgutil
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import get_args
 
 import msgspec
+import msgspec.inspect as types
 import pytest
 
-from p2pserve.bootstrap.dev.fuzz_members import MemberAttack, membership_payloads
-from p2pserve.bootstrap.dev.fuzz_report import ControlFuzzReport
+from p2pserve.bootstrap import members
+from p2pserve.bootstrap.dev.fuzz_members import READ_BY_MEMBERS, MemberAttack, membership_payloads
+from p2pserve.bootstrap.dev.fuzz_report import MAX_INPUT_MIB, MAX_INPUT_S, ControlFuzzReport
 from p2pserve.bootstrap.dev.mutations import made_up, mutated_encoding, varied
 from p2pserve.bootstrap.members.peering import Peering
+from p2pserve.bootstrap.members.states import GossipMessage
 from p2pserve.bootstrap.members.table import EntryRules
+from p2pserve.bootstrap.streams import control
 from p2pserve.coordinator import Demand
 from p2pserve.node.dev.fuzz import fuzz
 from p2pserve.node.dev.fuzz_messages import MessageMaker, said_by_peers
 from p2pserve.node.dev.fuzz_planning import make_advert, make_links, make_plan
-from p2pserve.node.messages import ADVERT, Advert, LinkTable
+from p2pserve.node.messages import ADVERT, Advert, ExactMessage, LinkTable, Message
 from p2pserve.node.view import decode_plan
 
 
@@ -25,9 +32,82 @@ def test_a_short_fuzz_finds_nothing() -> None:
     assert report.inputs >= 30_000
     assert 0 < report.refused < report.inputs
     assert {f"message {kind.__name__}" for kind in said_by_peers()} <= report.by_target.keys()
+    assert {f"gossip {kind.__name__}" for kind in get_args(GossipMessage)} <= report.by_target.keys()
+    assert set(BEHIND_A_READER.values()) <= report.by_target.keys()
     assert report.outcomes["planned"] > 0  # it came through to the planner
     assert report.outcomes["entries held"] > 5 * report.outcomes["attacks on members"]
     assert report.outcomes["led"] > 0
+
+
+# -- nothing that is read is left out ---------------------------------------------------------------------------------
+
+BEHIND_A_READER = {  # read by functions that the fuzzer calls with bytes, under these names in its report
+    "_Body": "tokens",
+    "_Certificate": "certificates",
+    "_Claim": "payloads of membership",
+    "_Objection": "payloads of membership",
+    "MemberRecord": "payloads of membership",
+    "Credential": "payloads of membership",
+    "Orders": "orders",
+    "Renewal": "orders",
+}
+
+
+def structs_in(kind: types.Type) -> Iterator[type]:
+    """The classes that a type is made of."""
+    match kind:
+        case types.Metadata():
+            yield from structs_in(kind.type)
+        case types.StructType():
+            yield kind.cls
+            for each in kind.fields:
+                yield from structs_in(each.type)
+        case types.UnionType():
+            for item in kind.types:
+                yield from structs_in(item)
+        case types.TupleType():
+            for item in kind.item_types:
+                yield from structs_in(item)
+        case types.VarTupleType() | types.ListType():
+            yield from structs_in(kind.item_type)
+        case types.DictType():
+            yield from structs_in(kind.value_type)
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def test_every_message_of_network_and_nodes_is_fuzzed() -> None:
+    """A new one has to be added: to `said_by_peers` (by being in the catalogue), `READ_BY_MEMBERS` or `WireAttack`."""
+    roots = (*said_by_peers(), *READ_BY_MEMBERS, control.Greeting, control.Message)
+    fuzzed = {found for root in roots for found in structs_in(types.type_info(root))}
+    rooms = ("p2pserve.bootstrap.", "p2pserve.node.messages")
+    there = [each for each in subclasses(msgspec.Struct) if each.__module__.startswith(rooms)]
+    left_out = {
+        each
+        for each in there
+        if each not in fuzzed and each.__name__ not in BEHIND_A_READER and each not in (Message, ExactMessage)
+    }
+    assert not left_out
+    assert BEHIND_A_READER.keys() <= {each.__name__ for each in there}
+
+
+def test_every_kind_of_entry_is_fuzzed() -> None:
+    names = [f"{members.__name__}.{each.name}" for each in pkgutil.iter_modules(members.__path__)]
+    kinds = {
+        value
+        for module in map(importlib.import_module, names)
+        for name, value in vars(module).items()
+        if name.endswith("_KIND")
+    }
+    assert len(kinds) >= 5
+    assert kinds <= membership_payloads().keys()
+
+
+# -- it can find something --------------------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
@@ -61,12 +141,20 @@ def test_a_node_that_reads_entries_without_bounds_is_found() -> None:
         attack(EntryRules(), read)
 
 
-def test_an_input_that_takes_long_is_reported() -> None:
+def test_an_input_that_takes_long_ends_the_run() -> None:
     report = ControlFuzzReport()
     report.note("quick", 0.1)
     with pytest.raises(AssertionError, match=r"an input of slow took 2\.5 s"):
-        report.note("slow", 2.5)
+        report.note("slow", MAX_INPUT_S + 1.5)
     assert (report.slowest, report.inputs) == ("slow", 2)
+
+
+def test_an_input_that_takes_much_memory_ends_the_run() -> None:
+    report = ControlFuzzReport()
+    report.note("small", 0.1)
+    report.peak_mib -= MAX_INPUT_MIB + 1  # as if the process had been smaller before
+    with pytest.raises(AssertionError, match=r"an input of large took 10\d MiB"):
+        report.note("large", 0.1)
 
 
 @pytest.mark.parametrize("kind", said_by_peers(), ids=lambda kind: kind.__name__)
