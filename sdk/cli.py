@@ -349,7 +349,12 @@ def _add_prices(parser: argparse._ActionsContainer) -> None:
 
 def _add_links(parser: argparse.ArgumentParser) -> None:
     links = parser.add_argument_group("links")
-    links.add_argument("--site", default="", metavar="NAME", help="boxes of one site measure the others for each other")
+    links.add_argument(
+        "--site",
+        default="",
+        metavar="NAME",
+        help="boxes of one site measure the others for each other (default: boxes behind one public address)",
+    )
     links.add_argument(
         "--usd-per-hour", type=figure, default=0.0, metavar="USD", help="what the box costs, for reports (default: 0)"
     )
