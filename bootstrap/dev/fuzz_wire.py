@@ -252,7 +252,7 @@ class StreamAttack:
         elif rng.random() < 0.05:
             frame = ["f", rng.choice((1, 2, 3)), rng.choice(TEXTS), rng.choice(TEXTS), rng.choice((0.0, 1.0, 1e9))]
         encoded = _encode(frame)
-        return mutated_bytes(rng, encoded) if rng.random() < 0.1 else encoded
+        return (mutated_bytes(rng, encoded) if rng.random() < 0.1 else encoded)[:MAX_FRAME]
 
 
 _NUMBERS: Final = itertools.count(1)

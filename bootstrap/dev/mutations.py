@@ -16,6 +16,7 @@ from msgspec import Raw
 from msgspec import inspect as types
 
 from ..errors import DECODE_ERRORS
+from ..streams.frames import MAX_FRAME
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
@@ -155,17 +156,18 @@ def mutated_bytes(rng: random.Random, data: bytes) -> bytes:
     return rng.randbytes(rng.randrange(80))
 
 
-def mutated_encoding(rng: random.Random, data: bytes) -> bytes:
-    """The MessagePack value in ``data``, mutated once or a few times, most often in its structure."""
+def mutated_encoding(rng: random.Random, data: bytes, most: int = MAX_FRAME) -> bytes:
+    """The MessagePack value in ``data``, mutated once or a few times, most often in its structure, and cut off at
+    ``most`` bytes: nothing larger arrives."""
     if rng.random() < 0.15:
-        return mutated_bytes(rng, data)
+        return mutated_bytes(rng, data)[:most]
     try:
         value = _decode(data)
     except (ValueError, *DECODE_ERRORS):
-        return mutated_bytes(rng, data)  # broken already
+        return mutated_bytes(rng, data)[:most]  # broken already
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         value = mutated(rng, value)
-    return _encode(value)
+    return _encode(value)[:most]
 
 
 # -- by type ----------------------------------------------------------------------------------------------------------
@@ -187,10 +189,10 @@ class TypeMaker:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kind)
 
     def make(self, rng: random.Random) -> bytes:
-        """One that the type takes, unless that was not found in some tries."""
+        """One that the type takes and a frame holds, unless that was not found in some tries."""
         data = b""
         for _ in range(_TRIES):
-            data = _encode(made_up(rng, self._kind, self._samples))
+            data = _encode(made_up(rng, self._kind, self._samples))[:MAX_FRAME]
             try:
                 self._decoder.decode(data)
             except DECODE_ERRORS:

@@ -14,6 +14,7 @@ from ...bootstrap.dev.fuzz_report import ControlFuzzReport
 from ...bootstrap.dev.mutations import TypeMaker, mutated_encoding, varied
 from ...bootstrap.members.peering import Peering
 from ...bootstrap.members.table import EntryRules
+from ...bootstrap.trust.entries import MAX_PAYLOAD
 from ...coordinator import Demand, LatencyProfile, Phase, Plan, Router
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.plan import Pairing, Replica, Stage
@@ -183,7 +184,7 @@ class PlanningAttack:
             view = self._view = NetworkView()
         peer = PeerId(f"p{rng.randrange(6)}")
         kind = rng.randrange(3)
-        data = mutated_encoding(rng, (make_advert, make_links, make_plan)[kind](rng))
+        data = mutated_encoding(rng, (make_advert, make_links, make_plan)[kind](rng), MAX_PAYLOAD)
         began = time.thread_time()
         if kind == 0:
             view.update({**{p: _encode(a) for p, a in view.adverts.items()}, peer: data})
