@@ -94,12 +94,13 @@ def _explain(error: BaseException) -> int | None:
         print(f"p2pserve: error: output: it cannot be written: {failed.strerror}", file=sys.stderr)
         return 1
     from .failures import explain  # takes half a second, and only failures need it
+    from .printing import printable
 
     found = explain(error)
     if found is None:
         return None
     code, line = found
-    print(f"p2pserve: error: {line}", file=sys.stderr)
+    print(f"p2pserve: error: {printable(line)}", file=sys.stderr)
     return code
 
 

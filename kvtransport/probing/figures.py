@@ -70,7 +70,7 @@ def streams_for(target_gbps: float, rtt_s: float, single_gbps: float | None = No
     return min(max(wanted, 1), MAX_STREAMS)
 
 
-class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A directed link: what it does, how sure that is, and why it is believed.
 
     `rtt_s` is smoothed, `rtt_min_s` the least seen lately. `one_stream_gbps` and `capacity_gbps` (n
@@ -131,7 +131,7 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.reachable, self.source, self.capacity_is_floor, self.usd_per_gb
 
 
-class BoxFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BoxFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A box's own limits and prices, shared by everything it sends or receives. None: not known, so
     no limit.
 

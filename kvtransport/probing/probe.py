@@ -131,7 +131,7 @@ class Activity:
         return self.transfers == 0 and not self.engine_busy
 
 
-class BurstRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BurstRequest(msgspec.Struct, frozen=True):
     """Ask `peer` for a burst towards it. `overdue`: it has waited for as long as it may."""
 
     peer: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]

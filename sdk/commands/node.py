@@ -28,6 +28,7 @@ from ...node.engine.gpucheck.verdicts import table
 from ...node.engine.trials.selftest import check_installation, selftest_log
 from ...node.settings import BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..errors import UsageError
+from ..printing import printable
 from .network import network_target
 from .option_values import settings_of
 
@@ -165,4 +166,4 @@ def _greet_json(started: Started) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
