@@ -124,7 +124,9 @@ def measure_idle(count: int, seconds: float, settle_s: float) -> Figures:
         time.sleep(seconds)
         heard = bytes_heard()
         used = [sum(agent.cpu_times()[:2]) - start for agent, start in zip(agents, before, strict=True)]
-        rates = [(heard[agent.pid] - heard_before.get(agent.pid, 0)) / seconds for agent in agents if agent.pid in heard]
+        rates = [
+            (heard[agent.pid] - heard_before.get(agent.pid, 0)) / seconds for agent in agents if agent.pid in heard
+        ]
         return {
             "agent_cpu_percent": 100.0 * statistics.median(used) / seconds,
             "agent_rss_mb": statistics.median(agent.memory_info().rss for agent in agents) / 1e6,
