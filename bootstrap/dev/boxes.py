@@ -67,8 +67,7 @@ class BoxNetwork:
         self._home = Path(tempfile.mkdtemp(prefix="p2pserve-bench-"))
         self._changed = threading.Condition()
         # Modules are compiled once, as where the package was installed, whatever this shell says of it.
-        self._environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(self._home / "compiled")}
-        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
     def __enter__(self) -> Self:
         return self
@@ -176,6 +175,8 @@ class BoxNetwork:
     def _greet(self, box: BoxProcess, line: str, now: float) -> None:
         greeting = json.loads(line)
         box.peer, box.tokens = greeting["peer"], greeting["tokens"]
+        if box.leader is not None and not box.leader[0]:  # it has said that it leads before it said who it is
+            box.leader = (box.peer, box.leader[1])
 
     def _hear(self, box: BoxProcess, line: str, now: float) -> None:
         box.hear(line, now)
