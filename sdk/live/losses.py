@@ -237,7 +237,7 @@ class _LossRun:
 
     def _lose(self, victim: NodeStatus, *, hung: bool, engine_only: bool) -> None:
         agent, engine = self._pids(victim)
-        for pid in (engine,) if engine_only else (agent, engine):
+        for pid in (engine,) if engine_only else (engine, agent):  # an engine ends with its agent
             self._box.signal(pid, signal.SIGSTOP if hung else signal.SIGKILL)
 
     def _pids(self, node: NodeStatus) -> tuple[int, int]:
