@@ -136,9 +136,13 @@ class DemoBox:
 
     def signal(self, pid: int, number: signal.Signals) -> None:
         """Send a signal to a process that runs because of us. Raises DemoFailed where it does not."""
+        ended = f"process {pid} is none of this run, or has ended"
         if not self.is_running(pid):
-            raise DemoFailed(f"process {pid} is none of this run, or has ended")
-        os.kill(pid, number)
+            raise DemoFailed(ended)
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError as error:
+            raise DemoFailed(ended) from error
 
     async def start_measurement(self, module: str, *options: str) -> trio.Process:
         """Run a module of ours at the lowest priority; it prints its result, and may fail."""

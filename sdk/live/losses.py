@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from statistics import median
 from typing import Final, final
@@ -237,8 +237,13 @@ class _LossRun:
 
     def _lose(self, victim: NodeStatus, *, hung: bool, engine_only: bool) -> None:
         agent, engine = self._pids(victim)
-        for pid in (engine,) if engine_only else (engine, agent):  # an engine ends with its agent
-            self._box.signal(pid, signal.SIGSTOP if hung else signal.SIGKILL)
+        number = signal.SIGSTOP if hung else signal.SIGKILL
+        if engine_only:
+            self._box.signal(engine, number)
+            return
+        self._box.signal(agent, number)
+        with suppress(DemoFailed):  # it may have ended with its agent
+            self._box.signal(engine, number)
 
     def _pids(self, node: NodeStatus) -> tuple[int, int]:
         """Of its agent, which may end from now on, and of its engine."""
