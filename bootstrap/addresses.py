@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from .errors import AddressError
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _FORM = "write host:port, such as 203.0.113.7:4001 or [2001:db8::7]:4001"
 
 
@@ -77,6 +78,19 @@ def default_route_address() -> str:
             return "127.0.0.1"
         host: str = probe.getsockname()[0]
         return host
+
+
+def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that is reached in the end: IPv6 forms may hold one of IPv4. None for a name."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(found, ipaddress.IPv4Address):
+        return found
+    if found in _NAT64:
+        return ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)
+    return found.ipv4_mapped or found.sixtofour or found
 
 
 def _port(text: str, whole: str) -> int:

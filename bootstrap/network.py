@@ -250,7 +250,7 @@ class Network:
         else:
             deadline = trio.current_time() + timeout
             session = await self._sessions.session_with(peer, timeout)
-            answer = await session.control.request(method.name, encoded, max(deadline - trio.current_time(), 0.0))
+            answer = await session.control.request(method.name, encoded, deadline - trio.current_time())
         try:
             return msgspec.msgpack.decode(answer, type=method.answer)
         except DECODE_ERRORS as error:
@@ -494,7 +494,7 @@ class Network:
         self._wake()
 
     async def _request_locally(self, method: str, body: bytes, timeout: float) -> bytes:
-        with trio.move_on_after(timeout):
+        with trio.move_on_after(max(timeout, 0.0)):
             return await self._handlers.serve(self.peer_id, self.role, method, body)
         raise RequestTimeout(f"this node did not answer {method!r} within {timeout:g} s; its own handler is too slow")
 
