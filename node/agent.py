@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import trio
 
-from ..bootstrap import Address, Identity, PeerId, announced_address
+from .. import __version__
+from ..bootstrap import Address, Identity, NetworkSettings, PeerId, announced_address
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
+from ..bootstrap.state_file import StateFile
 from ..coordinator import PlanError
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
@@ -101,8 +103,12 @@ async def _join(
             bootstraps=membership.bootstraps,
             remembered=remembered,
             book=book,
+            state_file=StateFile(settings.home, membership.network),
+            release=__version__,
             rng=random.Random(),
             clock=time.time,
+            settings=replace(NetworkSettings(), join_s=settings.join_timeout_s),
+            say=say,
         )
         async with network:
             node = Node(Joined(network, settings, say), found, served, port, relay, nursery)
@@ -177,7 +183,7 @@ class Node:
         """Publish the advert when it has changed: at once for news, else once per interval."""
         published: messages.Advert | None = None
         while True:
-            advert = self._advert(published)
+            advert = self._advert()
             if advert != published:
                 published = advert
                 self._joined.publish(messages.ADVERT, advert)
@@ -186,12 +192,11 @@ class Node:
             if self._news.is_set():
                 self._news = trio.Event()
 
-    def _advert(self, before: messages.Advert | None) -> messages.Advert:
+    def _advert(self) -> messages.Advert:
         settings, serving = self._joined.settings, self._serving
         advert = messages.Advert(
             hardware=self._hardware,
             draining=self._draining,
-            rtt_s=self._joined.rtts(before.rtt_s if before is not None else {}),
             phase=settings.phase,
             usd_per_hour=settings.usd_per_hour,
         )
@@ -215,8 +220,13 @@ class Node:
         """Plan while this node is the elected coordinator, in a process beside everything else: it takes seconds."""
         joined = self._joined
         view, coordinator = joined.view, Coordinator(joined.own, joined.settings.codec, self._tuning.quiet_s)
+        led = False
         async with open_planner(self._tuning) as planner:
             while True:
+                leads = joined.leader is not None and joined.leader[0] == joined.own
+                if leads and not led:
+                    await planner.start()
+                led = leads
                 task = coordinator.next(view, joined.leader, trio.current_time()) if not self._draining else None
                 if task is None:
                     self._looked = trio.Event()

@@ -49,7 +49,7 @@ Label = Annotated[str, msgspec.Meta(max_length=128)]
 Content = Annotated[str, msgspec.Meta(max_length=4 << 20)]  # what is too long is refused by its bytes, in a clear line
 # The same goes for a client's other parameters: any number that fits here is answered with its parameter's name.
 AnyInteger = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-AnyNumber = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+AnyNumber = Annotated[float, msgspec.Meta(extra={"checked_by": "node.requests.acceptance"})]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 LinkId = Annotated[bytes, msgspec.Meta(min_length=LINK_ID_BYTES, max_length=LINK_ID_BYTES)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
@@ -60,8 +60,14 @@ Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_
 Stages = Annotated[tuple[Stage, ...], msgspec.Meta(max_length=MAX_STAGES)]
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages here: unknown fields are refused."""
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all messages here. Unknown fields are ignored: a newer release may have more to say."""
+
+
+class ExactMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what a client asks for. Unknown fields are refused, and the client told which: who asks for stricter
+    sampling must not get an answer that was made without it. (`Sampling`, tickets and permits refuse them, too: they
+    say what may be done, and a limit that is not understood would not be kept.)"""
 
 
 class EngineAdvert(Message, frozen=True, kw_only=True):
@@ -76,6 +82,7 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     tflops: Figure = 0.0
     memory_gbps: Figure = 0.0
     kv_tokens: Count = 0
+    max_requests: Count = 0  # that it runs at once; 0: not told
     max_model_len: Count = 0
     starts: Count = 0
     pid: Count = 0  # of the engine process, on its own box
@@ -95,7 +102,6 @@ class Advert(Message, frozen=True, kw_only=True):
     model: ModelInfo | None = None
     engine: EngineAdvert | None = None
     stats: EngineStats | None = None
-    rtt_s: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MAX_PEERS)] = {}
     fits: Layer = 0
     tp: Degree = 1
     profile: LatencyProfile | None = None
@@ -105,7 +111,10 @@ class Advert(Message, frozen=True, kw_only=True):
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
-    """What a node tells everyone about its links: its site, its own caps and prices, and each link from it by peer."""
+    """What a node tells everyone about its links: its site, its own caps and prices, and links from it by peer.
+
+    Of several peers at one site that its links to are alike, it tells of one: `links_to` fills in the others.
+    """
 
     site: Label = ""
     box: BoxFigures = BoxFigures()
@@ -327,14 +336,14 @@ class StopTransfer(Message, frozen=True, kw_only=True):
     reason: Text
 
 
-class ChatMessage(Message, frozen=True, kw_only=True):
+class ChatMessage(ExactMessage, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: Label
     content: Content
 
 
-class Generate(Message, frozen=True, kw_only=True):
+class Generate(ExactMessage, frozen=True, kw_only=True):
     """A client's request: either `prompt` or `messages`. `deadline_s` bounds the whole answer."""
 
     request: RequestId
@@ -350,7 +359,7 @@ class Generate(Message, frozen=True, kw_only=True):
     service: ModelName | None = None
 
 
-class ContinueGenerate(Message, frozen=True, kw_only=True):
+class ContinueGenerate(ExactMessage, frozen=True, kw_only=True):
     """A client's request whose gateway was lost when these tokens of the answer had come: go on from there."""
 
     generate: Generate

@@ -16,6 +16,7 @@ from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
 from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
+from .requests.retry_times import RetrySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +62,43 @@ class BoxEngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """What clients may have at one gateway. What is beyond is refused at once, with a time to try again.
+
+    Requests and tokens count from their acceptance to their last token. Higher limits take larger bursts, let what
+    waits wait longer, and cost the memory that is told beside them; those of one client are what a stranger with a
+    client's token can take of the others.
+    """
+
+    requests: int = 256  # of one client
+    all_requests: int = 4096  # some 20 kB each
+    tokens: int = 2 << 20  # of prompts and answers of one client
+    all_tokens: int = 4 << 20  # 40 bytes each
+    prompts: int = 128  # of one client that wait to be tokenised; fewer than `NetworkSettings.max_requests`
+    text_bytes: int = 6 << 20  # of those; at least MAX_PROMPT_BYTES
+    all_text_bytes: int = 16 << 20  # some 5 bytes each
+    tokenizing_bytes: int = 4 << 20  # being tokenised; 200 bytes each, for some seconds
+    share: float = 15.0
+    """A client may have so many times what is left free of the engines' room: all but a sixteenth when it is alone.
+    Higher: engines are fuller while one client asks; lower: who comes next waits less, and steps are shorter."""
+    queued_s: float = 0.25
+    """So much prefilling may lie at engines before a client is given more of it; long prompts come one by one. Longer:
+    engines are kept busy over slower links; shorter: who comes next is served sooner."""
+    output_cost: float = 2.0  # of a token of an answer, in tokens of a prompt; higher: long answers count for more
+    retry: RetrySettings = field(default_factory=RetrySettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTuning:
     """Seconds, unless a name says otherwise. Each says which way it pulls."""
 
     # What is told to all members, and how often. More often: others act on fresher figures, and gossip grows with it.
     advert_interval_s: float = 1.0  # between adverts without news; news goes out at once
-    links_interval_s: float = 2.0  # between tables of links
+    links_interval_s: float = 2.0  # between tables of links, of a node with at most
+    links_nodes: int = 8  # other nodes; in proportion longer with more: what each of them hears stays the same
     probe_interval_s: float = 1.0  # between two looks for a link to measure; shorter: news is measured sooner
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
-    rtt_news: float = 0.25  # a round trip is told again when it has moved by this fraction
-    link_news: float = 0.2  # the same for the figures of a link
+    link_news: float = 0.2  # figures of a link are told again when they have moved by this fraction
 
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan
@@ -109,6 +137,9 @@ class NodeTuning:
     permit_margin_s: float = 30.0  # before its end a relay's permit is asked for anew
     relay_refused_s: float = 60.0  # a relay that has refused is not asked again for so long
 
+    # What clients may ask of this node's gateway.
+    clients: ClientLimits = field(default_factory=ClientLimits)
+
     # The engine process.
     max_failures: int = 5  # in a row, before it is given up
     first_backoff_s: float = 1.0  # after the first failure; doubles with each
@@ -141,6 +172,7 @@ class NodeSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
     tuning: NodeTuning = WAN
+    join_timeout_s: float = 60.0  # how long to ask members that do not answer; longer: one that starts later is found
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0
