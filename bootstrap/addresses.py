@@ -49,11 +49,24 @@ def parse_address(text: str) -> Address:
 def names_one_place(host: str) -> bool:
     """Whether boxes with this address are in one place: behind one public address, or on one machine. Private addresses
     and names say nothing: each provider has its own 172.17.0.2."""
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
+    found = plain_ip(host)
+    return found is not None and (found.is_global or found.is_loopback)
+
+
+def may_be_relayed_to(host: str, own: str, *, private: bool) -> bool:
+    """Whether a box that announces ``own`` may connect others with this address: what they cannot reach themselves may
+    be none of their business. So it is public, or of the same kind as its own, or ``private`` and its owner says so."""
+    there, here = plain_ip(host), plain_ip(own)
+    if there is None or there.is_multicast or there.is_unspecified or there.is_reserved:
         return False
-    return found.is_global or found.is_loopback
+    if there.is_global:
+        return True
+    is_same_kind = (
+        here is not None
+        and not here.is_global
+        and (here.is_loopback, here.is_link_local) == (there.is_loopback, there.is_link_local)
+    )
+    return is_same_kind or (private and not there.is_link_local)  # where providers keep a box's credentials
 
 
 def announced_address(

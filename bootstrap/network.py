@@ -304,6 +304,11 @@ class Network:
         """Call this, without blocking, whenever the connection to a peer is lost."""
         self._lost_callbacks.append(callback)
 
+    async def prove(self, peer: PeerId, address: Address, is_allowed: Callable[[str], bool]) -> Address:
+        """Dial an address that a peer announces: the IP address, of those that are allowed, at which it has proved its
+        key. Raises NetworkError."""
+        return await self._sessions.prove(peer, address, is_allowed)
+
     def connected(self) -> frozenset[PeerId]:
         """The peers with an admitted control stream now."""
         return frozenset(self._sessions.by_peer)

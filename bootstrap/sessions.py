@@ -26,6 +26,7 @@ from .streams.control import (
     decode_greeting,
     encode_greeting,
 )
+from .streams.hosts import resolve_host
 from .streams.transport import PeerConnection, Transport, run_handler
 from .trust.entries import Entry, MemberRecord
 from .trust.keys import PeerId
@@ -110,6 +111,14 @@ class PeerSessions:
         if peer == self._table.peer_id:
             raise Unreachable(f"this node itself, or a copy of it, answers at {member}; name another member")
         return peer
+
+    async def prove(self, peer: PeerId, address: Address, is_allowed: Callable[[str], bool]) -> Address:
+        """The IP address at which this peer has just proved its key, of those that are allowed. Raises Unreachable."""
+        for host in filter(is_allowed, await resolve_host(address)):
+            there = Address(host, address.port)
+            if await self._transport.identify(there) == peer:
+                return there
+        raise Unreachable(f"{peer} is not at {address}, or may not be dialled there for others")
 
     async def connect(self, peer: PeerId, address: Address) -> PeerSession:
         """The session with this peer, dialled if need be; several callers share one dial. Raises

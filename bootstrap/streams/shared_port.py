@@ -88,9 +88,7 @@ class SharedPort:
                 error.strerror or error,
             )
 
-    async def _dispatch(
-        self, stream: trio.SocketStream, on_other: StreamHandler, is_member_host: IsMemberHost
-    ) -> None:
+    async def _dispatch(self, stream: trio.SocketStream, on_other: StreamHandler, is_member_host: IsMemberHost) -> None:
         scope, head = trio.CancelScope(), b""
         try:
             host = str(stream.socket.getpeername()[0])

@@ -154,9 +154,9 @@ def test_of_too_many_strangers_the_one_that_waited_longest_goes() -> None:
         few = replace(UNHURRIED, strangers=StrangerLimits(total=3, each=3, for_members=0))
         async with waiting_room(few) as (address, listening, dialling, room):
             held = []
-            for count in range(1, 4):
+            for _ in range(3):
                 held.append(await dialling.dial(address, listening.peer_id))
-                await until(lambda count=count: len(room) == count)
+                await until(lambda: len(room) == len(held))
             room[0].admit()
             held.append(await dialling.dial(address, listening.peer_id))
             await until(lambda: len(room) == 4)
