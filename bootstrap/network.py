@@ -271,7 +271,7 @@ class Network:
         else:
             deadline = trio.current_time() + timeout
             session = await self._sessions.session_with(peer, timeout)
-            answer = await session.control.request(method.name, encoded, max(deadline - trio.current_time(), 0.0))
+            answer = await session.control.request(method.name, encoded, deadline - trio.current_time())
         try:
             return msgspec.msgpack.decode(answer, type=method.answer)
         except DECODE_ERRORS as error:
@@ -316,6 +316,11 @@ class Network:
     def on_hung(self, callback: Callable[[PeerId, bool], None]) -> None:
         """Call this, without blocking, when a peer that is awaited does not answer (True), and does again (False)."""
         self._hung_callbacks.append(callback)
+
+    async def prove(self, peer: PeerId, address: Address, is_allowed: Callable[[str], bool]) -> Address:
+        """Dial an address that a peer announces: the IP address, of those that are allowed, at which it has proved its
+        key. Raises NetworkError."""
+        return await self._sessions.prove(peer, address, is_allowed)
 
     def connected(self) -> frozenset[PeerId]:
         """The peers with an admitted control stream now."""
@@ -478,7 +483,7 @@ class Network:
         self._wake()
 
     async def _request_locally(self, method: str, body: bytes, timeout: float) -> bytes:
-        with trio.move_on_after(timeout):
+        with trio.move_on_after(max(timeout, 0.0)):
             return await self._handlers.serve(self.peer_id, self.role, method, body)
         raise RequestTimeout(f"this node did not answer {method!r} within {timeout:g} s; its own handler is too slow")
 

@@ -26,6 +26,7 @@ from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
 from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
+from ..kvtransport.wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC
 from . import messages
 from .box import hardware
 from .box.home import lock_home
@@ -92,7 +93,7 @@ async def _join(
     relay = Relay()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_close_in_the_end, relay)
-        port = DataPort(nursery, relay, settings.tuning)
+        port = DataPort(nursery, settings.tuning)
         network = Network(
             transport=Libp2pTransport(identity, settings.listen, announce, port.accept),
             identity=identity,
@@ -141,7 +142,15 @@ class Node:
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._looked = trio.Event()  # set when the view of the network is another
         self._draining = False
-        RelayDesk(relay, settings.links.box, messenger=network, where=joined.address_of, tuning=settings.tuning)
+        self._relay_desk = RelayDesk(
+            relay,
+            settings.links,
+            messenger=network,
+            where=joined.address_of,
+            prove=network.prove,
+            own=network.address.host,
+            tuning=settings.tuning,
+        )
         self._serving = (
             Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
         )
@@ -155,6 +164,7 @@ class Node:
             rng=random.Random(),
             tuning=settings.tuning,
         )
+        port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, relay.attach)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, prober.attach)
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
@@ -211,6 +221,7 @@ class Node:
             if serving is not None:
                 joined.warn_of_other_services(serving.service)
             joined.follow()
+            self._relay_desk.keep(joined.present)
             self._looked.set()
             self._apply_view()
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.

@@ -51,6 +51,11 @@ class Joined:
         """Where a member can be dialled."""
         return self._addresses.get(peer)
 
+    @property
+    def present(self) -> frozenset[PeerId]:
+        """The other nodes that may be alive and can be dialled."""
+        return frozenset(self._addresses)
+
     def neighbours(self) -> list[Neighbour]:
         """The other nodes that are alive."""
         members = self._others(self.network.members(), MemberState.ALIVE)

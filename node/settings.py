@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from ..bootstrap import Address
+from ..bootstrap.streams.strangers import StrangerLimits
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
 from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
+from ..kvtransport.wire.permits import MAX_PERMITS
 from .requests.retry_times import RetrySettings
 
 
@@ -24,6 +26,7 @@ class BoxLinkSettings:
     """What the box's owner says of its links: its site, its caps and prices, and what a path may cost."""
 
     site: str = ""
+    relay_private: bool = False  # forward for others to addresses that only this box and its neighbours can reach
     box: BoxFigures = field(default_factory=BoxFigures)
     usd_per_s: float | None = None  # what a second saved is worth; None: paths are chosen by time alone
     max_usd_per_gb: float | None = None  # dearer paths are not taken; None: any
@@ -88,6 +91,9 @@ class ClientLimits:
     retry: RetrySettings = field(default_factory=RetrySettings)
 
 
+PENDING_HELLOS: Final = StrangerLimits(total=256, each=128, for_members=64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTuning:
     """Seconds, unless a name says otherwise. Each says which way it pulls."""
@@ -120,7 +126,8 @@ class NodeTuning:
     pipe_lease_s: float = 86_400.0  # of a pipe's ticket: its connection is made once, and it is of no use afterwards
     hello_s: float = 5.0  # for the first bytes of a connection
     hello_poll_s: float = 0.02  # between two looks for the rest of them; shorter: slow links start sooner, for more CPU
-    max_pending_hellos: int = 256  # connections whose first bytes are waited for; more: strangers may hold more sockets
+    pending_hellos: StrangerLimits = PENDING_HELLOS
+    """Bulk connections whose first bytes are waited for. More: strangers may hold more sockets."""
 
     # KV transfers.
     max_transfer_s: float = 120.0
@@ -136,6 +143,9 @@ class NodeTuning:
     unmeasured_gbps: float = 1.0
     permit_life_s: float = 3600.0  # for which this node lets others use it as a relay
     permit_bytes: int = 1 << 40  # that it forwards for one permit, where its owner sets no budget
+    permits: int = MAX_PERMITS  # of all nodes; and
+    permits_each: int = 128  # of one, for other targets each; more: it reaches more through here at a time
+    proof_s: float = 60.0  # for which an address is known to be its node's, or not; shorter: more dials for askers
     permit_margin_s: float = 30.0  # before its end a relay's permit is asked for anew
     relay_refused_s: float = 60.0  # a relay that has refused is not asked again for so long
 

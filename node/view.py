@@ -16,6 +16,7 @@ from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
+from ..kvtransport.probing.figures import LinkFigures
 from ..kvtransport.probing.sites import SiteLinks
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
@@ -196,7 +197,7 @@ class NetworkView:
 
     def links(self) -> list[LinkView]:
         """Links as the boxes at their beginnings tell of them: round trips, rates and prices."""
-        told = {
+        told: dict[tuple[str, str], LinkFigures] = {
             (source, target): figures
             for source in self.adverts
             for target, figures in self._table(source).links.items()
@@ -205,7 +206,8 @@ class NetworkView:
         known = SiteLinks(told, {peer: self._table(peer).site for peer in self.adverts})
         labelled = [peer for peer in self.adverts if self._table(peer).site]
         found = []
-        for source, target in {*told, *product(self.adverts, labelled)}:
+        pairs = ((PeerId(source), PeerId(target)) for source, target in {*told, *product(self.adverts, labelled)})
+        for source, target in pairs:
             figures = known.get((source, target))
             if figures is None:
                 continue

@@ -251,7 +251,7 @@ class ControlStream:
         # The timeout covers sending, too: the queue to a peer that does not read may stay full. It is
         # never the connection's timeout: the answer that comes too late finds no waiter, and is dropped.
         try:
-            with trio.move_on_after(timeout):
+            with trio.move_on_after(max(timeout, 0.0)):
                 await self.connection.send(_encoder.encode(Request(number, method, msgspec.Raw(body))))
                 self._sent += 1
                 await waiter.event.wait()
@@ -295,7 +295,7 @@ class ControlStream:
         waiter = self._waiters[self._next_id] = _Waiter()
         nonce = self._next_id
         try:
-            with trio.move_on_after(timeout):
+            with trio.move_on_after(max(timeout, 0.0)):
                 await waiter.event.wait()
         finally:
             del self._waiters[nonce]
