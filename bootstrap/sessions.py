@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import trio
 
 from .addresses import Address
-from .errors import IdentityInUse, NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
+from .errors import (
+    IdentityInUse,
+    NetworkError,
+    OtherProtocol,
+    PeerLost,
+    ProtocolError,
+    Refused,
+    TokenError,
+    Unreachable,
+)
 from .handlers import Handlers
 from .members.admission import Admission, is_client
 from .members.mesh import should_replace
@@ -185,6 +194,8 @@ class PeerSessions:
         try:
             await connection.send(encode_greeting(self._greeting(Hello)))
             answer = await self._receive_greeting(connection)
+        except OtherProtocol as error:
+            raise Refused(f"the node at {address} is not one of ours: {error}") from error
         except (PeerLost, ProtocolError) as error:
             raise Unreachable(f"{peer} at {address} hung up during the greeting: {error}") from error
         if isinstance(answer, Rejected) and answer.holder_born:
@@ -204,7 +215,11 @@ class PeerSessions:
         """A stranger until its greeting is checked. Returning closes, once what was sent is out."""
         peer = connection.peer
         try:
-            greeting = await self._receive_greeting(connection)
+            try:
+                greeting = await self._receive_greeting(connection)
+            except OtherProtocol as error:  # of a later release, perhaps, which can tell its owner
+                await connection.send(encode_greeting(Rejected(str(error))))
+                raise
             if not isinstance(greeting, Hello):
                 self.refused += 1
                 return

@@ -8,7 +8,7 @@ that show it are those.
 from collections.abc import Iterable, Mapping
 
 from ..errors import ProtocolError, TokenError, TokenSpent
-from ..streams.control import PROTOCOL_VERSION, Hello, Welcome
+from ..streams.control import Hello, Welcome, check_version
 from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..trust.keys import PeerId
 from ..trust.orders import Orders, SignedOrders, read_orders
@@ -98,11 +98,7 @@ class Admission:
     ) -> MemberRecord:
         """The record of a peer that may come in; ``known`` is the one we hold. Raises TokenError or
         ProtocolError."""
-        if greeting.version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the peer ({greeting.release or 'an older release'}) speaks protocol version {greeting.version} and "
-                f"this node version {PROTOCOL_VERSION}; use releases with the same one"
-            )
+        check_version(greeting.version, greeting.release)
         if greeting.network != self.network:
             raise TokenError(
                 f"the peer belongs to another network ({greeting.network.hex()[:8]}, "

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import Identity, JoinToken, NetworkKey, Role, TokenError
-from p2pserve.bootstrap.errors import ProtocolError
+from p2pserve.bootstrap.errors import OtherProtocol, ProtocolError
 from p2pserve.bootstrap.members.admission import Admission
 from p2pserve.bootstrap.streams.control import PROTOCOL_VERSION, Hello, Welcome
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
@@ -91,9 +91,11 @@ def test_another_credential_or_role_than_before_is_joining(known: MemberRecord) 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
 def test_another_version_is_told_before_anything_else(version: int) -> None:
-    with pytest.raises(
-        ProtocolError, match=f"protocol version {version} and this node version {PROTOCOL_VERSION}; use"
-    ):
+    expected = (
+        f"protocol versions {version}.* and {PROTOCOL_VERSION} .*; upgrade the box that speaks version "
+        f"{min(version, PROTOCOL_VERSION)}$"
+    )
+    with pytest.raises(OtherProtocol, match=expected):
         ADMISSION.check_greeting(hello(record(bare=True), version=version), ANN.peer_id, None, NOW)
 
 
