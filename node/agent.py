@@ -220,8 +220,13 @@ class Node:
         """Plan while this node is the elected coordinator, in a process beside everything else: it takes seconds."""
         joined = self._joined
         view, coordinator = joined.view, Coordinator(joined.own, joined.settings.codec, self._tuning.quiet_s)
+        led = False
         async with open_planner(self._tuning) as planner:
             while True:
+                leads = joined.leader is not None and joined.leader[0] == joined.own
+                if leads and not led:
+                    await planner.start()
+                led = leads
                 task = coordinator.next(view, joined.leader, trio.current_time()) if not self._draining else None
                 if task is None:
                     self._looked = trio.Event()

@@ -104,9 +104,10 @@ class Joined:
 
     async def tell_links(self) -> None:
         """Publish what this node knows of its links, when it has changed and not often: it is for choosing paths."""
+        tuning = self.settings.tuning
         published: messages.LinkTable | None = None
         while True:
-            await trio.sleep(self.settings.tuning.links_interval_s)
+            await trio.sleep(tuning.links_interval_s * max(1.0, len(self._present) / tuning.links_nodes))
             table = self.knowledge.table(published, trio.current_time())
             if table != published:
                 published = table

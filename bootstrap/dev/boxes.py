@@ -67,8 +67,7 @@ class BoxNetwork:
         self._home = Path(tempfile.mkdtemp(prefix="p2pserve-bench-"))
         self._changed = threading.Condition()
         # Modules are compiled once, as where the package was installed, whatever this shell says of it.
-        self._environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(self._home / "compiled")}
-        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
     def __enter__(self) -> Self:
         return self

@@ -115,12 +115,16 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     def alike(self, other: LinkFigures, within: float) -> bool:
         """Whether it makes no difference which of the two is believed: rates, round trip and
-        confidence are as good as the same, up to that fraction (or, of the round trip, to what
-        scheduling on busy boxes adds), and the rest of what paths are chosen by is equal."""
-        close = abs(self.rtt_s - other.rtt_s) <= max(within * max(self.rtt_s, other.rtt_s), _SAME_RTT_S)
+        confidence are as good as the same, up to that fraction (or, of the round trip, to its
+        jitter and what scheduling on busy boxes adds), and the rest of what paths are chosen by is equal."""
         pairs = ((self.one_stream_gbps, other.one_stream_gbps), (self.capacity_gbps, other.capacity_gbps))
-        close = close and all(abs(a - b) <= within * max(a, b) for a, b in pairs)
+        close = self.as_far(other, within) and all(abs(a - b) <= within * max(a, b) for a, b in pairs)
         return close and abs(self.rate_confidence - other.rate_confidence) <= within and self._kind == other._kind
+
+    def as_far(self, other: LinkFigures, within: float) -> bool:
+        """Whether the two round trips are alike, up to their jitter."""
+        usual = max(_SAME_RTT_S, self.jitter_s, other.jitter_s)
+        return abs(self.rtt_s - other.rtt_s) <= max(within * max(self.rtt_s, other.rtt_s), usual)
 
     @property
     def _kind(self) -> tuple[object, ...]:

@@ -59,13 +59,19 @@ def leave_out_alike(
     links: Mapping[str, LinkFigures], sites: Mapping[str, str], within: float
 ) -> dict[str, LinkFigures]:
     """Of the links of one box, by target, those that tell everything: of each site's the first, and those that are not
-    like it. `SiteLinks` fills in the others. A target without a site is left in."""
+    like it. `SiteLinks` fills in the others. A target without a site is left in.
+
+    Of a link whose rates are inferred, only the round trip is this box's own."""
     first: dict[str, LinkFigures] = {}
     kept: dict[str, LinkFigures] = {}
     for target, figures in sorted(links.items(), key=_rank):
         site = sites.get(target, "")
         like = first.setdefault(site, figures) if site else figures
-        if like is figures or not like.alike(figures, within):
+        if figures.source is Source.INFERRED:
+            is_like = figures.reachable == like.reachable and figures.as_far(like, within)
+        else:
+            is_like = figures.alike(like, within)
+        if like is figures or not is_like:
             kept[target] = figures
     return kept
 
