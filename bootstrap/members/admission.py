@@ -59,13 +59,14 @@ class Admission:
     def check_record(self, peer: str, record: MemberRecord, now: float | None = None) -> Grant:
         """What ``peer``, which has signed this record, is granted from now on. Raises TokenError unless it may have
         this role. Without ``now`` expired tokens pass: expiry bounds joining, and the records of
-        those who joined in time are gossiped for as long as they stay."""
+        those who joined in time are gossiped for as long as they stay. Who was admitted before, comes back with the
+        same certificate, however long it was away."""
         grant = self.read_grant(peer, record)
         if self.is_revoked(grant):
             raise TokenSpent("the join token was revoked by the network's owner; ask for a new one")
-        if now is not None and not self._is_renewed(grant, now):
-            grant.check_expiry(now)
         holders = self._holders.setdefault(grant.certificate, set())
+        if now is not None and peer not in holders and not self._is_renewed(grant, now):
+            grant.check_expiry(now)
         if peer not in holders and len(holders) >= grant.uses:
             raise TokenSpent(
                 f"the join token is for {grant.uses} boxes and has been used by as many; ask the network's owner for "

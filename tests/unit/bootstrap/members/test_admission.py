@@ -65,15 +65,27 @@ def test_a_token_is_good_until_the_second_it_expires() -> None:
     shown = record(expires_at=NOW + 1)
     assert ADMISSION.check_greeting(hello(shown), ANN.peer_id, None, NOW + 0.9) == shown
     with pytest.raises(TokenError, match="expired"):
-        ADMISSION.check_greeting(hello(shown), ANN.peer_id, None, NOW + 1.0)
+        Admission(KEY.public).check_greeting(hello(shown), ANN.peer_id, None, NOW + 1.0)
 
 
 def test_expiry_bounds_joining_and_not_coming_back() -> None:
-    shown = record(expires_at=NOW - 60)
-    assert ADMISSION.check_greeting(hello(shown), ANN.peer_id, shown, NOW) == shown
-    ADMISSION.check_record(ANN.peer_id, shown)  # gossip of those who joined in time goes on
+    shown, admission = record(expires_at=NOW - 60), Admission(KEY.public)
     with pytest.raises(TokenError, match="expired"):
-        ADMISSION.check_record(ANN.peer_id, shown, NOW)
+        admission.check_record(ANN.peer_id, shown, NOW)
+    assert admission.check_greeting(hello(shown), ANN.peer_id, shown, NOW) == shown
+    admission.check_record(ANN.peer_id, shown)  # gossip of those who joined in time goes on
+    assert admission.check_greeting(hello(shown), ANN.peer_id, None, NOW) == shown  # though its record is forgotten
+
+
+def test_who_has_used_a_certificate_may_come_back_with_it_after_a_restart_of_those_it_asks() -> None:
+    shown = record(expires_at=NOW + 1)
+    before, after = Admission(KEY.public), Admission(KEY.public)
+    before.check_greeting(hello(shown), ANN.peer_id, None, NOW)
+    after.restore_holders(before.holders)
+    assert after.check_greeting(hello(shown), ANN.peer_id, None, NOW + 60.0) == shown
+    before.release(ANN.peer_id)
+    with pytest.raises(TokenError, match="expired"):
+        before.check_greeting(hello(shown), ANN.peer_id, None, NOW + 60.0)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +98,7 @@ def test_expiry_bounds_joining_and_not_coming_back() -> None:
 def test_another_credential_or_role_than_before_is_joining(known: MemberRecord) -> None:
     shown = record(expires_at=NOW - 60)
     with pytest.raises(TokenError, match="expired"):
-        ADMISSION.check_greeting(hello(shown), ANN.peer_id, known, NOW)
+        Admission(KEY.public).check_greeting(hello(shown), ANN.peer_id, known, NOW)
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
