@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import sys
 from pathlib import Path
@@ -126,14 +127,26 @@ def _run(arguments: argparse.Namespace) -> int:
         from .commands.sim import run_sim  # numpy
 
         return run_sim(arguments)
-    from .commands.network import COMMANDS, set_up_logging  # the network's client
+    _set_up_logging(arguments)
+    if arguments.command == "selftest":
+        from .commands.selftest import selftest  # engines
 
-    set_up_logging(arguments)
-    if arguments.command in COMMANDS:
-        return COMMANDS[arguments.command](arguments)
-    from .commands.node import NODE_COMMANDS  # all of a node
+        return selftest(arguments)
+    if arguments.command in {"bootstrap", "join", "leave"}:
+        from .commands.node import NODE_COMMANDS  # all of a node
 
-    return NODE_COMMANDS[arguments.command](arguments)
+        return NODE_COMMANDS[arguments.command](arguments)
+    from .commands.network import COMMANDS  # the network's client
+
+    return COMMANDS[arguments.command](arguments)
+
+
+def _set_up_logging(arguments: argparse.Namespace) -> None:
+    """Without --debug log only errors: what concerns the user is printed, or ends the command."""
+    if arguments.debug:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    else:
+        logging.disable(logging.WARNING)
 
 
 def build_parser() -> argparse.ArgumentParser:
