@@ -40,7 +40,7 @@ def said(held: Table, kind: str = "load") -> dict[str, bytes]:
     return {peer: entry.payload for peer, entry in held.entries(kind).items()}
 
 
-def pool() -> list[Entry]:
+def said_by_three() -> list[Entry]:
     """What three members say in two lives, in several versions."""
     entries = []
     for who in (ANN, BOB, CAT):
@@ -48,6 +48,9 @@ def pool() -> list[Entry]:
             entries.append(record(who, life=life))
             entries += [word(who, kind, b"%d" % v, life=life, version=v) for kind in ("load", "links") for v in (2, 3)]
     return entries
+
+
+POOL = said_by_three()
 
 
 def state(held: Table) -> dict[str, object]:
@@ -60,13 +63,13 @@ def state(held: Table) -> dict[str, object]:
 @given(st.randoms(use_true_random=False))
 def test_merging_ends_the_same_in_whatever_order_and_however_often(rng: random.Random) -> None:
     one, other = table(), table()
-    one.merge(pool(), 0.0)
+    one.merge(POOL, 0.0)
     for _ in range(8):
-        batch = rng.sample(pool(), rng.randint(1, 15))
+        batch = rng.sample(POOL, rng.randint(1, 15))
         other.merge(batch, 0.0)
     for _ in range(3):  # what came before its member record comes again
-        other.merge(pool(), 0.0)
-    one.merge(pool(), 0.0)
+        other.merge(POOL, 0.0)
+    one.merge(POOL, 0.0)
     assert state(one) == state(other)
     assert one.summary() == other.summary()
     one.check_integrity()
