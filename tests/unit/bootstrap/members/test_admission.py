@@ -4,10 +4,11 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import Identity, JoinToken, NetworkKey, Role, TokenError
-from p2pserve.bootstrap.errors import OtherProtocol, ProtocolError
+from p2pserve.bootstrap.errors import OtherProtocol, ProtocolError, TokenSpent
 from p2pserve.bootstrap.members.admission import Admission
 from p2pserve.bootstrap.streams.control import PROTOCOL_VERSION, Hello, Welcome
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
+from p2pserve.bootstrap.trust.orders import Orders, Renewal, sign_orders
 
 KEY, OTHER_KEY = NetworkKey(b"n" * 32), NetworkKey(b"x" * 32)
 ANN, BOB = Identity(b"a" * 32), Identity(b"b" * 32)
@@ -129,3 +130,63 @@ FORGED = [
 def test_a_record_that_is_not_the_peers_own_is_refused(forged: Entry) -> None:
     with pytest.raises(ProtocolError, match="malformed or not its own"):
         ADMISSION.check_greeting(Hello(PROTOCOL_VERSION, KEY.public, forged), ANN.peer_id, None, NOW)
+
+
+# -- what the owner orders --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "counts"), [(4, False), (5, False), (6, True)])
+def test_orders_are_followed_when_they_are_the_owners_and_newer(number: int, counts: bool) -> None:
+    admission = Admission(KEY.public)
+    assert admission.take_orders(sign_orders(KEY, Orders(5)))
+    later = sign_orders(KEY, Orders(number, ("a" * 16,)))
+    assert admission.take_orders(later) is counts
+    assert admission.orders.revoked == (("a" * 16,) if counts else ())
+    assert (admission.signed_orders == later) is counts
+    assert not admission.take_orders(sign_orders(OTHER_KEY, Orders(100)))
+
+
+def token_for(uses: int, expires_at: float = 2000.0) -> JoinToken:
+    return JoinToken.parse(KEY.issue((), Role.WORKER, expires_at, uses=uses))
+
+
+def shown_by(who: Identity, token: JoinToken) -> MemberRecord:
+    return MemberRecord(Role.WORKER, "192.0.2.1", 4001, token.credential(who.peer_id))
+
+
+def test_a_certificate_is_for_so_many_boxes_and_for_each_as_often_as_it_likes() -> None:
+    admission, token = Admission(KEY.public), token_for(2)
+    people = [Identity(bytes([number]) * 32) for number in range(1, 4)]
+    for who in (*people[:2], *people[:2]):
+        admission.check_record(who.peer_id, shown_by(who, token), NOW)
+    with pytest.raises(TokenSpent, match="for 2 boxes and has been used by as many"):
+        admission.check_record(people[2].peer_id, shown_by(people[2], token), NOW)
+    admission.release(people[0].peer_id)
+    admission.check_record(people[2].peer_id, shown_by(people[2], token), NOW)
+
+
+def test_who_shows_a_revoked_certificate_is_told() -> None:
+    admission, token = Admission(KEY.public), token_for(1)
+    admission.take_orders(sign_orders(KEY, Orders(1, ("a" * 16,))))
+    admission.check_record(ANN.peer_id, shown_by(ANN, token), NOW)
+    admission.take_orders(sign_orders(KEY, Orders(2, (token.grant.certificate,))))
+    with pytest.raises(TokenSpent, match="revoked"):
+        admission.check_record(ANN.peer_id, shown_by(ANN, token), NOW)
+
+
+@pytest.mark.parametrize(("until", "is_let_in"), [(NOW + 1, True), (NOW, False), (None, False)])
+def test_whose_certificate_was_renewed_is_let_in_with_the_old_one_until_the_new_one_ends(
+    until: float | None, is_let_in: bool
+) -> None:
+    admission, token = Admission(KEY.public), token_for(1, NOW - 60)
+    version, network, role, _, *rest = msgspec.msgpack.decode(token.certificate)
+    later = b"\xc1" if until is None else msgspec.msgpack.encode([version, network, role, int(until), *rest])
+    renewal = Renewal(later, KEY.sign(later))
+    admission.take_orders(sign_orders(KEY, Orders(1, renewed={token.grant.certificate: renewal})))
+    if is_let_in:
+        admission.check_record(ANN.peer_id, shown_by(ANN, token), NOW)
+    else:
+        with pytest.raises(TokenError, match="expired"):
+            admission.check_record(ANN.peer_id, shown_by(ANN, token), NOW)
+    with pytest.raises(TokenError, match="expired"):
+        admission.check_record(BOB.peer_id, shown_by(BOB, token_for(1, NOW - 60)), NOW)
