@@ -200,3 +200,49 @@ def test_that_it_got_no_time_is_said_only_when_that_is_so(caplog: pytest.LogCapt
         assert "got no time" not in caplog.text
         tick(machine, 60.0, ANN)
     assert "got no time for" in caplog.text
+
+
+# -- what is passed on, and said --------------------------------------------------------------------------------------
+
+
+def test_a_proof_goes_to_all_but_who_brought_it() -> None:
+    machine = peering()
+    for who in (ANN, BOB):
+        open_session(machine, who, 0.0)
+    tick(machine, 0.0, ANN, BOB)
+    machine.on_received(BOB.peer_id, Tell(lies=(LIE,)), 0.1)
+    sent = tick(machine, 0.1, ANN, BOB).send
+    assert [peer for peer, message in sent if isinstance(message, Tell) and message.lies] == [ANN.peer_id]
+
+
+def test_of_a_client_nobody_is_told() -> None:
+    machine = settled()
+    open_session(machine, BOB, 1.5, role=Role.CLIENT)
+    told = [m for now in (1.5, 2.0, 3.0) for _, m in tick(machine, now, ANN, BOB).send if isinstance(m, Tell)]
+    assert BOB.peer_id not in {entry.origin for message in told for entry in message.entries}
+
+
+def test_who_leaves_says_nothing_more_of_itself() -> None:
+    machine = settled()
+    machine.is_leaving = True
+    tick(machine, 1.5, ANN)
+    told = [m for now in range(2, 60) for _, m in tick(machine, float(now), ANN).send if isinstance(m, Tell)]
+    assert [entry for message in told for entry in message.entries] == []
+
+
+def test_a_node_has_waited_long_enough_at_that_moment() -> None:
+    for early_s, is_synced in ((0.001, False), (0.0, True)):
+        machine = peering(named=(ANN,))
+        open_session(machine, ANN, 0.0)
+        tick(machine, 0.0, ANN)
+        tick(machine, SETTINGS.sync_s - early_s, ANN)
+        assert machine.is_synced is is_synced
+
+
+def test_who_leads_is_said_when_that_changes_and_claims_but_not_refreshings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="p2pserve"):
+        settled()
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count(f"coordinator is now ({ME.peer_id!r}, 1)") == 1
+    assert len([line for line in said if line.startswith("coordinator")]) == 1
+    assert [line for line in said if "of epoch" in line] == ["claim of epoch 1"]
