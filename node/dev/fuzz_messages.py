@@ -98,7 +98,7 @@ class MessageAttack:
         data = kind.make(rng)
         if rng.random() < 0.9:
             data = mutated_encoding(rng, data)
-        began = time.thread_time()
+        began = self._report.begin()
         try:
             message = kind.decoder.decode(data)
         except DECODE_ERRORS:

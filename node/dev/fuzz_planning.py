@@ -185,7 +185,7 @@ class PlanningAttack:
         peer = PeerId(f"p{rng.randrange(6)}")
         kind = rng.randrange(3)
         data = mutated_encoding(rng, (make_advert, make_links, make_plan)[kind](rng), MAX_PAYLOAD)
-        began = time.thread_time()
+        began = self._report.begin()
         if kind == 0:
             view.update({**{p: _encode(a) for p, a in view.adverts.items()}, peer: data})
         elif kind == 1:
