@@ -11,7 +11,7 @@ moves messages between them and the control streams::
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -40,6 +40,7 @@ from .members.neighbours import Contacts
 from .members.peering import OWN_KINDS, Peering
 from .members.states import Compare, GossipMessage, Member, MemberState, NetworkState, Part, Summary, Tell
 from .members.table import EntryRules
+from .members.watch import AnswerWatch
 from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .settings import NetworkSettings
@@ -150,7 +151,9 @@ class Network:
         self._handlers.add_notice(_SUMMARY, self._on_gossip)
         self._handlers.add_notice(_COMPARE, self._on_gossip)
         self._handlers.add_notice(_PART, self._on_gossip)
+        self._watch = AnswerWatch(self.settings)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
+        self._hung_callbacks: list[Callable[[PeerId, bool], None]] = []
         self._revision = 0
         self._changed = trio.Event()
         self._kick = trio.Event()
@@ -304,6 +307,16 @@ class Network:
         """Call this, without blocking, whenever the connection to a peer is lost."""
         self._lost_callbacks.append(callback)
 
+    def expect(self, waiter: str, peers: Collection[PeerId]) -> None:
+        """This `waiter` awaits something of these peers now, and of no others: :meth:`on_hung` tells when one does not
+        answer."""
+        if self._watch.expect(waiter, frozenset(peers) - {self.peer_id}):
+            self._wake()
+
+    def on_hung(self, callback: Callable[[PeerId, bool], None]) -> None:
+        """Call this, without blocking, when a peer that is awaited does not answer (True), and does again (False)."""
+        self._hung_callbacks.append(callback)
+
     def connected(self) -> frozenset[PeerId]:
         """The peers with an admitted control stream now."""
         return frozenset(self._sessions.by_peer)
@@ -398,7 +411,20 @@ class Network:
             self._touch()
         for dial in actions.dial:
             self._nursery.start_soon(self._redial, dial)
-        return actions.wake_at
+        self._watch_awaited(heard)
+        return min(actions.wake_at, self._watch.wake_at)
+
+    def _watch_awaited(self, heard: dict[PeerId, float]) -> None:
+        """Ping those that are awaited, and tell who does not answer."""
+        slowest = {peer: max(each.control.rtts) for peer, each in self._sessions.by_peer.items() if each.control.rtts}
+        before = self._watch.hung
+        pinged = ((peer, each.control.unanswered_at) for peer, each in self._sessions.by_peer.items())
+        unanswered = {peer: at for peer, at in pinged if at is not None}
+        for peer in self._watch.tick(trio.current_time(), heard, slowest, unanswered):
+            self._ping(peer)
+        for peer in before ^ self._watch.hung:
+            for callback in self._hung_callbacks:
+                callback(peer, peer in self._watch.hung)
 
     def _send(self, peer: PeerId, message: GossipMessage) -> None:
         """Tell a peer something; one that is too slow hears of it when the two compare what they hold."""

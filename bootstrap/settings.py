@@ -32,6 +32,8 @@ class NetworkSettings:
     rtt_s: float = 10.0  # everyone is pinged so often, for the round trip; shorter costs messages
     suspect_s: float = 3.0  # silence after which a member is suspect
     dead_s: float = 8.0  # silence after which it is dead, and hung up on
+    watch_ping_s: float = 0.5  # a peer from which something is awaited is pinged after so much silence
+    hung_s: float = 1.5  # ... and when it has not answered that for so long, it is looked for elsewhere
     redial_s: float = 3.0  # a connection that closed may be a broken link: so long to dial anew before it is a death
     beat_s: float = 10.0  # every member says something so often; who does not for three times that, and is not heard
     # here, is dead. Shorter finds liars sooner, who say that they hear others; costs messages
@@ -101,6 +103,8 @@ class NetworkSettings:
             rtt_s=2.0,
             suspect_s=1.5,
             dead_s=4.0,
+            watch_ping_s=0.3,
+            hung_s=0.9,
             head_start_s=0.3,
             first_backoff_s=0.2,
             last_backoff_s=5.0,

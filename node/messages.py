@@ -316,6 +316,12 @@ class Tokens(Message, frozen=True, kw_only=True):
     refused: Text = ""
 
 
+class ReplicaHung(Message, frozen=True, kw_only=True):
+    """This replica, or (to its head) this stage of it, does not get on with its work, or (`hung` False) does again."""
+
+    hung: bool
+
+
 class FirstToken(Message, frozen=True, kw_only=True):
     """The client has been shown this token, which the prefill node has written: go on from there."""
 

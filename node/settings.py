@@ -100,6 +100,8 @@ class NodeTuning:
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
     link_news: float = 0.2  # figures of a link are told again when they have moved by this fraction
 
+    expect_interval_s: float = 0.25  # between two looks at who is waited for; shorter: one that hangs is found sooner
+
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan
     planning_limit_s: float = (

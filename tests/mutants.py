@@ -47,7 +47,7 @@ MODULES = [
         "bootstrap": ("address_book",),
         "bootstrap/members": (
             "admission", "allowance", "election", "gossip", "leading", "liveness", "mesh", "neighbours", "overlay",
-            "peering", "roster", "table",
+            "peering", "roster", "table", "watch",
         ),
         "bootstrap/trust": ("entries", "orders", "targets", "tokens"),
         "coordinator": (
@@ -74,7 +74,7 @@ MODULES = [
         "node/engine/transfers": ("idle", "pacing", "wait_limits"),
         "node/links": ("link_knowledge", "path_selection"),
         "node/planning": ("coordination", "set_aside"),
-        "node/replica": ("place",),
+        "node/replica": ("hung", "place"),
         "node/requests": ("acceptance", "fair_queue", "live_request", "retry_times", "routes"),
     }.items()
     for name in names

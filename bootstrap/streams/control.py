@@ -216,6 +216,11 @@ class ControlStream:
         return min(self.rtts) if self.rtts else None
 
     @property
+    def unanswered_at(self) -> float | None:
+        """When it was first pinged after it was last heard; None when it was not."""
+        return min((at for at in self._pings.values() if at > self.heard_at), default=None)
+
+    @property
     def offences(self) -> int:
         """How often the peer misbehaved."""
         return self._offences
