@@ -9,8 +9,22 @@ from typing import Final
 
 import trio
 
+<<<<<<< HEAD
 from .addresses import Address, plain_ip
 from .errors import IdentityInUse, NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
+=======
+from .addresses import Address
+from .errors import (
+    IdentityInUse,
+    NetworkError,
+    OtherProtocol,
+    PeerLost,
+    ProtocolError,
+    Refused,
+    TokenError,
+    Unreachable,
+)
+>>>>>>> fuzz
 from .handlers import Handlers
 from .members.admission import Admission, is_client
 from .members.mesh import should_replace
@@ -206,6 +220,8 @@ class PeerSessions:
         try:
             await connection.send(encode_greeting(self._greeting(Hello)))
             answer = await self._receive_greeting(connection)
+        except OtherProtocol as error:
+            raise Refused(f"the node at {address} is not one of ours: {error}") from error
         except (PeerLost, ProtocolError) as error:
             raise Unreachable(f"{peer} at {address} hung up during the greeting: {error}") from error
         if isinstance(answer, Rejected) and answer.holder_born:
@@ -225,7 +241,11 @@ class PeerSessions:
         """A stranger until its greeting is checked. Returning closes, once what was sent is out."""
         peer = connection.peer
         try:
-            greeting = await self._receive_greeting(connection)
+            try:
+                greeting = await self._receive_greeting(connection)
+            except OtherProtocol as error:  # of a later release, perhaps, which can tell its owner
+                await connection.send(encode_greeting(Rejected(str(error))))
+                raise
             if not isinstance(greeting, Hello):
                 self.refused += 1
                 return

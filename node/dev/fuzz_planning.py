@@ -59,12 +59,12 @@ def make_advert(rng: random.Random) -> bytes:
     """What a box says of itself: plausible, or anything within the bounds."""
     if rng.random() < 0.1:
         return _WILD.make(rng)
-    honest = _plausible(rng.randrange(6), rng.randrange(4))
+    honest = plausible_advert(rng.randrange(6), rng.randrange(4))
     return _encode(varied(rng, Advert, _decode(honest), rng.choice((0.0, 0.05, 0.2))))
 
 
 @cache
-def _plausible(box: int, kind: int) -> bytes:
+def plausible_advert(box: int, kind: int) -> bytes:
     """Of a CPU or GPU box that serves alone (0, 1), one that holds some layers (2), one with demand and a phase (3)."""
     gpus = (Gpu(name="NVIDIA A40", memory_gib=45.0, uuid="u"),) * 2 if kind == 1 else ()
     demand = Demand(requests_s=3.0, arrival_cv=1.0, lengths=((100, 20), (30, 60)))
@@ -185,7 +185,7 @@ class PlanningAttack:
         peer = PeerId(f"p{rng.randrange(6)}")
         kind = rng.randrange(3)
         data = mutated_encoding(rng, (make_advert, make_links, make_plan)[kind](rng), MAX_PAYLOAD)
-        began = time.thread_time()
+        began = self._report.begin()
         if kind == 0:
             view.update({**{p: _encode(a) for p, a in view.adverts.items()}, peer: data})
         elif kind == 1:
@@ -197,9 +197,12 @@ class PlanningAttack:
         self._report.note("views of adverts, links and plans", time.thread_time() - began)
 
     def plan(self) -> None:
-        """Plan for a few boxes, one or two of which lie within the bounds; who makes it fail is set aside by name."""
+        """Plan for a few boxes, one or two of which lie within the bounds."""
+        self.plan_with(self._hostile_view())
+
+    def plan_with(self, view: NetworkView) -> None:
+        """Plan with what these adverts and link tables say; who makes it fail is set aside by name."""
         report = self._report
-        view = self._hostile_view()
         coordinator = Coordinator(_OWN, "kv4", quiet_s=0.0)
         leader, now = (_OWN, 5), 0.0
         for _ in range(_ATTEMPTS):
@@ -238,7 +241,7 @@ class PlanningAttack:
         count = rng.randrange(1, 5)
         kind = rng.randrange(4)
         said = {
-            PeerId(f"p{box}"): _decode(_plausible(box, kind if rng.random() < 0.7 else rng.randrange(4)))
+            PeerId(f"p{box}"): _decode(plausible_advert(box, kind if rng.random() < 0.7 else rng.randrange(4)))
             for box in range(count)
         }
         for peer in rng.sample(sorted(said), min(rng.choice((1, 1, 2)), count)):

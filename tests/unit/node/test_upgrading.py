@@ -128,7 +128,7 @@ def test_a_state_file_of_an_earlier_release_is_taken_up(joining: dict[str, str])
 @RELEASES
 def test_who_speaks_another_protocol_is_refused_with_both_versions_and_its_release(joining: dict[str, str]) -> None:
     other = hello_of(joining, version=control.PROTOCOL_VERSION + 1, release="9.0")
-    expected = rf"9\.0\) speaks protocol version {other.version} and this node version {control.PROTOCOL_VERSION}"
+    expected = rf"versions {other.version} \(release 9\.0\) and {control.PROTOCOL_VERSION} do not understand each other"
     with pytest.raises(ProtocolError, match=expected):
         Admission(KEY.public).check_greeting(other, THERE.peer_id, None, 1e9)
 
