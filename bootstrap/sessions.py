@@ -9,11 +9,7 @@ from typing import Final
 
 import trio
 
-<<<<<<< HEAD
 from .addresses import Address, plain_ip
-from .errors import IdentityInUse, NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
-=======
-from .addresses import Address
 from .errors import (
     IdentityInUse,
     NetworkError,
@@ -24,7 +20,6 @@ from .errors import (
     TokenError,
     Unreachable,
 )
->>>>>>> fuzz
 from .handlers import Handlers
 from .members.admission import Admission, is_client
 from .members.mesh import should_replace
