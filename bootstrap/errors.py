@@ -65,9 +65,13 @@ class ProtocolError(NetworkError):
 
 
 class RemoteError(NetworkError):
-    """The peer's handler refused the request: ``code`` is for programs, ``message`` for people."""
+    """The peer's handler refused the request: ``code`` is for programs, ``message`` for people.
 
-    def __init__(self, code: str, message: str) -> None:
+    ``retry_after_s``: the same request may be taken so many seconds from now; None where that is not
+    the matter."""
+
+    def __init__(self, code: str, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(f"{message} [{code}]")
         self.code = code
         self.message = message
+        self.retry_after_s = retry_after_s

@@ -50,8 +50,10 @@ class Handlers:
         message = _decode(found, method, body)
         self.served += 1
         try:
-            answer = await found.handler(peer, role, message)
-            return encode_body(answer)
+            handling = found.handler(peer, role, message)
+            # What came may have megabytes: it is not to be kept for as long as the handler runs.
+            del body, message
+            return encode_body(await handling)
         except (RemoteError, ProtocolError):
             self.failed += 1
             raise

@@ -11,7 +11,7 @@ moves messages between them and the control streams::
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -25,7 +25,6 @@ from .addresses import Address
 from .errors import (
     DECODE_ERRORS,
     IdentityInUse,
-    NetworkError,
     PeerLost,
     ProtocolError,
     Refused,
@@ -34,14 +33,17 @@ from .errors import (
     Unreachable,
 )
 from .handlers import Handlers
+from .joining import Joining
 from .members.admission import Admission
 from .members.mesh import Dial
+from .members.neighbours import Contacts
 from .members.peering import OWN_KINDS, Peering
-from .members.states import Compare, GossipMessage, Member, MemberState, Summary, Tell
-from .members.table import ReadNumber
+from .members.states import Compare, GossipMessage, Member, MemberState, NetworkState, Part, Summary, Tell
+from .members.table import EntryRules
 from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .settings import NetworkSettings
+from .state_file import StateFile, keep_state
 from .streams.control import encode_body, encode_notice
 from .streams.transport import Transport
 from .trust.entries import MEMBER_KIND, Entry, MemberRecord
@@ -51,13 +53,17 @@ from .trust.tokens import Bootstrap, JoinToken, Role, admit
 
 _log = logging.getLogger(__name__)
 
-JoinOutcome = tuple[Bootstrap, NetworkError | None]  # None: this member has let us in
-
 _SHORTEST_NAP_S: Final = 0.01
 _TELL: Final = Notice("p2p.tell", Tell, EVERYONE)
 _SUMMARY: Final = Notice("p2p.summary", Summary, EVERYONE)
 _COMPARE: Final = Notice("p2p.compare", Compare, EVERYONE)
-_NOTICES: Final[dict[type[GossipMessage], str]] = {Tell: _TELL.name, Summary: _SUMMARY.name, Compare: _COMPARE.name}
+_PART: Final = Notice("p2p.part", Part, EVERYONE)
+_NOTICES: Final[dict[type[GossipMessage], str]] = {
+    Tell: _TELL.name,
+    Summary: _SUMMARY.name,
+    Compare: _COMPARE.name,
+    Part: _PART.name,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +105,11 @@ class Network:
     clock: Callable[[], float] = time.time  # unix seconds: for the expiry of tokens and the number of this life
     remembered: tuple[Bootstrap, ...] = ()
     book: AddressBook | None = None  # where to remember who is seen, for the next run
+    state_file: StateFile | None = None  # where to keep what the next run should know of this network
     settings: NetworkSettings = field(default_factory=NetworkSettings)
-    urgent: frozenset[str] = frozenset()  # kinds of entries that are told to everybody at once, however many there are
-    numbered: Mapping[str, ReadNumber] = field(default_factory=dict)  # kinds with numbers that may be used only once
+    rules: EntryRules = field(default_factory=EntryRules)
     release: str = ""  # of this program, for people
+    say: Callable[[str], None] = _log.info  # tells the owner what is waited for
 
     def __post_init__(self) -> None:
         self.peer_id: PeerId = self.identity.peer_id
@@ -119,10 +126,8 @@ class Network:
             admission=admission,
             settings=self.settings,
             rng=self.rng,
-            named=self._named,
-            standby=() if self._named else self._remembered,
-            urgent=self.urgent,
-            numbered=self.numbered,
+            contacts=Contacts(named=self._named, standby=() if self._named else self._remembered),
+            rules=self.rules,
         )
         self._table = self._peering.table
         # Two copies of a box may be started within one millisecond: the random bits tell them apart.
@@ -138,10 +143,13 @@ class Network:
             self.release,
             self.settings,
         )
+        contacts = Contacts(named=self._named, standby=self._remembered)
+        self._joining = Joining(contacts, self._sessions, self._peering.on_named, self.say, self.settings, self.rng)
         self._sessions.on_opened, self._sessions.on_closed = self._on_opened, self._on_closed
         self._handlers.add_notice(_TELL, self._on_gossip)
         self._handlers.add_notice(_SUMMARY, self._on_gossip)
         self._handlers.add_notice(_COMPARE, self._on_gossip)
+        self._handlers.add_notice(_PART, self._on_gossip)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
         self._revision = 0
         self._changed = trio.Event()
@@ -160,12 +168,18 @@ class Network:
             bound = await self._sessions.start(nursery)
             if self.address.port == 0:
                 self.address = Address(self.address.host, bound.port)
+            if self.state_file is not None:
+                kept = await trio.to_thread.run_sync(self.state_file.load)
+                if kept is not None:
+                    self._peering.restore(kept, trio.current_time())
+                nursery.start_soon(keep_state, self, self.state_file)
             self._publish_record(left=False)
             nursery.start_soon(self._pulse)
             if self.book is not None:
                 nursery.start_soon(keep_address_book, self, self.book)
             if self._named:
-                await self._join()
+                await self._joining.run()
+                await self._hear_all()
         except BaseException as error:
             await self._close(error)
             raise
@@ -211,15 +225,19 @@ class Network:
 
     def entries(self, kind: str) -> dict[PeerId, bytes]:
         """What the live members say, those of this node included."""
-        return self._peering.entries(kind)
+        return self._peering.roster.entries(kind)
 
     def members(self) -> tuple[Member, ...]:
         """Everybody, ourselves and the recently dead included, by peer id."""
-        return self._peering.members(self._rtt_s, trio.current_time())
+        return self._peering.roster.members(self._rtt_s, trio.current_time())
+
+    def state(self) -> NetworkState:
+        """What the next run should know."""
+        return self._peering.state()
 
     def seen_members(self) -> tuple[Bootstrap, ...]:
         """Where other boxes can be dialled, last heard first: to remember for the next start."""
-        return self._peering.addresses()
+        return self._peering.roster.addresses()
 
     @property
     def coordinator(self) -> tuple[PeerId, int] | None:
@@ -268,6 +286,7 @@ class Network:
         session = self._sessions.by_peer.get(peer)
         if session is None:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
+        session.control.used_at = trio.current_time()
         # A notice that is left out would be a gap that neither side knows of. Better no connection.
         if not session.control.send_nowait(encode_notice(notice.name, encode_body(body))):
             session.control.abandon(f"{peer} does not read its messages and was disconnected; choose another peer")
@@ -341,77 +360,12 @@ class Network:
         record = MemberRecord(self.role, self.address.host, self.address.port, credential, left)
         self._peering.publish(MEMBER_KIND, msgspec.msgpack.encode(record))
 
-    async def _join(self) -> None:
-        """Return once a member has let us in. Raises when they have refused, or the time is up."""
-        send, receive = trio.open_memory_channel[JoinOutcome](float("inf"))
-        named_failed = trio.Event()
-        async with trio.open_nursery() as nursery:
-            for member in self._named:
-                nursery.start_soon(self._keep_asking, member, send)
-            nursery.start_soon(self._ask_remembered, named_failed, send)
-            failure = await self._wait_until_admitted(receive, named_failed)
-            nursery.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
-        # Who is in knows nothing yet; the one that let us in tells what there is.
+    async def _hear_all(self) -> None:
+        """Wait a moment for the one that let us in to tell what there is: who is in knows nothing yet."""
         with trio.move_on_after(self.settings.found_s):
             revision = self._revision
             while not self._peering.is_synced:
                 revision = await self.wait_changed(revision)
-
-    async def _wait_until_admitted(
-        self, outcomes: trio.MemoryReceiveChannel[JoinOutcome], named_failed: trio.Event
-    ) -> NetworkError | None:
-        """None as soon as a member lets us in; else why nobody does."""
-        failures: dict[Bootstrap, NetworkError] = {}
-        with trio.move_on_after(self.settings.join_s):
-            async for member, error in outcomes:
-                if error is None or isinstance(error, IdentityInUse):
-                    return error
-                failures[member] = error
-                if not failures.keys() >= set(self._named):
-                    continue  # who was named and has not answered yet may still let us in
-                named_failed.set()
-                refusals = [each for each in failures.values() if not isinstance(each, Unreachable)]
-                if refusals:
-                    return refusals[0]
-        return self._describe_failure(failures)
-
-    def _describe_failure(self, failures: Mapping[Bootstrap, NetworkError]) -> NetworkError:
-        silent = f"no answer within {self.settings.join_s:g} s; check the address and the firewall"
-        reasons = [str(failures.get(each, f"{each}: {silent}")) for each in self._named]
-        text = " | ".join(reasons)
-        if len(reasons) > 1 or self._remembered:
-            beside = f", nor any of {len(self._remembered)} members known from before" if self._remembered else ""
-            text = f"none of {len(reasons)} bootstraps can be reached{beside}: {text}"
-        return Unreachable(f"{text}; any other member lets in, too: --bootstrap TOKEN,HOST:PORT")
-
-    async def _ask_remembered(self, named_failed: trio.Event, outcome: trio.MemorySendChannel[JoinOutcome]) -> None:
-        """Ask the members of an earlier run, after those that the user named had their chance."""
-        with trio.move_on_after(self.settings.head_start_s):
-            await named_failed.wait()
-        async with trio.open_nursery() as nursery:
-            for member in self._remembered:
-                nursery.start_soon(self._keep_asking, member, outcome)
-
-    async def _keep_asking(self, member: Bootstrap, outcome: trio.MemorySendChannel[JoinOutcome]) -> None:
-        """Ask one member to let us in, until it does or refuses."""
-        while True:
-            try:
-                peer = await self._sessions.find_peer(member)
-                address = Address(member.host, member.port)
-                if member in self._named:
-                    self._peering.on_named(peer, address)
-                await self._sessions.connect(peer, address)
-            except Unreachable as error:
-                outcome.send_nowait((member, error))
-            except (Refused, TokenError) as error:
-                outcome.send_nowait((member, error))
-                return
-            else:
-                outcome.send_nowait((member, None))
-                return
-            await trio.sleep(self.settings.join_retry_s * self.rng.uniform(0.8, 1.2))
 
     # -- the pulse --------------------------------------------------------------------------------------------------
 
@@ -419,23 +373,27 @@ class Network:
         """Do what the peers need, whenever something has happened or time has come."""
         while True:
             self._kick = trio.Event()
+            ticked_at = trio.current_time()
             self._wakes_at = self._tick()
             with trio.move_on_at(self._wakes_at):
                 await self._kick.wait()
             # Never without a pause: two machines that wake each other must leave the processor to others.
-            await trio.sleep(_SHORTEST_NAP_S)
+            await trio.sleep_until(ticked_at + _SHORTEST_NAP_S)
 
     def _tick(self) -> float:
         """Do what is to be done now; returns when there is more to do."""
         assert self._nursery is not None
         heard = {peer: session.control.heard_at for peer, session in self._sessions.by_peer.items()}
-        actions = self._peering.tick(trio.current_time(), heard)
+        used = {peer: session.control.used_at for peer, session in self._sessions.by_peer.items()}
+        actions = self._peering.tick(trio.current_time(), heard, used)
         for peer in actions.drop:
             self._sessions.drop(peer)
         for peer in actions.ping:
             self._ping(peer)
         for peer, message in actions.send:
             self._send(peer, message)
+        for peer in actions.part:
+            self._sessions.part(peer)
         if actions.changed:
             self._touch()
         for dial in actions.dial:

@@ -141,6 +141,13 @@ class PeerSessions:
         if session is not None:
             self._hang_up(session, f"{peer} was silent for too long, or expelled")
 
+    def part(self, peer: PeerId) -> None:
+        """Close a session that neither end needs, once what was sent is out."""
+        session = self.by_peer.get(peer)
+        if session is not None and not session.control.is_busy:
+            assert self._nursery is not None
+            self._nursery.start_soon(session.control.connection.aclose)
+
     async def close(self) -> None:
         """Flush and close all streams; no new ones after that."""
         self._closed = True

@@ -37,6 +37,7 @@ class NetworkSettings:
     # here, is dead. Shorter finds liars sooner, who say that they hear others; costs messages
     beat_each_s: float = 0.2  # of it, at least, for each member: keeps the messages of a large network bounded
     hears_s: float = 0.3  # what a member hears is told at most so often
+    hears_each_s: float = 0.004  # and at most so often for each member there is
     forget_s: float = 600.0  # how long a dead member's entries are kept; shorter lets an old claim be believed again
     orphan_s: float = 10.0  # how long those of a member that nobody hears
 
@@ -62,9 +63,11 @@ class NetworkSettings:
     retire_s: float = 1.0  # how long the loser of two crossing connections stays open for what is on its way
     max_offences: int = 16  # malformed or forged messages before a peer is disconnected
     max_requests: int = 256  # served at once for one peer; more are answered "busy"
+    busy_retry_s: float = 1.0  # ... with this time to try again; shorter frees a place unused for less time
 
     # Overlay and gossip. More sessions and more told at once: news is faster everywhere, and costs more.
     full_mesh: int = 16  # up to so many members everybody has a session with everybody; above, with about 4 log2(n)
+    part_s: float = 300.0  # a session that is not used for so long is closed, where neither end is a neighbour
     rumour_s: float = 0.2  # how long what is not urgent is collected before it is passed on
     rumour_peers: int = 3  # to so many
     compare_s: float = 5.0  # two neighbours compare what they hold so often
@@ -79,6 +82,7 @@ class NetworkSettings:
     settle_s: float = 0.3  # how long there must be no leader before anybody claims
     claim_step_s: float = 0.4  # one candidate after the other, in the epoch's order
     pass_over_s: float = 60.0  # a leader whose plans are refused is not followed for so long
+    sync_s: float = 5.0  # how long a node that was let in waits to hear what there is, before it may lead
     found_s: float = 2.0  # how long a node that was here before looks for those it remembers before it leads alone
 
     # Addresses remembered between runs, last seen first.

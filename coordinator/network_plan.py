@@ -224,7 +224,7 @@ def _share_requests(
             Replica(id=head, phase=phases[head], stages=network.stages[head]) for head in sorted(network.heads)
         )
         ends = [(one.id, two.id) for one in replicas for two in replicas if _can_pair(one, two)]
-        pairings = [Pairing(prefill=one, decode=two, weight=1.0 / len(ends)) for one, two in ends]
+        pairings = [Pairing(prefill=one, decode=two, weight=1.0) for one, two in ends]
         return replicas, _limit_pairings(pairings), ("nothing is expected of any replica: all share alike",)
     return tuple(sorted(plan.replicas, key=lambda replica: replica.id)), _limit_pairings(plan.pairings), plan.why
 

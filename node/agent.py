@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import trio
 
-from ..bootstrap import Address, Identity, PeerId, announced_address
+from .. import __version__
+from ..bootstrap import Address, Identity, NetworkSettings, PeerId, announced_address
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
+from ..bootstrap.state_file import StateFile
 from ..coordinator import PlanError
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
@@ -101,8 +103,12 @@ async def _join(
             bootstraps=membership.bootstraps,
             remembered=remembered,
             book=book,
+            state_file=StateFile(settings.home, membership.network),
+            release=__version__,
             rng=random.Random(),
             clock=time.time,
+            settings=replace(NetworkSettings(), join_s=settings.join_timeout_s),
+            say=say,
         )
         async with network:
             node = Node(Joined(network, settings, say), found, served, port, relay, nursery)

@@ -51,7 +51,7 @@ async def accept_invitation(bootstrap: str, token_text: str | None) -> Invitatio
 def new_network(home: Path) -> Invitation:
     """Membership of the network whose key lies in `home`, made on first use. Raises IdentityError."""
     key = NetworkKey.load_or_create(home)
-    token = key.issue((), Role.ADMIN, time.time() + TOKEN_LIFETIME_S)
+    token = key.issue((), Role.ADMIN, time.time() + TOKEN_LIFETIME_S, lead=True)
     return Invitation(network=key.public, token=token, role=Role.ADMIN, bootstraps=(), key=key)
 
 
@@ -64,7 +64,8 @@ def issue_tokens(
     here = Bootstrap(address.host, address.port, identity.peer_id)
     named = (here, *(each for each in known if each.peer_id != identity.peer_id))[:MAX_NAMED]
     expires = time.time() + TOKEN_LIFETIME_S
-    return {role.value: membership.key.issue(named, role, expires) for role in Role}
+    # Whoever joins may lead, or the network would have no coordinator once this box is gone.
+    return {role.value: membership.key.issue(named, role, expires, lead=role is not Role.CLIENT) for role in Role}
 
 
 async def read_join_target(bootstrap: str, token: str | None) -> tuple[str, tuple[Bootstrap, ...]]:

@@ -57,7 +57,7 @@ Label = Annotated[str, msgspec.Meta(max_length=128)]
 Content = Annotated[str, msgspec.Meta(max_length=4 << 20)]  # what is too long is refused by its bytes, in a clear line
 # The same goes for a client's other parameters: any number that fits here is answered with its parameter's name.
 AnyInteger = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-AnyNumber = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
+AnyNumber = Annotated[float, msgspec.Meta(extra={"checked_by": "node.requests.acceptance"})]
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 LinkId = Annotated[bytes, msgspec.Meta(min_length=LINK_ID_BYTES, max_length=LINK_ID_BYTES)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
@@ -85,6 +85,7 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     tflops: Figure = 0.0
     memory_gbps: Figure = 0.0
     kv_tokens: Count = 0
+    max_requests: Count = 0  # that it runs at once; 0: not told
     max_model_len: Count = 0
     starts: Count = 0
     pid: Count = 0  # of the engine process, on its own box

@@ -69,6 +69,7 @@ class Serving:
             nursery=nursery,
             routing=settings.routing,
             settings=settings.requests,
+            limits=settings.tuning.clients,
         )
         network.handle(methods.GENERATE, self.gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)

@@ -16,6 +16,7 @@ from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
 from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
+from .requests.retry_times import RetrySettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +59,33 @@ class BoxEngineSettings:
     emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
     fitting: FittingSettings = field(default_factory=FittingSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientLimits:
+    """What clients may have at one gateway. What is beyond is refused at once, with a time to try again.
+
+    Requests and tokens count from their acceptance to their last token. Higher limits take larger bursts, let what
+    waits wait longer, and cost the memory that is told beside them; those of one client are what a stranger with a
+    client's token can take of the others.
+    """
+
+    requests: int = 256  # of one client
+    all_requests: int = 4096  # some 20 kB each
+    tokens: int = 2 << 20  # of prompts and answers of one client
+    all_tokens: int = 4 << 20  # 40 bytes each
+    prompts: int = 128  # of one client that wait to be tokenised; fewer than `NetworkSettings.max_requests`
+    text_bytes: int = 6 << 20  # of those; at least MAX_PROMPT_BYTES
+    all_text_bytes: int = 16 << 20  # some 5 bytes each
+    tokenizing_bytes: int = 4 << 20  # being tokenised; 200 bytes each, for some seconds
+    share: float = 15.0
+    """A client may have so many times what is left free of the engines' room: all but a sixteenth when it is alone.
+    Higher: engines are fuller while one client asks; lower: who comes next waits less, and steps are shorter."""
+    queued_s: float = 0.25
+    """So much prefilling may lie at engines before a client is given more of it; long prompts come one by one. Longer:
+    engines are kept busy over slower links; shorter: who comes next is served sooner."""
+    output_cost: float = 2.0  # of a token of an answer, in tokens of a prompt; higher: long answers count for more
+    retry: RetrySettings = field(default_factory=RetrySettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +150,9 @@ class NodeTuning:
     permit_margin_s: float = 30.0  # before its end a relay's permit is asked for anew
     relay_refused_s: float = 60.0  # a relay that has refused is not asked again for so long
 
+    # What clients may ask of this node's gateway.
+    clients: ClientLimits = field(default_factory=ClientLimits)
+
     # The engine process.
     max_failures: int = 5  # in a row, before it is given up
     first_backoff_s: float = 1.0  # after the first failure; doubles with each
@@ -154,6 +185,7 @@ class NodeSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
     tuning: NodeTuning = WAN
+    join_timeout_s: float = 60.0  # how long to ask members that do not answer; longer: one that starts later is found
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
     from .errors import (
+        Busy,
         ClientClosed,
         ClientError,
         ConnectionFailed,
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClient",
     "AsyncGenerationStream",
+    "Busy",
     "Client",
     "ClientClosed",
     "ClientError",

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, final
 import trio
 
 from .errors import ClientClosed, ClientError, first_of
-from .mailbox import EndOfMail, Mailbox
+from .mailbox import Mailbox, MailboxClosed
 from .session import Session
 
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class Background:
         limit.start()
         try:
             await self._closed.take_async()
-        except EndOfMail:
+        except MailboxClosed:
             self._thread.join(0.5)
         finally:
             limit.cancel()

@@ -199,6 +199,14 @@ def _add_join(commands: Commands[_Parser]) -> None:
         ("text", "json"),
     )
     _add_network(parser, "p2p_worker_...")
+    parser.add_argument(
+        "--join-timeout",
+        dest="join_timeout_s",
+        type=seconds,
+        default=60.0,
+        metavar="S",
+        help="how long to ask members that do not answer (default: 60)",
+    )
     _add_node(parser, port=4002, folder="node")
     parser.add_argument(
         "--model",

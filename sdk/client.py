@@ -27,18 +27,18 @@ from ..node.messages import Generate, Status
 from .background import ClientConnection, ClientJob, Connect, Work
 from .environment import network_address
 from .errors import InvalidRequest, RequestFailed
-from .mailbox import EndOfMail, Mailbox
+from .mailbox import Mailbox, MailboxClosed
 from .requests import GenerateOptions, Generation, TextDelta, build_request
 from .session import Session, check_target, open_session
 
 Messages = list[dict[str, str]]
-Letter = TextDelta | Generation
+StreamItem = TextDelta | Generation
 T = TypeVar("T")
 Whole = TypeVar("Whole")
 Streamed = TypeVar("Streamed")
 
 
-async def _serve_generate(body: Generate, session: Session, mailbox: Mailbox[Letter]) -> None:
+async def _serve_generate(body: Generate, session: Session, mailbox: Mailbox[StreamItem]) -> None:
     mailbox.put(await session.generate(body, mailbox.put))
 
 
@@ -53,7 +53,7 @@ async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
 class _Answering:
     """An answer on its way: the job that brings it, and the whole of it once it has come."""
 
-    def __init__(self, job: ClientJob[Letter]) -> None:
+    def __init__(self, job: ClientJob[StreamItem]) -> None:
         self._job = job
         self._result: Generation | None = None
         # A stream that nobody holds any more cancels its request as if it had been closed.
@@ -66,11 +66,11 @@ class _Answering:
             raise RequestFailed("result: the answer is not complete; iterate over the stream to its end first")
         return self._result
 
-    def _new_text(self, letter: Letter) -> TextDelta | None:
-        """What a letter adds to the text; None for the last one, which is the result."""
-        if isinstance(letter, TextDelta):
-            return letter
-        self._result = letter
+    def _new_text(self, item: StreamItem) -> TextDelta | None:
+        """What an item adds to the text; None for the last one, which is the result."""
+        if isinstance(item, TextDelta):
+            return item
+        self._result = item
         self._abandon()
         return None
 
@@ -94,7 +94,7 @@ class GenerationStream(_Answering):
             raise StopIteration
         try:
             new = self._new_text(self._job.mailbox.take())
-        except EndOfMail:
+        except MailboxClosed:
             raise StopIteration from None
         except BaseException:  # also KeyboardInterrupt: nobody will read on
             self.close()
@@ -128,7 +128,7 @@ class AsyncGenerationStream(_Answering):
             raise StopAsyncIteration
         try:
             new = self._new_text(await self._job.mailbox.take_async())
-        except EndOfMail:
+        except MailboxClosed:
             raise StopAsyncIteration from None
         except BaseException:  # also a cancellation: nobody will read on
             self._abandon()
@@ -202,7 +202,7 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
 
         `AsyncClient` returns what is awaited or, with `stream=True`, iterated by `async for`. See
         `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent; the
-        answer raises ConnectionFailed, RequestFailed or DeadlineExceeded."""
+        answer raises ConnectionFailed, RequestFailed, Busy or DeadlineExceeded."""
         body = build_request(prompt, messages, options)
         return self._stream(body) if stream else self._generate(body)
 
@@ -212,7 +212,7 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
     @abstractmethod
     def _stream(self, body: Generate) -> Streamed: ...
 
-    def _submit(self, body: Generate) -> ClientJob[Letter]:
+    def _submit(self, body: Generate) -> ClientJob[StreamItem]:
         return self._connection.submit(partial(_serve_generate, body))
 
 

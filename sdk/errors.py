@@ -27,6 +27,16 @@ class RequestFailed(ClientError):
     """The network accepted a request and could not answer it."""
 
 
+class Busy(RequestFailed):
+    """Every gateway has too much to do, or this client has too much there; one may take the request in `retry_after_s`.
+
+    Clients try again by themselves, unless the request's deadline is before that."""
+
+    def __init__(self, text: str, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
 class DeadlineExceeded(RequestFailed):
     """The answer was not complete in time."""
 

@@ -16,7 +16,7 @@ Wake = Callable[[], None]
 """Ends one sleep of a consumer. May be called from any thread, again, and after the consumer's loop has ended."""
 
 
-class EndOfMail(Exception):
+class MailboxClosed(Exception):
     """The mailbox was closed, and everything in it has been taken."""
 
 
@@ -52,25 +52,25 @@ class Mailbox(Generic[T]):
     def __init__(self) -> None:
         # Re-entrant: the garbage collector may close a mailbox in the middle of a `put` to it.
         self._lock = threading.RLock()
-        self._letters: deque[T] = deque()
+        self._items: deque[T] = deque()
         self._wake: Wake | None = None
         self._closed = False
         self._error: BaseException | None = None
 
     def __repr__(self) -> str:
-        return f"<Mailbox letters={len(self._letters)} {'closed' if self._closed else 'open'}>"
+        return f"<Mailbox items={len(self._items)} {'closed' if self._closed else 'open'}>"
 
-    def put(self, letter: T) -> None:
-        """Add a letter; after `close` it is dropped, nobody reads any more."""
+    def put(self, item: T) -> None:
+        """Add an item; after `close` it is dropped, nobody reads any more."""
         with self._lock:
             if not self._closed:
-                self._letters.append(letter)
+                self._items.append(item)
             wake, self._wake = self._wake, None
         if wake is not None:
             wake()
 
     def close(self, error: BaseException | None = None) -> None:
-        """No more letters; after the last the consumer gets `error` or `EndOfMail`. First call
+        """No more items; after the last the consumer gets `error` or `MailboxClosed`. First call
         counts."""
         with self._lock:
             if not self._closed:
@@ -80,27 +80,27 @@ class Mailbox(Generic[T]):
             wake()
 
     def take(self) -> T:
-        """The next letter; blocks the thread, but not for signals."""
+        """The next item; blocks the thread, but not for signals."""
         while True:
             done = threading.Event()
             if self._is_ready(done.set):
-                return self._letters.popleft()
+                return self._items.popleft()
             done.wait()
 
     async def take_async(self) -> T:
-        """The next letter; lets other tasks of the consumer's loop run meanwhile."""
+        """The next item; lets other tasks of the consumer's loop run meanwhile."""
         while True:
             wake, sleep = prepare_sleep()
             if self._is_ready(wake):
-                return self._letters.popleft()
+                return self._items.popleft()
             await sleep()
 
     def _is_ready(self, wake: Wake) -> bool:
-        """Whether there is a letter; if not, the next one calls `wake`. Raises what `close` was given."""
+        """Whether there is an item; if not, the next one calls `wake`. Raises what `close` was given."""
         with self._lock:
-            if self._letters:
+            if self._items:
                 return True
             if self._closed:
-                raise self._error if self._error is not None else EndOfMail
+                raise self._error if self._error is not None else MailboxClosed
             self._wake = wake
             return False

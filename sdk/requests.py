@@ -66,7 +66,7 @@ def build_request(prompt: str | None, messages: list[dict[str, str]] | None, opt
     try:
         body = msgspec.convert(fields, Generate)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(_explain(str(error))) from error
+        raise InvalidRequest(_explain(str(error), fields)) from error
     try:
         check(body)
     except PromptError as error:
@@ -82,11 +82,13 @@ def new_request_id() -> str:
     return secrets.token_hex(12)
 
 
-def _explain(text: str) -> str:
+def _explain(text: str, fields: Mapping[str, object]) -> str:
     """msgspec's "Expected `int`, got `str` - at `$.max_tokens`" with the parameter in front."""
     what, at, where = text.partition(" - at `$")
     name = where.rstrip("`").removeprefix(".") if at else ""
     what = what.replace("Object contains unknown field", "unknown parameter")
+    if isinstance(fields.get(name), float | int) and "got" not in what:
+        return f"{name}: {fields[name]} is out of range"
     return f"{name}: {what[:1].lower()}{what[1:]}" if name else what
 
 

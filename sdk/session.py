@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import AsyncIterator, Callable
@@ -45,6 +46,7 @@ from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP, S
 from ..node.view import NetworkView
 from . import environment
 from .errors import (
+    Busy,
     ClientError,
     ConnectionFailed,
     DeadlineExceeded,
@@ -59,6 +61,7 @@ ACCEPT_TIMEOUT_S = 15.0  # a gateway accepts or refuses at once; tokenising a ve
 STATUS_TIMEOUT_S = 5.0
 DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can
 LEAVE_S = 2.0
+OPENINGS = 64  # requests that wait to be accepted at once; gateways accept them in turn, and refuse too many of them
 RACERS = 3  # a client knows how far its bootstrap is; of the rest it tries so many at once
 ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_method"})  # another node may do better
 
@@ -139,7 +142,24 @@ def connection_error(error: NetworkError) -> ClientError:
 
 
 class _GatewayLost(Exception):
-    """This gateway cannot answer, another one may. The text says why."""
+    """This gateway cannot answer, another one may; or it itself, after `retry_after_s`. The text says why."""
+
+    def __init__(self, text: str, retry_after_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+class _GatewayRefuses(_GatewayLost):
+    """It has answered, and has nothing of the request."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """Why a gateway is not asked, and from when on it is again; infinite: never."""
+
+    reason: str
+    retry_at: float
 
 
 @final
@@ -166,6 +186,7 @@ class Session:
         self._view = NetworkView()
         self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
         self._inboxes: dict[str, _Inbox] = {}
+        self._openings = trio.CapacityLimiter(OPENINGS)
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
         network.on_notice(ANSWER, self._on_update)
         network.on_peer_lost(self._on_peer_lost)
@@ -189,15 +210,15 @@ class Session:
         raise ConnectionFailed(reason)
 
     async def generate(self, body: Generate, deliver: Callable[[TextDelta], None]) -> Generation:
-        """Run a request to its end. Raises InvalidRequest, RequestFailed or DeadlineExceeded. A
-        lost gateway is replaced; `deliver` is not called twice for any part of the answer."""
+        """Run a request to its end. Raises InvalidRequest, RequestFailed, Busy or DeadlineExceeded. A lost gateway is
+        replaced, and where all are busy, tried again; `deliver` is not called twice for any part of the answer."""
         replay = Replay()
-        lost: dict[PeerId, str] = {}
+        lost: dict[PeerId, _Loss] = {}
         deadline = trio.current_time() + body.deadline_s
         with trio.move_on_at(deadline + DEADLINE_GRACE_S):
             while True:
                 service = body.service if replay.service is None else replay.service
-                gateway = await self._find_gateway(service, lost)
+                gateway = await self._find_gateway(service, lost, deadline)
                 left = max(0.05, deadline - trio.current_time())
                 attempt = msgspec.structs.replace(body, request=new_request_id(), deadline_s=left, service=service)
                 try:
@@ -208,7 +229,8 @@ class Session:
                         f" ({_reasons(lost)})"
                     ) from None
                 except _GatewayLost as error:
-                    lost[gateway] = str(error)
+                    wait_s = error.retry_after_s
+                    lost[gateway] = _Loss(str(error), math.inf if wait_s is None else trio.current_time() + wait_s)
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
 
     async def _attempt(
@@ -218,7 +240,12 @@ class Session:
         self._inboxes[body.request] = _Inbox(gateway, send)
         running = True
         try:
-            replay.service = (await self._open(gateway, body, replay)).service
+            try:
+                async with self._openings:
+                    replay.service = (await self._open(gateway, body, replay)).service
+            except (_GatewayRefuses, ClientError):
+                running = False
+                raise
             async for update in receive:
                 if update is None:
                     running = False
@@ -250,7 +277,7 @@ class Session:
             return await self._network.request(gateway, GENERATE, body, ACCEPT_TIMEOUT_S)
         except RemoteError as error:
             if error.code in ELSEWHERE:
-                raise _GatewayLost(error.message) from error
+                raise _GatewayRefuses(error.message, error.retry_after_s) from error
             if error.code == "invalid":
                 raise InvalidRequest(error.message) from error
             raise RequestFailed(f"gateway {_short(gateway)} refuses: {error.message}") from error
@@ -263,8 +290,9 @@ class Session:
         except NetworkError:
             return  # it has lost us as well, and with us the reason for the request
 
-    async def _find_gateway(self, service: str | None, lost: dict[PeerId, str]) -> PeerId:
-        """The best gateway that has not failed this request; waits for the first one to appear."""
+    async def _find_gateway(self, service: str | None, lost: dict[PeerId, _Loss], deadline: float) -> PeerId:
+        """The best gateway that has not failed this request; waits for the first one to appear, or until one that was
+        busy may be asked again."""
         give_up = trio.current_time() + self._timeout_s
         while True:
             revision = self._network.revision
@@ -272,20 +300,24 @@ class Session:
             if not lost:
                 check_service(candidates, service)
             ranked = gateways(candidates, service, self._planned_service())
-            usable = [peer for peer in ranked if peer not in lost]
+            now = trio.current_time()
+            usable = [peer for peer in ranked if peer not in lost or lost[peer].retry_at <= now]
             if usable:
                 await self._race(usable)
                 ranked = gateways(self._candidates(), service, self._planned_service())
                 return next((peer for peer in ranked if peer in usable), usable[0])
-            if lost:
+            again = min((lost[peer].retry_at for peer in ranked), default=math.inf)
+            if lost and again == math.inf:
                 raise RequestFailed(f"no gateway is left: {_reasons(lost)}")
-            if trio.current_time() >= give_up:
+            if lost and again >= deadline:
+                raise Busy(_reasons(lost), again - now)
+            if not lost and now >= give_up:
                 nodes = len(self._candidates())
                 model = f"the model {service}" if service is not None else "a model"
                 raise RequestFailed(
                     f"no node of this network serves {model} ({nodes} alive); start one with `p2pserve join`"
                 )
-            with trio.move_on_at(give_up):
+            with trio.move_on_at(again if lost else give_up):
                 await self._network.wait_changed(revision)
 
     async def _race(self, usable: list[PeerId]) -> None:
@@ -351,8 +383,8 @@ def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:
     return (candidate.rtt_s if candidate.rtt_s is not None else float("inf"), candidate.peer)
 
 
-def _reasons(lost: dict[PeerId, str]) -> str:
-    return "; ".join(f"{_short(peer)}: {reason}" for peer, reason in lost.items())
+def _reasons(lost: dict[PeerId, _Loss]) -> str:
+    return "; ".join(f"{_short(peer)}: {loss.reason}" for peer, loss in lost.items())
 
 
 def _short(peer: PeerId) -> str:

@@ -44,8 +44,11 @@ MODULES = [
     f"{folder}/{name}"
     for folder, names in {
         "bootstrap": ("address_book",),
-        "bootstrap/members": ("admission", "election", "gossip", "membership", "mesh", "peering"),
-        "bootstrap/trust": ("targets", "tokens"),
+        "bootstrap/members": (
+            "admission", "allowance", "election", "gossip", "leading", "liveness", "mesh", "neighbours", "overlay",
+            "peering", "roster", "table",
+        ),
+        "bootstrap/trust": ("entries", "orders", "targets", "tokens"),
         "coordinator": (
             "calibration", "capacity", "demand", "network_plan", "network_problem", "pipelines", "workload_profiler",
         ),
@@ -64,13 +67,14 @@ MODULES = [
         "kvtransport/probing": ("burst_meter", "estimates", "probe"),
         "kvtransport/routing": ("choices", "layerwise", "paths", "prediction", "reslice", "steering"),
         "kvtransport/wire": ("assembly", "permits"),
-        "node": ("coordination", "view"),
+        "node": ("view",),
         "node/box": ("fitting", "shares"),
         "node/engine/emulated": ("batching",),
         "node/engine/transfers": ("idle", "pacing", "wait_limits"),
         "node/links": ("link_knowledge", "path_selection"),
+        "node/planning": ("coordination", "set_aside"),
         "node/replica": ("place",),
-        "node/requests": ("acceptance", "live_request", "routes"),
+        "node/requests": ("acceptance", "fair_queue", "live_request", "retry_times", "routes"),
     }.items()
     for name in names
 ]  # fmt: skip

@@ -9,9 +9,9 @@ partitions, killed, hung, paused and restarted nodes. Not simulated: processor t
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
 from typing import Final
 
 import msgspec
@@ -20,12 +20,14 @@ from ..addresses import Address
 from ..errors import NetworkError
 from ..members.admission import Admission
 from ..members.mesh import Dial
+from ..members.neighbours import Contacts
+from ..members.overlay import choose_neighbours
 from ..members.peering import Peering
 from ..members.states import GossipMessage
-from ..members.table import ReadNumber
+from ..members.table import EntryRules
 from ..settings import NetworkSettings
 from ..streams.control import PROTOCOL_VERSION, Hello
-from ..trust.entries import MEMBER_KIND, MemberRecord
+from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound
 from ..trust.identity import Identity, NetworkKey
 from ..trust.keys import PeerId
 from ..trust.tokens import Bootstrap, JoinToken, Role
@@ -42,6 +44,9 @@ def identity_of(seed: int) -> Identity:
     return Identity(seed.to_bytes(32, "big"))
 
 
+is_sound_cached = lru_cache(maxsize=1 << 16)(is_sound)  # the same nodes' entries reach all the others
+
+
 @dataclass(slots=True)
 class Weather:
     """What becomes of single messages."""
@@ -53,7 +58,7 @@ class Weather:
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class SimulatedSession:
     """One side's view of a session."""
 
     other: "SimulatedNode"
@@ -73,7 +78,7 @@ class SimulatedNode:
     born: int
     admission: Admission
     peering: Peering
-    sessions: dict[PeerId, Session] = field(default_factory=dict)
+    sessions: dict[PeerId, SimulatedSession] = field(default_factory=dict)
     heard: dict[PeerId, float] = field(default_factory=dict)
     is_running: bool = True
     is_joined: bool = False
@@ -92,7 +97,7 @@ class Simulation:
     """A network of machines. Time passes in :meth:`run`.
 
     Args:
-        numbered: see :class:`Peering`.
+        rules: see :class:`..members.table.EntryRules`.
         count_bytes: whether messages are encoded, to count their bytes; that costs time.
     """
 
@@ -102,8 +107,7 @@ class Simulation:
         settings: NetworkSettings | None = None,
         weather: Weather | None = None,
         seed: int = 7,
-        urgent: Iterable[str] = (),
-        numbered: Mapping[str, ReadNumber] | None = None,
+        rules: EntryRules | None = None,
         count_bytes: bool = False,
     ) -> None:
         self.now = 0.0
@@ -115,8 +119,7 @@ class Simulation:
         self.messages = 0
         self.on_event: Callable[[str], None] = _ignore
         self.on_tick: Callable[[SimulatedNode], None] = _ignore
-        self._urgent = tuple(urgent)
-        self._numbered = numbered
+        self._rules = replace(rules or EntryRules(), is_sound=is_sound_cached)
         self._counts_bytes = count_bytes
         self._encoded: dict[int, tuple[GossipMessage, int]] = {}
         self._tokens: dict[tuple[Role, bool], JoinToken] = {}
@@ -143,11 +146,12 @@ class Simulation:
         named: Iterable[Bootstrap] = (),
         standby: Iterable[Bootstrap] = (),
         token: JoinToken | None = None,
+        ticked: bool = True,
     ) -> SimulatedNode:
         """Start a node now."""
         token = token or self.token()
         born = int((EPOCH_S + self.now) * 1000)
-        admission, named = Admission(self.key.public), tuple(named)
+        admission, named = Admission(token.network), tuple(named)
         peering = Peering(
             identity,
             token.role,
@@ -155,17 +159,33 @@ class Simulation:
             admission=admission,
             settings=self.settings,
             rng=random.Random(f"{name} {self.now} {self.rng.random()}"),
-            named=named,
-            standby=standby,
-            urgent=self._urgent,
-            numbered=self._numbered,
+            contacts=Contacts(named=named, standby=tuple(standby)),
+            rules=self._rules,
         )
         node = SimulatedNode(name, identity, place, token.role, token, born, admission, peering)
         node.is_joined = not named
         self.nodes[name] = self._places[place] = node
         self.publish_record(node)
-        self._tick(node)
+        if ticked:
+            self._tick(node)
         return node
+
+    def found(self, count: int) -> list[SimulatedNode]:
+        """Start nodes that have known each other for a while: with each other's records, and sessions with their
+        neighbours. (That a thousand join one after the other takes long to simulate, and is another question.)"""
+        nodes = [
+            self.add(str(number), identity_of(number), Address("192.0.2.1", 4000 + number), ticked=False)
+            for number in range(1, count + 1)
+        ]
+        by_peer = {node.peer: node for node in nodes}
+        records = [node.peering.table.own_entries()[0] for node in nodes]
+        for node in nodes:
+            node.peering.table.merge(records, self.now)
+        for node in nodes:
+            for peer in choose_neighbours(node.peer, by_peer.keys(), full_mesh=self.settings.full_mesh):
+                if peer not in node.sessions:
+                    self._open(node, by_peer[peer])
+        return nodes
 
     def publish_record(self, node: SimulatedNode, *, left: bool = False) -> None:
         """Let a node say who it is."""
@@ -211,7 +231,7 @@ class Simulation:
         """Close the session of two; or only one end of it."""
         self.close(self.nodes[one], self.nodes[other].peer, also_there=also_there)
 
-    # -- time -----------------------------------------------------------------------------------------------------------
+    # -- time ----------------------------------------------------------------------------------------------------------
 
     def after(self, delay: float, event: Callable[[], None]) -> None:
         """Do something later."""
@@ -255,7 +275,7 @@ class Simulation:
         if also_there and back is not None and back.other is node:
             self.close(held.other, node.peer, also_there=False)
 
-    # -- inside ---------------------------------------------------------------------------------------------------------
+    # -- inside --------------------------------------------------------------------------------------------------------
 
     def _handle(self, node: SimulatedNode, event: Callable[[], None]) -> None:
         """Let a node handle something now, or when it gets time again."""
@@ -290,7 +310,8 @@ class Simulation:
         if not node.is_running:
             return
         node.next_tick = _NEVER
-        actions = node.peering.tick(self.now, node.heard)
+        used = {peer: held.since for peer, held in node.sessions.items()}
+        actions = node.peering.tick(self.now, node.heard, used)
         for peer in actions.drop:
             held = node.sessions.get(peer)
             if held is not None:
@@ -299,10 +320,15 @@ class Simulation:
             self._ping(node, peer)
         for peer, message in actions.send:
             self._send(node, peer, message)
+        for peer in actions.part:
+            self.after(2 * self.weather.latency_s + self.weather.jitter_s, partial(self._part, node, peer))
         for dial in actions.dial:
             self._dial(node, dial)
         self.on_tick(node)
         self._wake_at(node, max(actions.wake_at, self.now + 0.005))
+
+    def _part(self, node: SimulatedNode, peer: PeerId) -> None:
+        self.close(node, peer, also_there=True)
 
     def _travel(self, node: SimulatedNode, peer: PeerId, size: int, deliver: Callable[[SimulatedNode], None]) -> None:
         """Let something arrive at the other end of a session, if it still is one."""
@@ -348,7 +374,7 @@ class Simulation:
         size = FRAME_BYTES + len(msgspec.msgpack.encode(message)) if self._counts_bytes else 0
         self._travel(node, peer, size, deliver)
 
-    # -- dials and admission --------------------------------------------------------------------------------------------
+    # -- dials and admission -------------------------------------------------------------------------------------------
 
     def _dial(self, node: SimulatedNode, dial: Dial) -> None:
         target = self._places.get(dial.address)
@@ -367,8 +393,7 @@ class Simulation:
 
     def _greet(self, node: SimulatedNode, target: SimulatedNode) -> bool:
         """Judge the dialler as a listener does; whether there is a session now."""
-        own, theirs = node.peering.table.own_entries()[0], target.peering.table.own_entries()[0]
-        hello = Hello(PROTOCOL_VERSION, node.token.network, own, node.born)
+        hello = Hello(PROTOCOL_VERSION, node.token.network, node.peering.table.own_entries()[0], node.born)
         known = target.peering.table.record(node.peer)
         try:
             target.admission.check_greeting(hello, node.peer, known, EPOCH_S + self.now)
@@ -376,17 +401,23 @@ class Simulation:
         except NetworkError as error:
             self._refuse(node, target, str(error).split(";")[0])
             return False
-        for one, other, record, dialled in ((node, target, theirs, True), (target, node, own, False)):
-            if other.peer in one.sessions:
-                self.close(one, other.peer, also_there=False)
-            one.sessions[other.peer] = Session(other, self.now, dialled)
-            one.heard[other.peer] = self.now
-            one.peering.on_opened(other.peer, record, self.now)
-            self.wake(one)
+        self._open(node, target)
+        target.is_joined = True  # where the one that it asks has dialled it first
         if not node.is_joined:
             node.is_joined = True
             self.on_event(f"{node.name} is let in by {target.name}")
         return True
+
+    def _open(self, node: SimulatedNode, target: SimulatedNode) -> None:
+        """A session of two that have let each other in."""
+        own, theirs = node.peering.table.own_entries()[0], target.peering.table.own_entries()[0]
+        for one, other, record, dialled in ((node, target, theirs, True), (target, node, own, False)):
+            if other.peer in one.sessions:
+                self.close(one, other.peer, also_there=False)
+            one.sessions[other.peer] = SimulatedSession(other, self.now, dialled)
+            one.heard[other.peer] = self.now
+            one.peering.on_opened(other.peer, record, self.now)
+            self.wake(one)
 
     def check_life(self, node: SimulatedNode, target: SimulatedNode) -> None:
         """Raise NetworkError where another living node has the identity of the one that greets."""

@@ -60,14 +60,7 @@ class Admission:
         """What ``peer``, which has signed this record, is granted from now on. Raises TokenError unless it may have
         this role. Without ``now`` expired tokens pass: expiry bounds joining, and the records of
         those who joined in time are gossiped for as long as they stay."""
-        if record.credential is None:
-            raise TokenError("no join token was shown; ask the network's owner for one")
-        grant = admit_credential(record.credential, peer, self.network, None)
-        if grant.role is not record.role:
-            raise TokenError(
-                f"the join token is for the role {grant.role.value!r}, not {record.role.value!r}; "
-                f"use one for {record.role.value!r}"
-            )
+        grant = self.read_grant(peer, record)
         if self.is_revoked(grant):
             raise TokenSpent("the join token was revoked by the network's owner; ask for a new one")
         if now is not None and not self._is_renewed(grant, now):
@@ -79,6 +72,18 @@ class Admission:
                 "another one (token create --uses N)"
             )
         holders.add(peer)
+        return grant
+
+    def read_grant(self, peer: str, record: MemberRecord) -> Grant:
+        """What the certificate in a peer's record grants it, or has granted. Raises TokenError."""
+        if record.credential is None:
+            raise TokenError("no join token was shown; ask the network's owner for one")
+        grant = admit_credential(record.credential, peer, self.network, None)
+        if grant.role is not record.role:
+            raise TokenError(
+                f"the join token is for the role {grant.role.value!r}, not {record.role.value!r}; "
+                f"use one for {record.role.value!r}"
+            )
         return grant
 
     def _is_renewed(self, grant: Grant, now: float) -> bool:

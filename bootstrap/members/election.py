@@ -68,6 +68,7 @@ class ElectionView:
     candidates: frozenset[PeerId]  # living members that may lead, this node included if it may
     claims: Mapping[PeerId, Claim]  # of all that may lead, the dead included: an epoch once seen never comes back
     synced: bool  # whether this node has heard from the others what there is
+    witnessed: int = 0  # the highest epoch of which there is proof, whatever has become of who claimed it
     refused: Collection[tuple[PeerId, int]] = ()  # leaders, with their epochs, whose plans most boxes refuse
 
 
@@ -138,13 +139,18 @@ class Election:
             if (peer, epoch) == self._leader:
                 self._passed_over[peer] = now + self.settings.pass_over_s
         self._passed_over = {peer: until for peer, until in self._passed_over.items() if now < until}
+        if view.synced:  # not before: who joins may hear the wildest claim first
+            self._seen = max((self._seen, *(claim.epoch for claim in claims.values())))
+            if self._seen == 0 or view.witnessed <= self._seen + MAX_JUMP:
+                self._seen = max(self._seen, view.witnessed)
         leading = {
             peer: claim
             for peer, claim in claims.items()
-            if peer in view.candidates and not claim.yielded and self._is_leading(peer, now)
+            if peer in view.candidates
+            and not claim.yielded
+            and (claim.epoch >= self._seen or peer == self.me)
+            and self._is_leading(peer, now)
         }
-        if view.synced:  # not before: who joins may hear the wildest claim first
-            self._seen = max((claim.epoch for claim in claims.values()), default=self._seen)
         self._follow(leading, now)
         return self._act(view, leading, now)
 
@@ -171,6 +177,7 @@ class Election:
         best = _best(leading)
         if best is not None:
             self._leader = (best, leading[best].epoch)
+            self._seen = max(self._seen, leading[best].epoch)
 
     def _act(self, view: ElectionView, leading: Mapping[PeerId, Claim], now: float) -> ElectionResult:
         leader, settings = self._leader, self.settings
@@ -187,6 +194,9 @@ class Election:
         if _best(leading) != self.me:
             self._leader, self._vacant_since = None, now
             return ElectionResult(epoch=self._seen, say=(Say.YIELD, epoch), wake_at=now)
+        if epoch < self._seen:  # of another part, whose leader is gone: nobody goes back behind that
+            self._refresh_at = now + settings.refresh_s
+            return ElectionResult(epoch=self._seen, say=(Say.CLAIM, self._seen + 1))
         if now >= self._refresh_at:
             self._refresh_at = now + settings.refresh_s
             return ElectionResult(leader=peer, epoch=epoch, say=(Say.REFRESH, epoch), wake_at=self._refresh_at)

@@ -2,8 +2,8 @@
 
 * What this node says itself goes to all it has sessions with, at once.
 * What others say is passed on to those who do not hear its origin themselves. So in a full mesh
-  nothing is passed on. In a larger network an *urgent* kind (who leads, who joins and leaves, the
-  plan) goes to all of them at once; anything else to a few at random, a fraction of a second later
+  nothing is passed on. In a larger network an *urgent* kind (who leads, the plan) goes to all of
+  them at once; anything else to a few at random, a fraction of a second later
   and with what else has come by then, and those do the same: a rumour, which reaches nearly all in
   a few rounds (Demers et al. 1987).
 * Now and then two neighbours compare what they hold, by one hash per bucket of origins, and tell
@@ -21,7 +21,7 @@ from ..trust.orders import SignedOrders
 from .election import CLAIM_KIND
 from .liveness import Places
 from .overlay import place_on_ring
-from .states import Tell
+from .states import HeldClaim, Tell
 
 MAX_TELL_BYTES: Final = 256 * 1024
 _ENTRY_BYTES: Final = 200  # of an entry beside its payload
@@ -40,10 +40,11 @@ class Spread:
         self._rng = rng
         self._settings = settings
         self._hears = hears
-        self._urgent = frozenset({MEMBER_KIND, CLAIM_KIND, *urgent})
+        self._urgent = frozenset({CLAIM_KIND, *urgent})
         self._due: dict[PeerId, dict[tuple[str, str], Entry]] = {}
         self._lies: dict[PeerId, list[Lie]] = {}
         self._orders: dict[PeerId, SignedOrders] = {}
+        self._latest: dict[PeerId, HeldClaim] = {}
         self._complete: set[PeerId] = set()
         self._rumours: dict[tuple[str, str], tuple[Entry, PeerId]] = {}
         self._rumours_at = float("inf")
@@ -64,6 +65,10 @@ class Spread:
     def tell_orders(self, peers: Iterable[PeerId], orders: SignedOrders) -> None:
         """Tell these peers what the owner of the network has ordered."""
         self._orders.update((peer, orders) for peer in peers)
+
+    def tell_latest(self, peer: PeerId, latest: HeldClaim) -> None:
+        """Tell a peer of a higher epoch than it knows of."""
+        self._latest[peer] = latest
 
     def pass_on(
         self, entries: Iterable[Entry], sender: PeerId, boxes: Collection[PeerId], clients: Iterable[PeerId], now: float
@@ -87,15 +92,16 @@ class Spread:
             self._rumours, self._rumours_at = {}, float("inf")
         told = [
             (peer, message)
-            for peer in sorted({*self._due, *self._lies, *self._orders, *self._complete})
+            for peer in sorted({*self._due, *self._lies, *self._orders, *self._latest, *self._complete})
             for message in self._write(peer)
         ]
-        self._due, self._lies, self._orders, self._complete = {}, {}, {}, set()
+        self._due, self._lies, self._orders, self._latest, self._complete = {}, {}, {}, {}, set()
         return told
 
     def wake_at(self) -> float:
         """When :meth:`take` next has something to do by time alone."""
-        return float("-inf") if self._due or self._lies or self._orders or self._complete else self._rumours_at
+        is_due = self._due or self._lies or self._orders or self._latest or self._complete
+        return float("-inf") if is_due else self._rumours_at
 
     def __repr__(self) -> str:
         return f"Spread(due={sum(map(len, self._due.values()))}, rumours={len(self._rumours)})"
@@ -117,4 +123,10 @@ class Spread:
                 batch, size = [], 0
             batch.append(entry)
             size += cost
-        yield Tell(tuple(batch), tuple(self._lies.get(peer, ())), self._orders.get(peer), peer in self._complete)
+        yield Tell(
+            tuple(batch),
+            tuple(self._lies.get(peer, ())),
+            self._orders.get(peer),
+            self._latest.get(peer),
+            peer in self._complete,
+        )

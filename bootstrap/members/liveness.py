@@ -30,7 +30,9 @@ MAX_HEARD: Final = 256
 _PLACE_BYTES: Final = 8
 _NEVER: Final = float("-inf")
 _LOOK_S: Final = 1.0
+_LOOK_EACH_S: Final = 0.001
 _PINGS_S: Final = 0.25
+_DOUBT_S: Final = 1.0
 _SILENT_BEATS: Final = 3  # of its own that may be lost before only being heard here counts
 
 Places = frozenset[int]  # members as they stand on the ring: eight bytes each instead of fifty
@@ -83,41 +85,47 @@ class Liveness:
         self._settings = settings
         self._sessions: dict[PeerId, _Session] = {}
         self._redialled: dict[PeerId, float] = {}  # closed a moment ago: until when they are given the chance
-        self._lost_at: dict[PeerId, float] = {}  # what is older does not count: nobody answered the redial
+        self._lost_at: dict[PeerId, float] = {}  # when a session closed: what its peer said before does not count
         self._word_at: dict[PeerId, float] = {}  # when something new of its own last came
+        self._in_doubt: dict[PeerId, float] = {}  # silent for too long, and alive here alone until then
         self._says: dict[int, Places] = {}
         self._known: dict[int, PeerId] = {}
         self._living: set[PeerId] = set()
         self.is_news = True  # what may change who is alive
-        self._look_at = _NEVER
+        self.look_at = self._looked_at = _NEVER  # when to look again, if nothing happens before
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def on_opened(self, peer: PeerId, now: float, *, counts: bool) -> None:
         """A session with this peer is open. It ``counts`` unless it is a client's."""
         self._sessions[peer] = _Session(now, counts)
-        self._redialled.pop(peer, None)
-        self._lost_at.pop(peer, None)
+        for table in (self._redialled, self._in_doubt, self._lost_at):
+            table.pop(peer, None)
         self.is_news = True
 
     def on_closed(self, peer: PeerId, now: float, *, redialled: bool) -> None:
         """Its session closed. It may only be a broken link: one that is ``redialled`` counts as heard until that has
-        failed."""
+        failed. After that, and at once otherwise, it lives only by what it has said itself since."""
         session = self._sessions.pop(peer, None)
         if session is None:
             return
         self.is_news = True
+        was_silent = now - session.heard_at >= self._settings.suspect_s
+        self._lost_at[peer] = session.heard_at if was_silent else now
         if redialled and session.counts:
             self._redialled[peer] = now + self._settings.redial_s
-        else:
-            self.on_lost(peer, now)
+        elif was_silent:
+            # If it was the link alone, those who hear both ends tell each of the other in a moment.
+            self._in_doubt[peer] = now + _DOUBT_S
 
-    def on_lost(self, peer: PeerId, now: float) -> None:
-        """Its session is closed, and nobody answers: dead, unless it says something itself after this moment that
-        comes by way of others."""
-        self._redialled.pop(peer, None)
-        if peer not in self._sessions:
-            self._lost_at[peer] = now
+    def on_parted(self, peer: PeerId) -> None:
+        """Its session was closed because neither end needs it: it lives by what others hear."""
+        self._sessions.pop(peer, None)
+        self.is_news = True
+
+    def on_unreachable(self, peer: PeerId) -> None:
+        """Nobody answers at the address of this peer."""
+        if self._redialled.pop(peer, None) is not None:
             self.is_news = True
 
     def on_heard(self, peer: PeerId, at: float) -> None:
@@ -135,12 +143,13 @@ class Liveness:
     def on_hears(self, peer: PeerId, payload: bytes) -> None:
         """A peer says whom it hears."""
         self._says[place_on_ring(peer)] = decode_heard(payload)
-        self.is_news = True
+        # In a large network that happens all the time, and looking takes the longer the larger it is.
+        self.look_at = min(self.look_at, self._looked_at + _LOOK_EACH_S * len(self._known))
 
     def forget(self, peer: PeerId) -> None:
         """Nothing of it is held any more."""
         place = place_on_ring(peer)
-        for table in (self._redialled, self._lost_at, self._word_at):
+        for table in (self._redialled, self._in_doubt, self._lost_at, self._word_at):
             table.pop(peer, None)
         self._says.pop(place, None)
         self._known.pop(place, None)
@@ -153,7 +162,7 @@ class Liveness:
         self._redialled = {peer: until + seconds for peer, until in self._redialled.items()}
         self._word_at = {peer: at + seconds for peer, at in self._word_at.items()}
 
-    # -- what follows ---------------------------------------------------------------------------------------------------
+    # -- what follows --------------------------------------------------------------------------------------------------
 
     def find_heard(self, now: float) -> frozenset[PeerId]:
         """Whom this node hears itself: what it tells others."""
@@ -175,11 +184,13 @@ class Liveness:
     def update(self, now: float, beat_s: float) -> bool:
         """Look again who is alive, where members say something at least every ``beat_s``; whether that is others than
         before. Looks when there is news, and once a second."""
-        if not self.is_news and now < self._look_at:
+        given = (*self._redialled.values(), *self._in_doubt.values())
+        if not self.is_news and now < min((self.look_at, *given)):
             return False
-        self.is_news, self._look_at = False, now + _LOOK_S
+        self.is_news, self._looked_at, self.look_at = False, now, now + _LOOK_S
         self._redialled = {peer: until for peer, until in self._redialled.items() if now < until}
-        heard = {place_on_ring(peer): peer for peer in self.find_heard(now)}
+        self._in_doubt = {peer: until for peer, until in self._in_doubt.items() if now < until}
+        heard = {place_on_ring(peer): peer for peer in self.find_heard(now) | self._in_doubt.keys()}
         oldest = now - _SILENT_BEATS * beat_s
         silent = {
             place
@@ -205,6 +216,11 @@ class Liveness:
         """Peers whose sessions have closed, and which are given the chance to be reached anew."""
         return frozenset(self._redialled)
 
+    @property
+    def watched(self) -> frozenset[PeerId]:
+        """Those whose sessions this node has, or had a moment ago."""
+        return frozenset(self._sessions) | self._redialled.keys() | self._in_doubt.keys()
+
     def is_living(self, peer: PeerId) -> bool:
         """Whether a peer, or this node, is alive, as of the last :meth:`update`."""
         return peer == self._me or peer in self._living
@@ -212,7 +228,11 @@ class Liveness:
     def is_suspect(self, peer: PeerId, now: float) -> bool:
         """Whether its session is silent, or closed and being dialled again."""
         session = self._sessions.get(peer)
-        return peer in self._redialled or (session is not None and now - session.heard_at >= self._settings.suspect_s)
+        return (
+            peer in self._redialled
+            or peer in self._in_doubt
+            or (session is not None and now - session.heard_at >= self._settings.suspect_s)
+        )
 
     def hears(self, peer: PeerId) -> Places:
         """Whom a peer says that it hears: they have what it says from itself."""
@@ -227,7 +247,7 @@ class Liveness:
         """When silence, a ping or a redial is next to be looked at."""
         dead_s = self._settings.dead_s
         moments = [min(self._ping_at(peer, each), each.heard_at + dead_s) for peer, each in self._sessions.items()]
-        return min((*moments, *self._redialled.values()), default=float("inf"))
+        return min((self.look_at, *moments, *self._redialled.values(), *self._in_doubt.values()))
 
     def __repr__(self) -> str:
         return f"Liveness(sessions={len(self._sessions)}, living={len(self._living)})"

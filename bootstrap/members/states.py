@@ -49,7 +49,14 @@ class MergeResult:
     ignored: int = 0
 
 
-# -- what members tell each other ---------------------------------------------------------------------------------------
+# -- what members tell each other --------------------------------------------------------------------------------------
+
+
+class HeldClaim(msgspec.Struct, frozen=True, array_like=True):
+    """A claim with the record of its author, who may be gone by now: proof that there was an epoch."""
+
+    record: Entry
+    claim: Entry
 
 
 class Tell(msgspec.Struct, frozen=True, array_like=True):
@@ -58,15 +65,23 @@ class Tell(msgspec.Struct, frozen=True, array_like=True):
     entries: Annotated[tuple[Entry, ...], Meta(max_length=4096)] = ()
     lies: Annotated[tuple[Lie, ...], Meta(max_length=256)] = ()
     orders: SignedOrders | None = None
+    latest: HeldClaim | None = None  # the highest epoch that the sender knows of
     complete: bool = False
+
+
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """How far the sender is with what is not in the table."""
+
+    orders: Annotated[int, Meta(ge=0, le=2**53)] = 0  # their number
+    lies: Annotated[int, Meta(ge=0, le=4096)] = 0  # how many
+    epoch: Annotated[int, Meta(ge=0, le=2**53)] = 0  # the highest of which it has proof
 
 
 class Summary(msgspec.Struct, frozen=True, array_like=True):
     """What the sender holds, as one hash per bucket. Answered by an empty :class:`Tell`, or a :class:`Compare`."""
 
     hashes: Annotated[bytes, Meta(max_length=512)]
-    orders: Annotated[int, Meta(ge=0, le=2**53)] = 0  # their number
-    lies: Annotated[int, Meta(ge=0, le=4096)] = 0  # how many
+    holding: Holding = Holding()
 
 
 class Compare(msgspec.Struct, frozen=True, array_like=True):
@@ -75,9 +90,25 @@ class Compare(msgspec.Struct, frozen=True, array_like=True):
 
     digest: Digest
     buckets: Annotated[bytes, Meta(max_length=64)]  # one byte each
-    orders: Annotated[int, Meta(ge=0, le=2**53)] = 0
-    lies: Annotated[int, Meta(ge=0, le=4096)] = 0
+    holding: Holding = Holding()
     asks_back: bool = False
 
 
-GossipMessage = Tell | Summary | Compare
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """The sender closes this session: neither end needs it. It is not going away."""
+
+
+GossipMessage = Tell | Summary | Compare | Part
+
+
+# -- what is kept between runs ----------------------------------------------------------------------------------------
+
+
+class NetworkState(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept. Signed by those who said it, but for ``holders``, which is this node's own memory."""
+
+    entries: Annotated[tuple[Entry, ...], Meta(max_length=8192)] = ()  # member records and claims
+    lies: Annotated[tuple[Lie, ...], Meta(max_length=256)] = ()
+    orders: SignedOrders | None = None
+    latest: HeldClaim | None = None
+    holders: dict[str, list[str]] = {}  # certificate -> the peers that were admitted with it

@@ -59,6 +59,21 @@ _HASHES: Final = 1 << (8 * _HASH_BYTES)
 ReadNumber = Callable[[bytes], object | None]  # the number under which a payload may be said once only; None: none
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryRules:
+    """What is particular about kinds of entries, and how signatures are checked.
+
+    Args:
+        urgent: kinds that are told to everybody at once, however many there are.
+        numbered: kinds whose payloads carry a number that may be used once only, with what reads it.
+        is_sound: checks signatures; a simulation checks each but once, however many nodes it has.
+    """
+
+    urgent: frozenset[str] = frozenset()
+    numbered: Mapping[str, ReadNumber] = field(default_factory=dict)
+    is_sound: Callable[[Entry], bool] = is_sound
+
+
 @dataclass(slots=True)
 class _Origin:
     """Everything held of one origin."""
@@ -81,11 +96,7 @@ class _Outcome(Enum):
 
 
 class Table:
-    """The entries of one network, as one node holds them. Methods get the time as ``now``, in seconds.
-
-    Args:
-        numbered: kinds whose payloads carry a number that may be used once only, with what reads it.
-    """
+    """The entries of one network, as one node holds them. Methods get the time as ``now``, in seconds."""
 
     def __init__(
         self,
@@ -94,7 +105,7 @@ class Table:
         *,
         incarnation: int,
         settings: NetworkSettings | None = None,
-        numbered: Mapping[str, ReadNumber] | None = None,
+        rules: EntryRules | None = None,
     ) -> None:
         if not 0 < incarnation <= MAX_COUNTER:
             raise ValueError(f"incarnation {incarnation} is not between 1 and {MAX_COUNTER}")
@@ -103,7 +114,9 @@ class Table:
         self._settings = settings or NetworkSettings()
         self._identity = identity
         self._admission = admission
-        self._numbered = numbered or {}
+        rules = rules or EntryRules()
+        self._numbered = rules.numbered
+        self.is_sound = rules.is_sound
         self._version = 0
         self._own = _Origin(incarnation)
         self._origins: dict[str, _Origin] = {self.peer_id: self._own}
@@ -125,6 +138,12 @@ class Table:
             raise ValueError(f"the payload of {kind!r} has {len(payload)} bytes; at most {MAX_PAYLOAD} are gossiped")
         if kind not in self._own.entries and len(self._own.entries) >= MAX_KINDS:
             raise ValueError(f"{kind!r} would be kind number {MAX_KINDS + 1}; a member publishes at most {MAX_KINDS}")
+        others = sum(len(entry.payload) for entry in self._own.entries.values() if entry.kind != kind)
+        if others + len(payload) > MAX_ORIGIN_BYTES:
+            raise ValueError(
+                f"with {kind!r} this member would say {others + len(payload)} bytes; "
+                f"at most {MAX_ORIGIN_BYTES} are gossiped for each"
+            )
         if kind == MEMBER_KIND:
             record = read_record(payload)
             if record is None:
@@ -158,7 +177,7 @@ class Table:
     def digest(self, buckets: Collection[int]) -> Digest:
         """What is held in these buckets, briefly, the dead included: their claims still count as seen."""
         return {
-            origin: (held.incarnation, {kind: entry.version for kind, entry in held.entries.items()})
+            origin: (held.incarnation, {e.kind: e.version for e in held.entries.values() if e.kind != BEAT_KIND})
             for origin, held in self._origins.items()
             if held.shared and held.entries and _bucket_of(origin) in buckets
         }
@@ -174,7 +193,11 @@ class Table:
             if incarnation > held.incarnation:
                 continue
             known = versions if incarnation == held.incarnation else {}
-            lacking += (entry for kind, entry in held.entries.items() if entry.version > known.get(kind, 0))
+            lacking += (
+                entry
+                for kind, entry in held.entries.items()
+                if entry.version > known.get(kind, 0) and kind != BEAT_KIND
+            )
         return list(sort_records_first(lacking))
 
     # -- what others say ----------------------------------------------------------------------------------------------
@@ -199,7 +222,7 @@ class Table:
                 continue
             elif self._is_forgotten(entry, now) or not self._is_allowed(entry, now):
                 ignored += 1
-            elif not is_sound(entry):
+            elif not self.is_sound(entry):
                 forged += 1
             elif entry.origin == self.peer_id:
                 self._outlive(entry)
@@ -224,7 +247,7 @@ class Table:
             origin = lie.one.origin
             if origin in self.lies or origin == self.peer_id or len(self.lies) >= MAX_LIES:
                 continue
-            if self._proves(lie) and is_sound(lie.one) and is_sound(lie.other):
+            if self._proves(lie) and self.is_sound(lie.one) and self.is_sound(lie.other):
                 self.lies[origin] = lie
                 self._drop(origin)
                 found.append(lie)

@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 
 PROTOCOL_VERSION: Final = 2  # other numbers do not understand each other; releases of one do
 _MAX_METHOD_CHARS: Final = 128
+_MAX_RETRY_S: Final = 3600.0
+GOSSIP: Final = "p2p."  # how the names of the network's own notices begin
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="h"):
@@ -79,6 +81,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     id: int
     code: str
     message: str
+    retry_after_s: Annotated[float, Meta(ge=0.0, le=_MAX_RETRY_S)] = 0.0  # 0: trying again is not what helps
 
 
 class NoticeFrame(msgspec.Struct, frozen=True, array_like=True, tag="n"):
@@ -174,7 +177,7 @@ class ControlStream:
     ) -> None:
         self.connection = connection
         self.peer: PeerId = connection.peer
-        self.heard_at = trio.current_time()
+        self.heard_at = self.used_at = trio.current_time()  # and when anything but gossip last went to or fro
         self.rtts: list[float] = []
         self._settings = settings or NetworkSettings()
         self._serve = serve
@@ -196,6 +199,11 @@ class ControlStream:
         """How often the peer misbehaved."""
         return self._offences
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether either end waits for an answer."""
+        return bool(self._waiters) or self._serving > 0
+
     async def run(self) -> None:
         """Read until the connection is lost or misbehaves too often. Has a nursery for handlers."""
         try:
@@ -215,6 +223,7 @@ class ControlStream:
                 self._received += 1
                 self.heard_at = trio.current_time()
                 begun = self._dispatch(frame, nursery)
+                del frame  # or it would be kept until the next one comes
                 if begun is not None:
                     await begun.wait()
             if self._lost is None:
@@ -230,6 +239,7 @@ class ControlStream:
     async def request(self, method: str, body: bytes, timeout: float) -> bytes:
         """The encoded answer. Raises RemoteError, RequestTimeout or PeerLost."""
         self._check_open()
+        self.used_at = trio.current_time()
         self._next_id += 1
         number = self._next_id
         waiter = self._waiters[number] = _Waiter()
@@ -316,15 +326,17 @@ class ControlStream:
             self._offences += 1
             _log.warning("dropped a malformed message of %d bytes from %s: %s", len(frame), self.peer, error)
             return None
+        if isinstance(message, Request | Reply) or (isinstance(message, NoticeFrame) and message.method[:4] != GOSSIP):
+            self.used_at = self.heard_at
         match message:
             case Request():
                 return self._accept_request(message, nursery)
             case Reply(id=number, body=body):
                 if (waiter := self._waiters.get(number)) is not None:
                     waiter.settle(bytes(body))
-            case Failure(id=number, code=code, message=text):
+            case Failure(id=number, code=code, message=text, retry_after_s=retry_s):
                 if (waiter := self._waiters.get(number)) is not None:
-                    waiter.settle(RemoteError(code, text))
+                    waiter.settle(RemoteError(code, text, retry_after_s=retry_s or None))
             case NoticeFrame(method=method, body=body):
                 try:
                     self._notice(method, body)
@@ -345,7 +357,9 @@ class ControlStream:
         """Serve it in a task of its own. Its handler must have run to its first wait before what
         the peer sent next is handled: a notice may be about what the request has begun."""
         if self._serving >= self._settings.max_requests:
-            self._answer(Failure(request.id, "busy", "too many requests at once; try again later"))
+            limit, retry_s = self._settings.max_requests, self._settings.busy_retry_s
+            text = f"busy: {limit} requests of this peer are being served; try again in {retry_s:g} s"
+            self._answer(Failure(request.id, "busy", text, retry_s))
         elif len(request.method) > _MAX_METHOD_CHARS:
             self._offences += 1
         else:
@@ -357,24 +371,27 @@ class ControlStream:
 
     async def _serve_request(self, request: Request, begun: trio.Event) -> None:
         begun.set()  # who waits for it runs only after this task, which now goes on to its first wait
+        number, method = request.id, request.method
+        serving = self._serve(method, request.body)
+        # The frame, which may have megabytes, is of no use once it is decoded; its handler may run for long.
+        del request
         answer: Reply | Failure
         try:
-            body = await self._serve(request.method, request.body)
-            answer = Reply(request.id, msgspec.Raw(body))
+            answer = Reply(number, msgspec.Raw(await serving))
         except RemoteError as error:
-            answer = Failure(request.id, error.code, error.message)
+            answer = Failure(number, error.code, error.message, min(error.retry_after_s or 0.0, _MAX_RETRY_S))
         except ProtocolError as error:
             self._offences += 1
-            answer = Failure(request.id, "malformed", str(error))
+            answer = Failure(number, "malformed", str(error))
         finally:
             self._serving -= 1
         try:
             await self.connection.send(_encoder.encode(answer))
             self._sent += 1
         except PeerLost:
-            _log.debug("%s was gone before it got the answer to %r", self.peer, request.method)
+            _log.debug("%s was gone before it got the answer to %r", self.peer, method)
         except ProtocolError as error:  # its own answer exceeds a frame: whoever waits should hear why
-            await self.connection.send(_encoder.encode(Failure(request.id, "too_large", str(error))))
+            await self.connection.send(_encoder.encode(Failure(number, "too_large", str(error))))
 
     def _answer(self, message: Failure | ControlPong) -> None:
         try:

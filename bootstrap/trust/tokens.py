@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Annotated, Final
 
 import msgspec
@@ -211,6 +212,14 @@ def admit(text: str, network: bytes, now: float) -> Grant:
 
 def admit_credential(credential: Credential, peer_id: str, network: bytes, now: float | None) -> Grant:
     """What a peer's credential grants it; ``now=None`` skips the expiry, which bounds joining only."""
+    grant = _verify_credential(credential, peer_id, network)
+    if now is not None:
+        grant.check_expiry(now)
+    return grant
+
+
+@lru_cache(maxsize=4096)  # two signatures, and each peer shows the same one again with every record
+def _verify_credential(credential: Credential, peer_id: str, network: bytes) -> Grant:
     try:
         certificate = _read_certificate(credential.certificate)
     except (ValueError, *DECODE_ERRORS) as error:
@@ -220,10 +229,7 @@ def admit_credential(credential: Credential, peer_id: str, network: bytes, now: 
     # The proof binds the certificate to one peer: a credential that was overheard fits nobody else.
     if not verify_raw(certificate.holder, _HOLDER_DOMAIN + peer_id.encode("utf-8"), credential.proof):
         raise TokenError("the credential is forged: it was made for another peer; join with a token of your own")
-    grant = _grant_of(certificate)
-    if now is not None:
-        grant.check_expiry(now)
-    return grant
+    return _grant_of(certificate)
 
 
 def read_grant(certificate: bytes) -> Grant | None:

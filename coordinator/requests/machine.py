@@ -110,7 +110,7 @@ class RequestMachine:
         self._opening: OpenDecode | None = None  # of the latest attempt
         self.wake_at = deadline
         """When it wants to be woken, in seconds; infinite: never. Any event may change that."""
-        self._give_up_at = inf  # while there is no route
+        self._give_up_at = inf  # while there is no route, and one has been looked for
         self._blamed: Mapping[str, int] = _NOBODY
         self._recovered: tuple[str, ...] = ()
         self._failures = 0  # of engines that were to decode it, since one has added to the answer
@@ -167,13 +167,19 @@ class RequestMachine:
         self._state, self.wake_at = _State.SERVING, self._deadline
         return (opening,)
 
+    def held(self, now: float) -> Ready:
+        """Its turn has not come: no route is looked for until `network_changed` says that it has."""
+        if self._state is _State.ROUTING:
+            self._give_up_at, self.wake_at = inf, self._deadline
+        return ()
+
     def not_routed(self, reason: str, now: float, *, is_hopeful: bool) -> Ready:
         """There is no route now; `is_hopeful`: an engine is being started, so that waiting makes
         sense."""
         if self._state is not _State.ROUTING:
             return ()
         settings = self._settings
-        if is_hopeful:
+        if is_hopeful or self._give_up_at == inf:
             self._give_up_at = now + settings.no_engine_grace_s
         elif now >= self._give_up_at:
             reasons = f" ({'; '.join(self._recovered)})" if self._recovered else ""

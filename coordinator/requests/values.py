@@ -61,7 +61,7 @@ class Answer(Protocol):
 
 
 class FindRoute(msgspec.Struct, frozen=True, gc=False):
-    """Look for a route for so many tokens; answer with `routed` or `not_routed`.
+    """Look for a route for so many tokens; answer with `routed`, `not_routed` or `held`.
 
     `blamed`: the engines that have failed this request, by replica; the number is the one that the
     failure's event had.

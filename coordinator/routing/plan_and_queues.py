@@ -120,7 +120,7 @@ class PlanAndQueues(RoutingPolicy):
         """The queues, with a guess for replicas that have reported nothing."""
         usable = self._table.usable
         heard = usable[~loads.is_silent[usable]]
-        return np.where(loads.is_silent, queues[heard].max() if len(heard) else 0.0, queues)
+        return np.where(loads.is_silent, queues[heard].max(initial=0.0), queues)
 
 
 def _split_tokens(prompt_tokens: int, share: float) -> int:

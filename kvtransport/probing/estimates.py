@@ -211,7 +211,7 @@ class _DecayedSeries:
         self.at = max(self.at, now)
 
     def _fade_factor(self, now: float) -> float:
-        return float(0.5 ** (max(now - self.at, 0.0) / self.half_life_s)) if self.weight > 0.0 else 1.0
+        return float(0.5 ** (max(now - self.at, 0.0) / self.half_life_s))
 
 
 @final
@@ -351,10 +351,9 @@ class LinkEstimator:
     def _capacity_now(self, now: float) -> tuple[float, float, bool]:
         """Gb/s, confidence, and whether it may be more."""
         prior = self._prior
-        single = self._single.value if self._single.known else 0.0
         if not self._capacity.known:
-            return max(prior.capacity_gbps, single), prior.rate_confidence, prior.capacity_is_floor
-        value = max(self._capacity.value, single)
+            return prior.capacity_gbps, prior.rate_confidence, prior.capacity_is_floor
+        value = max(self._capacity.value, self._single.value) if self._single.known else self._capacity.value
         if not self._capacity.floor:
             return value, self._capacity.confidence(now), False
         if value < prior.capacity_gbps:

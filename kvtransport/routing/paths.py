@@ -195,7 +195,7 @@ def choose(
     settings = settings or PathSettings()
     residual = _ResidualNetwork(job, network, observed or {}, warm)
     direct = residual.predict_single(None)
-    give_up_s = settings.give_up_factor * direct.candidate.seconds
+    give_up_s = inf if _is_too_dear(direct.candidate, job) else settings.give_up_factor * direct.candidate.seconds
     singles = [direct, *(residual.predict_single(via, give_up_s=give_up_s) for via in residual.list_relays())]
     steady = [option for option in singles if not option.candidate.vias & unsteady]
     options = [*singles, *_list_stripes(residual, steady, current, settings)]
@@ -246,7 +246,7 @@ class _ResidualNetwork:
         """What is left of a cap: the unused part, or a fair share of it where that is more."""
         if cap is None:
             return inf
-        flows, used = self._loads.get((what, a, b), (0, 0.0))
+        flows, used = self._loads[what, a, b]
         # TCP flows make room for a newcomer: on a full link it gets its fair share, not nothing.
         return max(cap - used, cap / (flows + 1))
 
@@ -384,11 +384,10 @@ def _pick(
     job: PathQuery, candidates: list[Candidate], current: frozenset[str | None] | None, settings: PathSettings
 ) -> PathChoice:
     price = job.usd_per_s
-    # A price limit excludes a path whatever it would gain; the margin is for rounding alone.
-    limit = None if job.max_usd_per_gb is None else job.max_usd_per_gb * job.bytes / GB
+    # A price limit excludes a path whatever it would gain.
     judged = [
         replace(one, verdict=CandidateVerdict.TOO_DEAR, detail=f"${one.usd / job.bytes * GB:.4f} per GB")
-        if limit is not None and one.seconds < inf and one.usd > limit * (1.0 + 1e-9)
+        if _is_too_dear(one, job)
         else one
         for one in candidates
     ]
@@ -416,7 +415,7 @@ def _pick(
         best = pair
     # Hysteresis: a change of paths throws warm connections away, and two choices that are about
     # as good would take turns.
-    kept = next((one for one in able if current is not None and one.vias == current), None)
+    kept = next((one for one in able if one.vias == current), None)
     if (
         best is not None
         and kept is not None
@@ -434,6 +433,11 @@ def _pick(
     ]
     others.sort(key=lambda one: (one.seconds, one.usd, one.label))
     return PathChoice(best.paths, best.seconds, best.usd, (best, *others))
+
+
+def _is_too_dear(one: Candidate, job: PathQuery) -> bool:
+    limit = job.max_usd_per_gb
+    return limit is not None and one.usd > limit * job.bytes / GB * (1.0 + 1e-9)  # the margin is for rounding alone
 
 
 def _explain_rejection(one: Candidate, best: Candidate, reason: CandidateVerdict) -> Candidate:

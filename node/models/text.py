@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -11,6 +11,9 @@ from tokenizers import Tokenizer
 
 from .errors import ModelError
 from .opening import read_json
+
+_SHORTEST: Final = 4  # a tokenizer that composes or folds characters leaves this part of a text's bytes, at least
+_PROBED: Final = 8  # characters for each token that may be: few texts with more characters have no more tokens
 
 
 class PromptError(Exception):
@@ -41,18 +44,22 @@ class TextModel:
         self._special = {token for token, description in added.items() if description.special}
         self.end_tokens = _end_tokens(folder)
         """Those that end an answer."""
+        longest = max(len(token.encode()) for token in self._tokenizer.get_vocab())
+        self.most_bytes_per_token = longest * (_SHORTEST if self._tokenizer.normalizer is not None else 1)
+        """Bytes of text that one token can stand for, at most."""
 
     @property
     def vocabulary(self) -> int:
         """How many token ids have a text."""
         return int(self._tokenizer.get_vocab_size())
 
-    def encode(self, prompt: str) -> tuple[int, ...]:
-        """Token ids of a plain prompt, with the beginning-of-text token where the model wants one."""
-        return self._encoded(prompt, special=True)
+    def encode(self, prompt: str, most: int | None = None) -> tuple[int, ...]:
+        """Token ids of a plain prompt, with the beginning-of-text token where the model wants one. Raises PromptError
+        for a text that is soon found to have more than `most`."""
+        return self._encoded("prompt", prompt, most, special=True)
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
-        """Token ids of a conversation, through the model's chat template. Raises PromptError."""
+    def encode_chat(self, messages: list[dict[str, str]], most: int | None = None) -> tuple[int, ...]:
+        """Token ids of a conversation, through the model's chat template. Raises PromptError; `most` as in `encode`."""
         if self._template is None:
             raise PromptError("messages: this model has no chat template; send `prompt` instead")
         try:
@@ -66,13 +73,23 @@ class TextModel:
         except Exception as error:  # a template is a program: it may fail in any way
             reason = " ".join(str(error).split()) or type(error).__name__
             raise PromptError(f"messages: the model's chat template refuses them: {reason}") from error
-        return self._encoded(text, special=False)  # the template writes special tokens itself
+        # The template writes special tokens itself.
+        return self._encoded("messages", text, most, special=False)
 
     def decoder(self) -> TextDecoder:
         """A decoder for one answer."""
         return TextDecoder(self._tokenizer, self._special)
 
-    def _encoded(self, text: str, *, special: bool) -> tuple[int, ...]:
+    def _encoded(self, field: str, text: str, most: int | None, *, special: bool) -> tuple[int, ...]:
+        if most is not None and len(text) > _PROBED * most:
+            # The library takes 200 bytes of memory for each of a text: what is far too long shows at its beginning. The
+            # word that is cut there may count for some tokens more than it does in the whole text.
+            head = len(self._encoded(field, text[: _PROBED * most], None, special=False))
+            if head > most + most // 8:
+                raise PromptError(
+                    f"{field}: {head} tokens in the first {_PROBED * most} of {len(text)} characters are too long; "
+                    f"this model holds {most}, the answer included"
+                )
         # Of the library's calls, only those for batches let other threads run meanwhile, which megabytes need.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         return tuple(encoding.ids)

@@ -78,7 +78,7 @@ def serve(tasks: BinaryIO, answers: BinaryIO) -> None:
 
 def main() -> None:
     """`python -m p2pserve.node.planning.worker MEMORY_MIB`."""
-    import_module("p2pserve.coordinator.network_plan")  # before the limit: what it maps is not the figures' fault
+    import_module("...coordinator.network_plan", __package__)  # what it maps is not the figures' fault
     os.nice(5)  # planning can wait; the agent's heartbeats cannot
     limit_memory(int(sys.argv[1]) << 20)
     serve(sys.stdin.buffer, sys.stdout.buffer)

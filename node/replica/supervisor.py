@@ -216,6 +216,7 @@ class Supervisor:
                 tflops=ready.tflops,
                 memory_gbps=ready.memory_gbps,
                 kv_tokens=ready.kv_tokens,
+                max_requests=self._config.max_requests,
                 max_model_len=ready.max_model_len,
                 pid=ready.pid if state in ("ready", "loading") else 0,
             )

@@ -30,6 +30,8 @@ def check(body: Generate) -> int:
     if body.messages is not None and not any(message.content for message in body.messages):
         raise PromptError("messages: they are empty; give at least one with content")
     field = _field(body)
+    if len(body.prompt or "") > MAX_PROMPT_BYTES:  # that many characters: there is no need to look at them
+        raise PromptError(f"{field}: {len(body.prompt or '')} characters; at most {MAX_PROMPT_BYTES} bytes can be sent")
     size = _bytes(field, body.prompt or "")
     size += sum(_bytes(field, text) for message in body.messages or () for text in (message.role, message.content))
     if size > MAX_PROMPT_BYTES:
@@ -38,6 +40,19 @@ def check(body: Generate) -> int:
     for stop in body.stop:
         _bytes("stop", stop)
     return size
+
+
+def check_length(body: Generate, size: int, so_far: int, text: TextModel, max_model_len: int) -> None:
+    """Check what can be known of lengths before `size` bytes of text become tokens, which takes a second for some
+    megabytes; `so_far` tokens of the answer are there. Raises PromptError."""
+    most = max_model_len * text.most_bytes_per_token
+    if size > most:
+        raise PromptError(
+            f"{_field(body)}: {size} bytes of text are too long; this model holds {max_model_len} tokens, the answer "
+            f"included, which are {most} bytes at most"
+        )
+    if so_far >= max_model_len:
+        raise PromptError(f"tokens: {so_far} of the answer; this model holds {max_model_len}, the prompt included")
 
 
 def _field(body: Generate) -> str:
@@ -72,9 +87,9 @@ def _check_sampling(body: Generate) -> None:
 def tokenize(body: Generate, text: TextModel, max_model_len: int) -> tuple[tuple[int, ...], int]:
     """Return the prompt's tokens and the number of tokens to generate. Raises PromptError."""
     if body.messages is not None:
-        prompt = text.encode_chat([{"role": m.role, "content": m.content} for m in body.messages])
+        prompt = text.encode_chat([{"role": m.role, "content": m.content} for m in body.messages], max_model_len)
     else:
-        prompt = text.encode(body.prompt or "")
+        prompt = text.encode(body.prompt or "", max_model_len)
     room = max_model_len - len(prompt)
     if not prompt:
         raise PromptError(f"{_field(body)}: there are no tokens in this")

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, assert_never, final
+from typing import Any, Protocol, assert_never, final
 
 import trio
 
@@ -34,9 +34,22 @@ from .routes import RouteFinder
 _log = logging.getLogger(__name__)
 
 
+class Turns(Protocol):
+    """When a request may be given to engines, and what it is told of requests meanwhile."""
+
+    def may_route(self, request: OpenedRequest) -> bool:
+        """Whether its turn has come. If not, its machine is to hear `network_changed` when it has."""
+
+    def on_tokens_shown(self, request: OpenedRequest, count: int) -> None:
+        """Its client has been sent so many tokens of the answer."""
+
+    def on_end(self, request: OpenedRequest) -> None:
+        """It is over."""
+
+
 @final
 class RequestDriver:
-    """Drives a request from its arrival to its end, of which `on_end` is told. Questions are asked in `nursery`."""
+    """Drives a request from its arrival to its end, as its `turns` allow. Questions are asked in `nursery`."""
 
     def __init__(
         self,
@@ -47,7 +60,7 @@ class RequestDriver:
         messenger: Messenger,
         nursery: trio.Nursery,
         open_timeout_s: float,
-        on_end: Callable[[OpenedRequest], None],
+        turns: Turns,
     ) -> None:
         self.request = request
         self._view = view
@@ -55,7 +68,7 @@ class RequestDriver:
         self._messenger = messenger
         self._nursery = nursery
         self._open_timeout_s = open_timeout_s
-        self._on_end = on_end
+        self._turns = turns
         self._is_over = False
         self._changed = trio.Event()  # the machine wants to be woken at another moment, or it is over
         self._asks_for = 0  # the attempt whose replicas may be asked to begin; 0: none
@@ -96,6 +109,8 @@ class RequestDriver:
         """Returns what follows at once."""
         request, now = self.request, trio.current_time()
         match action:
+            case FindRoute() if not self._turns.may_route(request):
+                return request.machine.held(now)
             case FindRoute():
                 try:
                     return request.machine.routed(self._routes.find(action, now), now)
@@ -115,7 +130,9 @@ class RequestDriver:
                 self._tell(request.telling(action))
             case ShowTokens():
                 # A client that is gone, or does not read, must not get an answer with a gap.
-                return () if self._tell(request.telling(action)) else request.machine.stop(now)
+                if not self._tell(request.telling(action)):
+                    return request.machine.stop(now)
+                self._turns.on_tokens_shown(request, len(action.tokens))
             case EndRequest():
                 self._end(action)
             case _:
@@ -148,7 +165,7 @@ class RequestDriver:
         self._is_over = True
         self._changed.set()
         self._stop_asking()
-        self._on_end(self.request)
+        self._turns.on_end(self.request)
         if end.finish is not None:  # else the client has gone, or wants no more
             self._tell(self.request.telling(end))
 

@@ -1,7 +1,8 @@
 """The gateway of a node: takes clients' requests and owns each one until its last token.
 
 A rim: it takes messages in and passes each on as an event of the request that it is about. What is accepted is decided
-in `acceptance`, what becomes of it in the request's machine, and a `RequestDriver` carries that out.
+in `acceptance`, whose turn it is in a `FairQueue`, what becomes of a request in its machine, and a `RequestDriver`
+carries that out.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from ...coordinator.requests.values import RequestSettings
 from .. import messages
 from ..models import ModelInfo
 from ..models.text import PromptError, TextModel
+from ..settings import ClientLimits
 from ..view import NetworkView, Queue, count_queues
-from .acceptance import check, check_arrival, prepare
+from .acceptance import check, check_arrival, check_length, prepare
 from .driver import RequestDriver
+from .engine_room import measure_room
+from .fair_queue import FairQueue, OverQuota, Quota
 from .live_request import LiveRequest
 from .opened import OpenedRequest
 from .routes import RouteFinder
-
-SHORT_BYTES = 512  # of a prompt that is tokenised sooner (0.25 ms) than a thread takes it up and answers
+from .tokenizing import TOKEN_BYTES, Tokenizing
 
 
 @final
@@ -40,6 +43,7 @@ class Gateway:
         nursery: runs one task per request; cancelling it ends them all.
         routing: the policy that requests are routed by.
         settings: how patient the gateway is.
+        limits: what one client may have here, and all.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Gateway:
         nursery: trio.Nursery,
         routing: RoutingSettings,
         settings: RequestSettings,
+        limits: ClientLimits,
     ) -> None:
         self._view = view
         self._messenger = messenger
@@ -59,12 +64,20 @@ class Gateway:
         self._text = text
         self._nursery = nursery
         self._settings = settings
+        self._limits = limits
         self._routes = RouteFinder(view, model.service, routing, lambda: self.queues)
         self._tokenizing: dict[tuple[PeerId, str], bool] = {}  # requests; whether their clients still want them
         self._requests: dict[tuple[PeerId, str], RequestDriver] = {}  # by client, and the id that it gave
         self._by_token: dict[str, RequestDriver] = {}  # by what the ids of their attempts begin with
         self._meter = DemandMeter()
-        self._threads = trio.CapacityLimiter(2)
+        self._prompts = Tokenizing(limits)
+        quota = Quota(
+            requests=limits.requests, size=limits.tokens, all_requests=limits.all_requests, all_size=limits.all_tokens
+        )
+        self._queue: FairQueue[tuple[PeerId, str]] = FairQueue("requests", "tokens", quota, limits.retry)
+        self._room = measure_room(
+            view, model.service, limits
+        )  # None: no engine is ready, so there is nothing to queue for
         self._draining = False
 
     def __repr__(self) -> str:
@@ -92,7 +105,8 @@ class Gateway:
     # ---- clients --------------------------------------------------------------------------------------------
 
     async def generate(self, client: PeerId, role: Role, body: messages.Generate) -> messages.Generating:
-        """Accept a request; its chunks follow as notices. Raises RemoteError with the reason for the user."""
+        """Accept a request; its chunks follow as notices. Raises RemoteError with the reason for the user, and with the
+        time to try again where its client, or all, have too much here."""
         return await self._accept(client, body, ())
 
     async def continue_answer(self, client: PeerId, role: Role, body: messages.ContinueGenerate) -> messages.Generating:
@@ -108,22 +122,32 @@ class Gateway:
         check_arrival(body, self._model, is_draining=self._draining, is_id_in_use=is_known)
         self._tokenizing[key] = True  # from here on the client may stop it
         try:
+            self._queue.check(client, len(so_far), now)  # before anything is done for it that costs time
             size, longest = check(body), self._view.max_model_len(self._model)
-            tokenized = partial(prepare, body, so_far, self._model, self._text, longest)
-            # Megabytes of text take seconds: not on the event loop, and only a few at a time.
-            live = (
-                tokenized() if size <= SHORT_BYTES else await trio.to_thread.run_sync(tokenized, limiter=self._threads)
-            )
+            check_length(body, size, len(so_far), self._text, longest)
+            tokenized = partial(self._prepare, key, body, so_far, longest)
+            live = await self._prompts.run(key, size + TOKEN_BYTES * len(so_far), tokenized)
+            if live is None or not self._tokenizing[key]:
+                raise RemoteError("stopped", "the client wants no more of this request")
+            self._begin(client, live, now, now + body.deadline_s)
         except PromptError as error:
             raise RemoteError("invalid", str(error)) from error
+        except OverQuota as error:
+            raise RemoteError("busy", str(error), retry_after_s=error.retry_after_s) from error
         finally:
-            is_wanted = self._tokenizing.pop(key)
-        self._meter.record_start(trio.current_time(), len(live.prompt))
-        if is_wanted:
-            self._begin(client, live, now, now + body.deadline_s)
+            del self._tokenizing[key]
         return messages.Generating(service=self._model.service, prompt_tokens=len(live.prompt))
 
+    def _prepare(
+        self, key: tuple[PeerId, str], body: messages.Generate, so_far: tuple[int, ...], longest: int
+    ) -> LiveRequest | None:
+        """None for a request that its client has stopped while it waited."""
+        return prepare(body, so_far, self._model, self._text, longest) if self._tokenizing[key] else None
+
     def _begin(self, client: PeerId, live: LiveRequest, arrived: float, deadline: float) -> None:
+        """Let an accepted request wait for its turn. Raises OverQuota."""
+        self._queue.add(client, (client, live.id), len(live.prompt) + live.count, trio.current_time())
+        self._meter.record_start(trio.current_time(), len(live.prompt))
         service, settings = self._model.service, self._settings
         machine = RequestMachine(
             live, service=service, prompt_tokens=len(live.prompt), now=arrived, deadline=deadline, settings=settings
@@ -136,16 +160,12 @@ class Gateway:
             messenger=self._messenger,
             nursery=self._nursery,
             open_timeout_s=settings.open_timeout_s,
-            on_end=self._on_end,
+            turns=self,
         )
         self._requests[client, live.id] = self._by_token[request.token] = driver
         driver.step(machine.start)
         self._nursery.start_soon(driver.run, name=f"request {live.id}")
-
-    def _on_end(self, request: OpenedRequest) -> None:
-        del self._requests[request.client, request.id], self._by_token[request.token]
-        if request.live.finish is not None:
-            self._meter.record_end(len(request.live.prompt), request.live.count)
+        self._give_turns()
 
     def stop(self, client: PeerId, role: Role, body: messages.StopRequest) -> None:
         """The client wants no more of this request."""
@@ -155,11 +175,44 @@ class Gateway:
         if (driver := self._requests.get(key)) is not None:
             driver.step(driver.request.machine.stop)
 
+    # ---- turns ----------------------------------------------------------------------------------------------
+
+    def may_route(self, request: OpenedRequest) -> bool:
+        """Whether its turn has come. Without engines nobody waits for others, but each for an engine, and not long."""
+        return self._room is None or self._queue.is_served((request.client, request.id))
+
+    def on_tokens_shown(self, request: OpenedRequest, count: int) -> None:
+        """A request's client has been sent so many tokens."""
+        key = request.client, request.id
+        if not count or not self._queue.is_served(key):
+            return
+        self._queue.grow(key, count, self._limits.output_cost * count)
+        self._queue.start(key, trio.current_time())
+        self._give_turns()  # also after later tokens: pauses end while others' answers go on
+
+    def on_end(self, request: OpenedRequest) -> None:
+        """A request is over."""
+        key = request.client, request.id
+        del self._requests[key], self._by_token[request.token]
+        if request.live.finish is not None:
+            self._meter.record_end(len(request.live.prompt), request.live.count)
+        self._queue.remove(key, trio.current_time())
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        """Give requests to engines for as long as there is room."""
+        now = trio.current_time()
+        while self._room is not None and (key := self._queue.take(self._room, now)) is not None:
+            driver = self._requests[key]
+            driver.step(driver.request.machine.network_changed)
+
     # ---- the network ----------------------------------------------------------------------------------------
 
     def network_changed(self) -> None:
         """The view has other adverts, or another plan."""
         self._view.weigh_reports(self.queues)
+        self._room = measure_room(self._view, self._model.service, self._limits)
+        self._give_turns()
         for driver in list(self._requests.values()):
             driver.step(driver.request.machine.network_changed)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
+import msgspec
+
 from ...coordinator.requests.values import ShowTokens
 from ..engine.protocol import Sampling
 from ..messages import Generate
@@ -32,8 +34,15 @@ class LiveRequest:
         self.prompt = prompt
         self.tokens: list[int] = []
         self.finish: str | None = None
-        self._body = body
         self._max_tokens = max_tokens
+        # Not the body: its text may have megabytes, and is of no use any more.
+        self._sampling = Sampling(
+            max_tokens=max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=body.seed,
+        )
         self._decoder = text.decoder()
         self._stops = StopFinder(body.stop)
         self._rest = ""
@@ -56,15 +65,7 @@ class LiveRequest:
     def replay(self) -> tuple[tuple[int, ...], Sampling]:
         """What an engine is asked for now: the prompt with the tokens so far, and how many are
         still wanted."""
-        body = self._body
-        sampling = Sampling(
-            max_tokens=self.left,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-        )
-        return (*self.prompt, *self.tokens), sampling
+        return (*self.prompt, *self.tokens), msgspec.structs.replace(self._sampling, max_tokens=self.left)
 
     def take(self, tokens: Sequence[int], finish: str | None) -> ShowTokens | None:
         """Take new tokens, none beyond the limit or the end; returns them with the text they

@@ -143,6 +143,11 @@ class DemoBox:
             found[process.pid] = times.user + times.system
         return found
 
+    def node_memory_mib(self) -> float:
+        """The most resident memory that any node has had so far, without its engine."""
+        nodes = [child.process.pid for child in self._children if child.name.startswith("node")]
+        return max((resident_peak_mib(pid) for pid in nodes), default=0.0)
+
     def engine_logs(self) -> str:
         """What the engines of all nodes have had to say."""
         return "".join(path.read_text("utf-8", "replace") for path in sorted(self.home.glob("*/engine.log")))
@@ -293,6 +298,15 @@ def proportional_mib(pids: Iterable[int]) -> float:
             continue  # it has ended in between
         total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
     return total / 1024
+
+
+def resident_peak_mib(pid: int) -> float:
+    """The most resident memory that a process has had; 0 for one that has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text("ascii", "replace").splitlines()
+    except OSError:
+        return 0.0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:

@@ -12,7 +12,7 @@ from ...coordinator.plan import Plan
 from ...coordinator.planning.model.problem import Problem
 from ..policies import PLAN, RANDOM, SHARES
 from ..results.outcomes import attainment
-from .page import Page, ResultRow, Table
+from .page import Page, PageTable, ResultRow
 from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, at_rate, outcome, planned, spread
 
 TITLE: Final = "Figure 12"
@@ -74,7 +74,7 @@ def ablation(scope: Scope) -> Page:
             f"requests/s, {len(scope.seeds)} seeds. Replicas and shares stay as made for 4 bit; only the codec and "
             "the dispatch change. `By plan and queues` is the running network's router."
         ),
-        tables=(Table(TITLE, ablation_rows(scope)),),
+        tables=(PageTable(TITLE, ablation_rows(scope)),),
         remarks=REMARKS,
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..results.outcomes import ServiceOutcome, attainment
 from .deployments import RATES
-from .page import Curves, Page, ResultRow, Table
+from .page import Curves, Page, PageTable, ResultRow
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, counts, highest_rate, outcome, spread
 from .systems import IN_HOUSE, SYSTEMS, WHOLE, System, systems
 
@@ -205,8 +205,8 @@ def baselines(scope: Scope) -> Page:
             "router by queues, whichever carries more with requests of other seeds."
         ),
         tables=(
-            Table(TITLE, [row for one in found for row in one.ratios]),
-            Table("Systems", [row for one in found for row in one.rows]),
+            PageTable(TITLE, [row for one in found for row in one.ratios]),
+            PageTable("Systems", [row for one in found for row in one.rows]),
         ),
         remarks=REMARKS,
         curves=tuple(

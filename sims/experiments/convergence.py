@@ -12,7 +12,7 @@ from ...coordinator.costs.gpus import Specs
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.upper.search import search
 from ...coordinator.planning.upper.settings import SearchSettings
-from .page import Curves, Page, ResultRow, Table
+from .page import Curves, Page, PageTable, ResultRow
 from .setting import PlannedCase, Scope
 
 TITLE: Final = "Figure 10"
@@ -83,7 +83,7 @@ def convergence(scope: Scope) -> Page:
             "the 32; the paper does not say which its are. CPU seconds are of one shared, busy core, and include all "
             "that the evaluator computes for the first time."
         ),
-        tables=(Table(TITLE, rows),),
+        tables=(PageTable(TITLE, rows),),
         remarks=REMARKS,
         curves=(
             Curves(

@@ -1,4 +1,4 @@
-"""Which plans are found for 32 cloud GPUs: Table 3 and appendix F."""
+"""Which plans are found for 32 cloud GPUs: PageTable 3 and appendix F."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...coordinator.plan import Phase
 from ...coordinator.planning.model.cluster import Cluster
 from ...coordinator.planning.model.problem import Solution
 from ..policies import PLAN, SHARES
-from .page import Page, ResultRow, Table
+from .page import Page, PageTable, ResultRow
 from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, counts, group, highest_rate, shapes
 from .systems import chosen
 
@@ -104,7 +104,7 @@ def deployments(scope: Scope) -> Page:
             "configuration and shares: 8P 4D for coding, 4P 8D for conversation. Simulated with Poisson arrivals, "
             "dispatch by the plan's shares or by queues, whichever carries more."
         ),
-        tables=(Table("Table 3 and appendix F", deployment_rows(scope)),),
+        tables=(PageTable("Table 3 and appendix F", deployment_rows(scope)),),
         remarks=REMARKS,
     )
 

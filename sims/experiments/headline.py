@@ -15,7 +15,7 @@ from .convergence import TITLE as CONVERGENCE
 from .convergence import ConvergenceRow
 from .links import PAPER_BASELINE, LinkRow
 from .links import TITLE as LINKS
-from .page import Page, ResultRow, Table, read_rows
+from .page import Page, PageTable, ResultRow, read_rows
 from .ratios import TITLE as RATIOS
 from .ratios import RatioRow
 from .rescheduling import TITLE as RESCHEDULING
@@ -43,7 +43,7 @@ def headline(folder: Path) -> Page:
             "simulated: no GPU of these was at hand. `By table 1` takes the paper's own GPU figures, `measured` "
             "datasheet figures times the share of them that was measured on that card."
         ),
-        tables=(Table("Beside the paper", list(_rows(folder))),),
+        tables=(PageTable("Beside the paper", list(_rows(folder))),),
         remarks=REMARKS,
     )
 

@@ -1,4 +1,4 @@
-"""What the link between two boxes decides: Table 5 and appendix H, Table 8, and figure 18."""
+"""What the link between two boxes decides: PageTable 5 and appendix H, Table 8, and figure 18."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...coordinator.routing.interface import RoutingSettings
 from ..policies import SHARES
 from ..records import Trace
 from ..scenario import SimSettings
-from .page import Page, ResultRow, Table
+from .page import Page, PageTable, ResultRow
 from .setting import COLUMNS, Deployed, Scope, group, run, shapes
 
 TITLE: Final = "Tables 5 and 8"
@@ -128,12 +128,12 @@ def links(scope: Scope) -> Page:
             "and datasheet times measured share."
         ),
         tables=(
-            Table(
+            PageTable(
                 TITLE,
                 link_rows(scope),
                 "The row `planned` is what the search chooses for the most throughput.",
             ),
-            Table("Figure 18", shares, "LLaMA-7B, one A5000 to the other over 40 Gb/s."),
+            PageTable("Figure 18", shares, "LLaMA-7B, one A5000 to the other over 40 Gb/s."),
         ),
         remarks=REMARKS,
     )

@@ -22,7 +22,7 @@ class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class PageTable:
     """Rows of one type, and a line about them. Lists in rows are for programs only."""
 
     title: str
@@ -58,7 +58,7 @@ class Page:
     name: str
     title: str
     assumes: str
-    tables: tuple[Table, ...]
+    tables: tuple[PageTable, ...]
     remarks: str
     curves: tuple[Curves, ...] = ()
 

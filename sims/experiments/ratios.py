@@ -11,7 +11,7 @@ from ...coordinator.costs.gpus import Specs
 from ...coordinator.plan import Phase
 from ...coordinator.planning.model.problem import Problem, Solution
 from ..results.outcomes import attainment
-from .page import Curves, Page, ResultRow, Table
+from .page import Curves, Page, PageTable, ResultRow
 from .setting import COLUMNS, TARGET, WORKLOADS, Deployed, PlannedCase, Scope, group, highest_rate, outcome, spread
 
 TITLE: Final = "Figures 6 and 14"
@@ -74,7 +74,7 @@ def ratios(scope: Scope) -> Page:
             f"between boxes of four (not printed in the paper). Rate: the highest at which {TARGET:.0%} of the "
             "requests meet all deadlines (TTFT, TPOT, end to end)."
         ),
-        tables=(Table(TITLE, rows),),
+        tables=(PageTable(TITLE, rows),),
         remarks=REMARKS,
         curves=(
             Curves(

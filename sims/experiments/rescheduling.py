@@ -23,7 +23,7 @@ from ...coordinator.planning.upper.settings import SearchSettings
 from ..policies import PLAN
 from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
-from .page import Page, ResultRow, Table
+from .page import Page, PageTable, ResultRow
 from .setting import (
     CLOUD,
     COLUMNS,
@@ -144,7 +144,7 @@ def rescheduling(scope: Scope) -> Page:
             f"carry, with the network's router by queues; Azure's lengths, Poisson arrivals for {scope.seconds:g} s, "
             f"{len(scope.seeds)} seeds. CPU seconds are of one shared, busy core."
         ),
-        tables=(Table(TITLE, reschedule_rows(scope)),),
+        tables=(PageTable(TITLE, reschedule_rows(scope)),),
         remarks=REMARKS,
     )
 

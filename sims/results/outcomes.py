@@ -126,7 +126,7 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     p99: float
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
+class ServiceSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A service in figures.
 
     Rates are per second of `span_s`, from the first arrival to the last request's end.
@@ -171,7 +171,7 @@ def attainment(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> float:
     return float(meets(outcomes, slo, scale).mean())
 
 
-def summarise(outcome: ServiceOutcome, result: SimResult) -> Summary:
+def summarise(outcome: ServiceOutcome, result: SimResult) -> ServiceSummary:
     """The figures of one service of a result."""
     outcomes, service = outcome.outcomes, outcome.service
     trace, done = outcomes.trace, outcomes.completed
@@ -182,7 +182,7 @@ def summarise(outcome: ServiceOutcome, result: SimResult) -> Summary:
     met = meets(outcomes, service.slo)
     split = done & (outcome.prefill != outcome.decode)
     slo = service.slo
-    return Summary(
+    return ServiceSummary(
         service=service.name,
         model=service.model.name,
         lengths=trace.lengths,

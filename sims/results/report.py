@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 
 from ...coordinator.plan import Phase
-from .outcomes import Distribution, ServiceOutcome, SimResult, Summary, meets, summarise
+from .outcomes import Distribution, ServiceOutcome, ServiceSummary, SimResult, meets, summarise
 
 Column = NDArray[np.float64] | NDArray[np.int64] | list[str]
 
@@ -44,7 +44,7 @@ class ReplicaRow(msgspec.Struct, frozen=True, kw_only=True):
 class SimReport(msgspec.Struct, frozen=True, kw_only=True):
     """A result in figures; `kv_gb` and `traffic_usd` count KV between boxes."""
 
-    services: tuple[Summary, ...]
+    services: tuple[ServiceSummary, ...]
     replicas: tuple[ReplicaRow, ...]
     events: int
     simulated_s: float
@@ -90,7 +90,7 @@ def tables(report: SimReport) -> Group:
     return Group(*(_service(summary) for summary in report.services), _replicas(report))
 
 
-def _service(summary: Summary) -> Table:
+def _service(summary: ServiceSummary) -> Table:
     table = Table(title=f"{summary.service}: {summary.model}", title_justify="left")
     for name in ("", "mean", "p50", "p90", "p99", "deadline"):
         table.add_column(name, justify="left" if not name else "right")

@@ -156,8 +156,7 @@ class _LazyShapes:
     @property
     def has_any(self) -> bool:
         """Whether there is one."""
-        if not self._made:
-            self._made.extend(islice(self._rest, 1))
+        self._made.extend(islice(self._rest, 1))
         return bool(self._made)
 
     @property
@@ -335,13 +334,10 @@ def best_order(costs: Array, *, cycle: bool) -> tuple[int, ...] | None:
     order = _shortest(costs, cycle=cycle) if size <= EXACT_STAGES else _nearest(costs)
     if not order:
         return None
-    if cycle:
-        # prompts take every hop but the one back, so the dearest hop becomes that
-        hops = [costs[a, b] for a, b in pairwise([*order, order[0]])]
-        cut = (hops.index(max(hops)) + 1) % size
-        order = order[cut:] + order[:cut]
-    steps = sum(costs[a, b] for a, b in pairwise(order)) + (costs[order[-1], order[0]] if cycle else 0.0)
-    return tuple(order) if isfinite(steps) else None
+    # prompts take every hop but the one back, so the dearest hop becomes that
+    hops = [costs[a, b] for a, b in pairwise([order[-1], *order])]
+    back = hops.index(max(hops))
+    return tuple(order[back:] + order[:back]) if hops.count(inf) <= (not cycle) else None
 
 
 def _shortest(costs: Array, *, cycle: bool) -> list[int]:

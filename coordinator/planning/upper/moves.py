@@ -182,7 +182,7 @@ def _idle(space: SearchSpace, solution: Solution, rng: np.random.Generator) -> I
     group is let go."""
     idle_gpus = space.idle_gpus(solution)
     if not idle_gpus:
-        if space.problem.price_weight > 0.0 and len(solution) > 1:
+        if len(solution) > 1:  # drawn only where money counts
             yield _replace(solution, [_pick(rng, solution)], [])
         return
     boxes = sorted(idle_gpus)

@@ -178,7 +178,7 @@ class Batcher:
             count = min(budget, sequence.known - sequence.computed)
             while not self._reserve(sequence, sequence.computed + count):
                 alone = self._running[-1] is sequence
-                loser = self._reclaim_from_waiting(sequence) if alone else None
+                loser = self._reclaim_from_waiting() if alone else None
                 loser = loser or self._preempt()
                 preempted.append(loser.request)
                 if loser is sequence:
@@ -244,9 +244,9 @@ class Batcher:
             map(self._missing_blocks, unfinished)
         )
 
-    def _reclaim_from_waiting(self, sequence: BatchedRequest) -> BatchedRequest | None:
-        """Take the blocks of the last other waiting request with any; None if none has."""
-        holder = next((each for each in reversed(self._waiting) if each.blocks and each is not sequence), None)
+    def _reclaim_from_waiting(self) -> BatchedRequest | None:
+        """Take the blocks of the last waiting request with any; None if none has."""
+        holder = next((each for each in reversed(self._waiting) if each.blocks), None)
         if holder is not None:
             self._release(holder)
             holder.computed = 0

@@ -105,7 +105,7 @@ def build(
     network = Network(
         transport=transport(identity, listen, LOOPBACK, settings=UNHURRIED),
         identity=identity,
-        token=token or key.issue(bootstraps, role, time.time() + 60),
+        token=token or key.issue(bootstraps, role, time.time() + 60, lead=role is not Role.CLIENT),
         network_key_public=key.public,
         role=role,
         announce=LOOPBACK,

@@ -59,7 +59,7 @@ def test_a_token_may_name_several_of_whom_one_is_enough() -> None:
             await grown(w)
             w.kill(0)
             named = tuple(place(index, named=True) for index in (0, 3))
-            await w.start(5, token=KEY.issue(named, Role.WORKER, 1e6), ask=named)
+            await w.start(5, token=KEY.issue(named, Role.WORKER, 1e6, lead=True), ask=named)
             await elapse(3)
             w.check_agreement([1, 2, 3, 5])
 

@@ -53,8 +53,10 @@ class World:
     def bootstrap(self, index: int = 0) -> Bootstrap:
         return Bootstrap("192.0.2.1", 4000 + index, PEOPLE[index].peer_id)
 
-    def token(self, role: Role = Role.WORKER, *, expires_at: float = 1e6, key: NetworkKey = KEY) -> str:
-        return key.issue((self.bootstrap(),), role, expires_at)
+    def token(
+        self, role: Role = Role.WORKER, *, expires_at: float = 1e6, key: NetworkKey = KEY, lead: bool = True
+    ) -> str:
+        return key.issue((self.bootstrap(),), role, expires_at, lead=lead and role is not Role.CLIENT)
 
     def build(
         self,

@@ -63,7 +63,7 @@ async def join_both(stack: AsyncExitStack) -> tuple[Member, Member]:
         network = Network(
             transport=memory.transport(identity, address),
             identity=identity,
-            token=key.issue(known, Role.WORKER, NOW + 1e6),
+            token=key.issue(known, Role.WORKER, NOW + 1e6, lead=True),
             network_key_public=key.public,
             role=Role.WORKER,
             announce=address,

@@ -15,7 +15,7 @@ from p2pserve.sims.experiments.__main__ import EXPERIMENTS, main
 from p2pserve.sims.experiments.deployments import papers_solution
 from p2pserve.sims.experiments.headline import headline
 from p2pserve.sims.experiments.links import link_rows
-from p2pserve.sims.experiments.page import Curves, Page, ResultRow, Table, write_index, write_page
+from p2pserve.sims.experiments.page import Curves, Page, PageTable, ResultRow, write_index, write_page
 from p2pserve.sims.experiments.setting import (
     CLOUD,
     Deployed,
@@ -50,7 +50,7 @@ def a_page(**changes: object) -> Page:
         "name": "x",
         "title": "X",
         "assumes": "nothing",
-        "tables": (Table("T", rows),),
+        "tables": (PageTable("T", rows),),
         "remarks": "- it agrees\n",
     }
     return Page(**{**fields, **changes})  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.
 
 
 def test_links_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Table 5's order: apart over a fast link beats each box for itself, which beats apart over a slow one."""
+    """PageTable 5's order: apart over a fast link beats each box for itself, which beats apart over a slow one."""
     assert main(["links", "--quick", "--out", str(tmp_path), "--format", "json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["experiment"] == "links"

@@ -18,7 +18,10 @@ def test_the_figures_of_a_preset_fit_together(settings: NetworkSettings) -> None
     assert settings.head_start_s < settings.join_s
     assert settings.identity_check_s < settings.greeting_s, "whoever waits for the answer does not hang up before it"
     assert settings.join_retry_s < settings.join_s
-    assert settings.gossip_partners >= 1
+    assert 2 * settings.refresh_s < settings.lease_s, "one refreshing may be lost"
+    assert settings.settle_s + settings.lease_s <= 2.5, "a hung leader is replaced in that time"
+    assert settings.hears_s < settings.redial_s < settings.dead_s < settings.beat_s
+    assert settings.rumour_peers >= 2
 
 
 def test_a_local_network_waits_for_nothing_longer_than_a_wide_one() -> None:

@@ -71,6 +71,39 @@ def test_what_a_box_has_not_done_is_taken_from_its_like() -> None:
     assert (found["c"].compute_tflops, found["c"].memory_gbps) == (200.0, 1600.0)
 
 
+def test_each_rate_is_found_to_a_fraction_of_a_percent_and_by_itself() -> None:
+    slow = box("a", card_link_gbps=50.0, profile=profile(prefill=1.7 * prefill_s(box("a", card_link_gbps=50.0))))
+    found = calibrate_boxes({"a": slow}, WORKLOAD)["a"]
+    assert prefill_s(found) == pytest.approx(1.7 * prefill_s(slow), rel=2e-3)
+    assert found.memory_gbps == slow.memory_gbps
+    slow = box("a", profile=profile(decode=1.7 * decode_s(box("a"))))
+    found = calibrate_boxes({"a": slow}, WORKLOAD)["a"]
+    assert decode_s(found) == pytest.approx(1.7 * decode_s(slow), rel=2e-3)
+    assert found.compute_tflops == slow.compute_tflops
+
+
+def test_of_several_of_its_like_the_one_in_the_middle_counts() -> None:
+    known = [box(f"b{times}", profile=profile(times * prefill_s(box("x")), times * decode_s(box("x"))))
+             for times in (4, 2, 3)]  # fmt: skip
+    found = calibrate_boxes({one.peer: one for one in (*known, box("new"))}, WORKLOAD)
+    assert (found["new"].compute_tflops, found["new"].memory_gbps) == (
+        found["b3"].compute_tflops, found["b3"].memory_gbps,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("other", [{"card": ""}, {"tp": 4}, {"card": "A5000-24GB"}])
+def test_only_as_many_cards_of_the_same_name_are_alike(other: dict[str, Any]) -> None:
+    one = box("a", profile=profile(9.0, 9.0))
+    nameless = msgspec.structs.replace(one, peer="n", card="")
+    stranger = box("b", **other)
+    assert calibrate_boxes({"a": one, "n": nameless, "b": stranger}, WORKLOAD)["b"] == stranger
+
+
+def test_a_fit_that_is_just_good_enough_counts() -> None:
+    one = box("a", profile=profile(1.5 * prefill_s(box("a")), error=WORST_FIT))
+    assert calibrate_boxes({"a": one}, WORKLOAD)["a"].compute_tflops < 190.0
+
+
 def test_a_correction_has_bounds() -> None:
     found = calibrate_boxes({"a": box("a", profile=profile(1e5, 1e-9))}, WORKLOAD)["a"]
     assert found.compute_tflops == pytest.approx(200.0 / FURTHEST, rel=0.01)

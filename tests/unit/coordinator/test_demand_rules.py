@@ -78,6 +78,23 @@ def test_where_requests_are_rare_ten_gaps_are(silence: float, is_over: bool) -> 
     assert (told.requests_s == 0.0) is is_over
 
 
+def test_bursts_leave_longer_silences() -> None:
+    """Gaps of 10 s and of 110 s, of which there is one more: a mean of 61.6 and a deviation of 49.97."""
+    meter = DemandMeter()
+    now = 0.0
+    for number in range(32):
+        now += 110.0 if number % 2 else 10.0
+        ask(meter, 1, start=now, lengths=(100, 10))
+    told = meter.demand(now)
+    assert told is not None
+    assert told.arrival_cv == pytest.approx(0.811, abs=1e-3)
+    longest = 10.0 * (1.0 + told.arrival_cv**2) / told.requests_s
+    before, after = meter.demand(now + longest - 1.0), meter.demand(now + longest + 1.0)
+    assert before == told
+    assert after is not None
+    assert after.requests_s == 0.0
+
+
 def test_after_a_silence_everything_is_learnt_anew() -> None:
     meter = DemandMeter()
     last = ask(meter, 32, lengths=(100, 10))

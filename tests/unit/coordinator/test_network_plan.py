@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from p2pserve.coordinator import BoxView, Demand, LinkView, Phase, Plan, PlanError
 from p2pserve.coordinator.costs.rounds import TOKEN_BUDGETS
-from p2pserve.coordinator.network_plan import MAX_PAIRINGS, plan_network
+from p2pserve.coordinator.network_plan import MAX_PAIRINGS, plan_network, search_phases
+from p2pserve.coordinator.network_problem import build_network_problem
+from p2pserve.coordinator.settings import NetworkPlanSettings
 
 from .networks import KV4, RAW, D, M, P, box, fast, model, plan_of, roles, shares, some_plan
 
@@ -143,6 +145,23 @@ def test_a_joining_box_moves_nobody_unless_that_pays() -> None:
     before = some_plan(*boxes)
     after = some_plan(*boxes, box("d"), previous=before)
     assert roles(before).items() <= roles(after).items()
+    told = " ".join(after.why)
+    assert "d takes mixed" in told
+    assert "a takes" not in told
+    assert "chosen anew" not in told
+    assert "KV travels" not in told
+    assert "does not go on" not in told
+
+
+def test_a_joining_box_takes_what_helps_most_though_nobody_else_may_change() -> None:
+    before = some_plan(FLOP_RICH)
+    after = plan_network(
+        [FLOP_RICH, BYTE_RICH], fast("f", "b"), [], service="llama", epoch=1, version=1, previous=before, codec=KV4,
+        settings=NetworkPlanSettings(most_flips=0),
+    )  # fmt: skip
+    assert after is not None
+    assert roles(after) == {"f": M, "b": D}
+    assert "b takes decode" in after.why
     assert after.newer_than(before)
 
 
@@ -174,7 +193,35 @@ def test_requests_go_from_who_prefills_to_who_decodes() -> None:
             assert phases[pair.decode] is not P
 
 
+def test_a_first_plan_is_the_best_that_was_found_whatever_runs() -> None:
+    """Over a fast link the box that is good at it only decodes, over a slow one each does both."""
+    slow = tuple(msgspec.structs.replace(link, gbps=0.01) for link in fast("f", "b"))
+    for links, expected in ((fast("f", "b"), {"f": M, "b": D}), (slow, {"f": M, "b": M})):
+        network = build_network_problem((FLOP_RICH, BYTE_RICH), links, [], service="llama", codec=KV4, previous=None)
+        assert network is not None
+        assert network.phases(search_phases(network)) == expected
+
+
+def test_no_phase_is_changed_where_none_may_be() -> None:
+    mixed = [msgspec.structs.replace(one, phase=M) for one in (FLOP_RICH, BYTE_RICH)]
+    before = some_plan(*mixed, links=fast("f", "b"))
+    for most_flips, changes in ((0, False), (60, True)):
+        after = plan_network(
+            [FLOP_RICH, BYTE_RICH], fast("f", "b"), [], service="llama", epoch=1, version=1, previous=before, codec=KV4,
+            settings=NetworkPlanSettings(most_flips=most_flips),
+        )  # fmt: skip
+        assert after is not None
+        assert (roles(after) != roles(before)) is changes
+
+
 # ---- routing --------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_says_what_it_is_for_and_how_much_of_that_is_room() -> None:
+    asked = Demand(requests_s=1e5, arrival_cv=1.0, lengths=((1000, 200),))
+    told = " ".join(some_plan(box("a"), demands=(asked,)).why)
+    assert "planned for 1e+05 requests/s with lengths of what a gateway saw lately: 1000 tokens in and 200 out" in told
+    assert "requests/s (1 are asked for: the rest is room) with lengths of Azure's" in " ".join(some_plan(box("a")).why)
 
 
 def test_equal_boxes_share_alike() -> None:
@@ -224,8 +271,9 @@ def test_a_plan_says_how_much_a_step_may_compute_and_keeps_to_it() -> None:
 
     near, far = running(round(steps["b"] * 1.5)), running(steps["b"] * 2)
     assert some_plan(*boxes, links=fast("f", "b"), previous=near) is near
-    again = some_plan(*boxes, links=fast("f", "b"), previous=far)
-    assert {replica.id: replica.step_tokens for replica in again.replicas} == steps
+    for other in (far, running(0)):
+        again = some_plan(*boxes, links=fast("f", "b"), previous=other)
+        assert {replica.id: replica.step_tokens for replica in again.replicas} == steps
 
 
 def test_nothing_new_is_the_same_object() -> None:

@@ -1,16 +1,37 @@
 """What a running network is taken for: its KV, its cards, its traffic, and what lies between its boxes."""
 
 import re
+from typing import Any
 
 import msgspec
 import pytest
 
-from p2pserve.coordinator import CapacityError, Demand, LinkView, Phase
+from p2pserve.coordinator import BoxView, CapacityError, Demand, LinkView, Phase, PlanError
 from p2pserve.coordinator.capacity import UNKNOWN_GBPS, UNKNOWN_RTT_S, Links
 from p2pserve.coordinator.costs.gpus import Specs
-from p2pserve.coordinator.network_problem import build_network_problem
+from p2pserve.coordinator.costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
+from p2pserve.coordinator.network_problem import NetworkProblem, build_network_problem
+from p2pserve.coordinator.planning.model.problem import Group, Slice
+from p2pserve.coordinator.planning.model.slo import SloScale, slo_by
 
-from .networks import KV4, D, M, P, box, some_plan
+from .networks import KV4, D, M, P, box, model, some_plan
+
+SHORT = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((300, 7),))
+EMULATED: dict[str, Any] = {"card": "A40-48GB", "specs": Specs.DENSE, "emulated": True}
+
+
+def build(*boxes: BoxView, links: tuple[LinkView, ...] = (), demand: Demand = SHORT) -> NetworkProblem:
+    found = build_network_problem(boxes, links, [demand], service="llama", codec=KV4, previous=None)
+    assert found is not None
+    return found
+
+
+def tokens_beside(network: NetworkProblem, peer: str, layers: int, *, first: bool = True, last: bool = True) -> float:
+    """Of KV, that the cards of a box hold beside the weights of its stage."""
+    shape, place = model(), network.problem.cluster.index(peer)
+    part = network.problem.cluster.boxes[place]
+    free = part.gpus * part.gpu.memory_gib * GIB * 0.9 - shape.stage_weight_bytes(layers, first=first, last=last)
+    return free / (layers * shape.kv_bytes_per_token_layer)
 
 
 def test_the_engine_says_how_much_kv_there_is() -> None:
@@ -117,3 +138,105 @@ def test_owners_pin_boxes_as_far_as_both_phases_are_done(
     assert network is not None
     assert network.problem.pinned == pinned
     assert any(told in why for why in network.why) if told else not any("pinned" in why for why in network.why)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_box_holds_as_much_kv_as_its_engine_says_and_half_a_token(tp: int) -> None:
+    assert tokens_beside(build(box("a", kv_tokens=20_000, tp=tp, **EMULATED)), "a", 8) == pytest.approx(20_000.5)
+    measured = tokens_beside(build(box("a", kv_tokens=20_000, tp=tp)), "a", 8)
+    assert measured == pytest.approx(20_000, rel=0.015)  # rounded to steps of 3 %
+    assert tokens_beside(build(box("a", kv_tokens=20_100, tp=tp)), "a", 8) == measured
+
+
+def test_a_box_has_room_for_the_longest_request_that_others_take() -> None:
+    long = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((9_000, 1_000),))
+    network = build(box("a", kv_tokens=20_000, **EMULATED), box("b", kv_tokens=3_000, **EMULATED), demand=long)
+    assert tokens_beside(network, "a", 8) == pytest.approx(20_000.5)
+    assert tokens_beside(network, "b", 8) == pytest.approx(10_000.5)
+
+
+def test_a_pipeline_that_has_not_started_holds_what_its_boxes_have_memory_for() -> None:
+    """Parts of a token keep two pipelines from being exchanged for each other: a third in one, two in the other."""
+    peers = ("a", "b", "c", "d")
+    far = [LinkView(source=one, target=two, rtt_s=0.1 if {one, two} in ({"a", "b"}, {"c", "d"}) else 0.3)
+           for one in peers for two in peers if one != two]  # fmt: skip
+    network = build(*(box(peer, fits=4) for peer in peers), links=tuple(far))
+    assert network.heads == {"a": (Slice(0, 1), Slice(1, 1)), "c": (Slice(2, 1), Slice(3, 1))}
+    card = msgspec.structs.replace(network.problem.cluster.boxes[0].gpu, memory_gib=24.0)
+    room = kv_capacity_tokens(model(), [StageHardware(card, 1, 4, 160.0)] * 2, memory_share=0.9)
+    for head, other, part in (("a", "b", 1 / 3), ("c", "d", 2 / 3)):
+        assert tokens_beside(network, head, 4, last=False) == pytest.approx(room + part)
+        assert tokens_beside(network, other, 4, first=False) == pytest.approx(room + part)
+
+
+def test_the_stages_of_a_pipeline_are_in_layer_order_and_its_slices_in_the_order_of_boxes() -> None:
+    links = (
+        LinkView(source="b", target="a", rtt_s=0.02, gbps=5.0),
+        LinkView(source="a", target="b", rtt_s=0.04, gbps=2.0),
+    )
+    network = build(box("a", fits=3), box("b", fits=5, tp=2, card_link_gbps=320.0, site="here"), links=links)
+    slices = (Slice(0, 1), Slice(1, 2))
+    assert network.heads == {"b": slices}
+    assert network.evaluator.stages_of(network.colocated) == {slices: (((1, 2, 5), (0, 1, 3)),)}
+    assert [(stage.peer, stage.layers) for stage in network.stages["b"]] == [("b", 5), ("a", 3)]
+    one, two = network.problem.cluster.boxes
+    times = replica_times(
+        model(),
+        [StageHardware(two.gpu, 2, 5, 320.0), StageHardware(one.gpu, 1, 3, 160.0)],
+        [Hop(0.02, 5.0), Hop(0.04, 2.0)],
+    )
+    assert (two.gpus, two.site, two.atomic, two.gpu_link_gbps) == (2, "here", True, 320.0)
+    # the part of a token beside whole ones is in the memory only, and of the times nothing depends on that
+    assert network.service.slo == slo_by(times, network.service.workload, SloScale(5.0))
+
+
+def test_deadlines_are_five_times_what_the_fastest_replica_takes_alone() -> None:
+    network = build(box("a", 100.0, 1000.0), box("b", 400.0, 2000.0), box("c", 50.0, 500.0))
+    stage = StageHardware(network.problem.cluster.boxes[1].gpu, 1, 8, 160.0)
+    assert network.service.slo == slo_by(replica_times(model(), [stage]), network.service.workload, SloScale(5.0))
+
+
+def test_what_a_replica_may_do_is_up_to_its_owner_unless_it_is_alone() -> None:
+    network = build(box("a", phase=P), box("b"))
+    assert (network.allowed("a"), network.allowed("b")) == ((P,), (M, P, D))
+    assert build(box("a", phase=M)).allowed("a") == build(box("a")).allowed("a") == (M,)
+    solution = network.solution({"a": P, "b": D})
+    assert set(solution) == {Group((Slice(0, 1),), P), Group((Slice(1, 1),), D)}
+    assert network.phases(solution) == {"a": P, "b": D}
+    assert [network.phases(solution)[head] for head in network.ids(solution)] == [group.phase for group in solution]
+    assert network.phases(network.colocated) == {"a": P, "b": M}
+
+
+def test_a_pipeline_of_boxes_with_different_owners_is_free_in_what_it_does() -> None:
+    both = build(box("a", fits=4, phase=P), box("b", fits=4, phase=D), box("c"))
+    assert both.problem.pinned == {}
+    assert any("a is free in what it does: its boxes are pinned to decode and prefill" in why for why in both.why)
+    one = build(box("a", fits=4), box("b", fits=4, phase=D), box("c"))
+    assert one.problem.pinned == {"a": D, "b": D}
+
+
+def test_of_boxes_with_unlike_models_those_are_used_that_can_serve_and_then_the_most() -> None:
+    assert set(build(box("a"), box("b", layers=6), box("c", layers=6)).heads) == {"b", "c"}
+    # the others need one layer more than they have room for together
+    short = (box("b", layers=6, fits=2), box("c", layers=6, fits=3))
+    found = build(box("a"), *short)
+    assert set(found.heads) == {"a"}
+    assert [why.split(":")[0] for why in found.why] == ["b left out", "c left out"]
+    enough = (box("b", layers=6, fits=3), box("c", layers=6, fits=3))
+    assert set(build(box("a"), *enough).heads) == {"b"}
+
+
+def test_emulated_boxes_are_left_to_themselves() -> None:
+    found = build(box("a"), box("b", **EMULATED))
+    assert set(found.heads) == {"a"}
+    assert found.why == ("b left out: emulated boxes do not share requests with real ones",)
+    alike = build(box("a", **EMULATED), box("b", **EMULATED))
+    assert (set(alike.heads), alike.why) == ({"a", "b"}, ())
+    with pytest.raises(PlanError, match="box a is there twice"):
+        build(box("a"), box("a"))
+
+
+def test_a_card_that_makes_no_sense_counts_as_the_slowest() -> None:
+    network = build(box("a", 1e-9, 1e-9), box("b"))
+    gpu = network.problem.cluster.boxes[0].gpu
+    assert [gpu.tflops, gpu.memory_gbps] == pytest.approx([1e-3, 0.1], rel=0.015)

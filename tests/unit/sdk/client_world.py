@@ -107,7 +107,7 @@ class World:
 
     async def run_node(self, identity: Identity, address: Address, script: Script | None) -> None:
         is_first = identity is self._identity
-        token = self._key.issue(() if is_first else self._here, Role.WORKER, NOW + 1e6)
+        token = self._key.issue(() if is_first else self._here, Role.WORKER, NOW + 1e6, lead=True)
         network = Network(
             transport=self.memory.transport(identity, address),
             identity=identity,

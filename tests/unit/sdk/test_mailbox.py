@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import trio
 
-from p2pserve.sdk.mailbox import EndOfMail, Mailbox
+from p2pserve.sdk.mailbox import Mailbox, MailboxClosed
 
 Runner = Callable[[Callable[[], Awaitable[list[int]]]], list[int]]
 
@@ -30,8 +30,8 @@ def test_a_task_takes_letters_of_another_thread_in_order(run: Runner) -> None:
 
     def write() -> None:
         asked.wait(5)
-        for letter in range(100):
-            mailbox.put(letter)
+        for item in range(100):
+            mailbox.put(item)
         mailbox.close()
 
     async def read() -> list[int]:
@@ -40,7 +40,7 @@ def test_a_task_takes_letters_of_another_thread_in_order(run: Runner) -> None:
         while True:
             try:
                 found.append(await mailbox.take_async())
-            except EndOfMail:
+            except MailboxClosed:
                 return found
 
     thread = threading.Thread(target=write)
@@ -56,7 +56,7 @@ def test_a_thread_takes_letters_of_another_thread_in_order() -> None:
         thread.start()
         thread.join()
     assert mailbox.take() == 1
-    with pytest.raises(EndOfMail):
+    with pytest.raises(MailboxClosed):
         mailbox.take()
 
 
@@ -66,7 +66,7 @@ def test_a_sleeping_thread_is_woken_by_a_letter_and_by_the_end() -> None:
 
     def read() -> None:
         taken.append(mailbox.take())
-        with pytest.raises(EndOfMail):
+        with pytest.raises(MailboxClosed):
             mailbox.take()
         taken.append("end")
 

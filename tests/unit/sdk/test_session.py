@@ -4,20 +4,21 @@ import pytest
 import trio
 import trio.testing
 
-from p2pserve.bootstrap import PeerId
+from p2pserve.bootstrap import PeerId, RemoteError
 from p2pserve.node.messages import (
     Generate,
     Generating,
 )
-from p2pserve.sdk.errors import ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
+from p2pserve.sdk.errors import Busy, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
 from p2pserve.sdk.requests import TextDelta
-from p2pserve.sdk.session import enter
+from p2pserve.sdk.session import OPENINGS, enter
 
 from .client_world import (
     COMPLETE,
     WORDS,
     Death,
     Gateway,
+    Script,
     World,
     in_virtual_time,
     other_words,
@@ -128,6 +129,87 @@ def test_when_every_gateway_has_failed_all_are_named() -> None:
                 await session.generate(request(), lambda delta: None)
             for gateway in made.gateways:
                 assert gateway.network.peer_id[-6:] in str(caught.value)
+
+    in_virtual_time(main)
+
+
+def busy(times: int, retry_after_s: float) -> Script:
+    """Too busy for the first so many requests."""
+
+    async def script(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
+        if len(gateway.asked) <= times:
+            raise RemoteError("busy", f"busy: try again in {retry_after_s:g} s", retry_after_s=retry_after_s)
+        return await whole(gateway, client, body)
+
+    return script
+
+
+def test_a_gateway_that_is_busy_is_asked_again_when_it_says() -> None:
+    async def main() -> None:
+        async with world(busy(2, 3.0)) as (made, session):
+            began = trio.current_time()
+            assert await session.generate(request(), lambda delta: None) == COMPLETE
+            assert trio.current_time() - began == pytest.approx(6.0, abs=0.1)
+            ids = {body.request for body in made.gateways[0].asked}
+            assert len(ids) == 3
+            assert made.gateways[0].stopped == []  # it has nothing of what it refused
+
+    in_virtual_time(main)
+
+
+def test_a_client_does_not_ask_more_at_once_than_gateways_take() -> None:
+    """However many requests it has: what else it says would find no place on the way."""
+    asking = most = 0
+
+    async def slow(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
+        nonlocal asking, most
+        asking += 1
+        most = max(most, asking)
+        await trio.sleep(0.1)
+        asking -= 1
+        return await whole(gateway, client, body)
+
+    async def main() -> None:
+        async with world(slow) as (made, session), trio.open_nursery() as nursery:
+            for _ in range(300):
+                nursery.start_soon(session.generate, request(), lambda delta: None)
+        assert most == OPENINGS
+        assert len(made.gateways[0].asked) == 300
+
+    in_virtual_time(main)
+
+
+def test_another_gateway_is_asked_before_one_that_is_busy_is_waited_for() -> None:
+    async def main() -> None:
+        async with world(busy(1, 3.0), whole) as (made, session):
+            began = trio.current_time()
+            assert await session.generate(request(), lambda delta: None) == COMPLETE
+            assert trio.current_time() - began < 1.0
+            assert [len(gateway.asked) for gateway in made.gateways] == [1, 1]
+
+    in_virtual_time(main)
+
+
+def test_of_several_that_are_busy_the_first_that_is_free_is_asked_and_one_that_leaves_is_not() -> None:
+    async def main() -> None:
+        async with world(busy(1, 9.0), busy(1, 3.0), refuses("draining")) as (made, session):
+            began = trio.current_time()
+            assert await session.generate(request(), lambda delta: None) == COMPLETE
+            assert trio.current_time() - began == pytest.approx(3.0, abs=0.1)
+            assert [len(gateway.asked) for gateway in made.gateways] == [1, 2, 1]
+
+    in_virtual_time(main)
+
+
+def test_a_request_that_cannot_wait_so_long_is_told_how_long_it_would_be() -> None:
+    async def main() -> None:
+        async with world(busy(9, 20.0), refuses("draining")) as (_, session):
+            began = trio.current_time()
+            with pytest.raises(Busy, match="busy: try again in 20 s") as caught:
+                await session.generate(request(deadline_s=10.0), lambda delta: None)
+            assert trio.current_time() - began < 1.0
+            assert caught.value.retry_after_s == pytest.approx(20.0, abs=0.1)
+            assert isinstance(caught.value, RequestFailed)
 
     in_virtual_time(main)
 

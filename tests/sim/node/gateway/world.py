@@ -23,6 +23,7 @@ from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
 from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.gateway import Gateway
+from p2pserve.node.settings import ClientLimits
 from p2pserve.node.view import NetworkView
 
 TEXT = TextModel(BUNDLED)
@@ -115,6 +116,7 @@ class World:
     burst: Callable[[], int] = lambda: 1
     otherwise: dict[PeerId, tuple[int, ...]] = field(default_factory=dict)  # what an engine writes that begins anew
     requests: int = 0
+    limits: ClientLimits = field(default_factory=ClientLimits)
 
     def __post_init__(self) -> None:
         self.gateway = Gateway(
@@ -125,6 +127,7 @@ class World:
             nursery=self.nursery,
             routing=RoutingSettings(),
             settings=RequestSettings(),
+            limits=self.limits,
         )
 
     # ---- the network ----------------------------------------------------------------------------------------
@@ -148,13 +151,17 @@ class World:
     def on_notice(self, notice: Notice[Body], handler: NoticeHandler[Body]) -> None:
         raise AssertionError
 
-    def set_engine(self, peer: PeerId, state: str = "ready", *, starts: int = 1, draining: bool = False) -> None:
+    def set_engine(
+        self, peer: PeerId, state: str = "ready", *, starts: int = 1, draining: bool = False, places: int = 0
+    ) -> None:
         """What the peer advertises from now on."""
         self.view.adverts[peer] = messages.Advert(
             hardware=Hardware(cores=1, memory_gib=1.0, processor="x"),
             draining=draining,
             model=MODEL,
-            engine=messages.EngineAdvert(state=state, tflops=1.0, memory_gbps=1.0, kv_tokens=10_000, starts=starts),
+            engine=messages.EngineAdvert(
+                state=state, tflops=1.0, memory_gbps=1.0, kv_tokens=10_000, starts=starts, max_requests=places
+            ),
         )
         self.gateway.network_changed()
 
@@ -343,13 +350,13 @@ class World:
 
     # ---- the client -----------------------------------------------------------------------------------------
 
-    async def ask(self, **settings: Any) -> str:
+    async def ask(self, client: PeerId = CLIENT, **settings: Any) -> str:
         """Send a request; returns its id."""
         self.requests += 1
         name = f"r{self.requests}"
         fields = {"prompt": PROMPT, "max_tokens": 12, "deadline_s": 60.0, **settings}
         body = messages.Generate(request=name, **fields)
-        accepted = await self.gateway.generate(CLIENT, Role.CLIENT, body)
+        accepted = await self.gateway.generate(client, Role.CLIENT, body)
         assert accepted == messages.Generating(service=SERVICE, prompt_tokens=len(PROMPT_TOKENS))
         return name
 
@@ -357,6 +364,13 @@ class World:
         """Send a request and wait for its last chunk."""
         name = await self.ask(**settings)
         await self.settle()
+        return self.chunks[name][-1]
+
+    async def answer_beside(self, **settings: Any) -> messages.AnswerUpdate:
+        """The same while other requests go on."""
+        name = await self.ask(**settings)
+        while name not in self.ended:
+            await elapse(0.005)
         return self.chunks[name][-1]
 
     async def settle(self) -> None:
@@ -382,10 +396,10 @@ class World:
 
 
 @asynccontextmanager
-async def open_world(*peers: PeerId) -> AsyncIterator[World]:
+async def open_world(*peers: PeerId, limits: ClientLimits | None = None) -> AsyncIterator[World]:
     """A world in which a plan over these peers is followed; checked at its end."""
     async with trio.open_nursery() as nursery:
-        world = World(nursery)
+        world = World(nursery, limits=limits or ClientLimits())
         if peers:
             world.follow(*peers)
         yield world

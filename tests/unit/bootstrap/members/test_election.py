@@ -1,73 +1,191 @@
-"""The election's rule."""
+"""Leases: who leads, who claims, and when."""
 
 import pytest
 
-from p2pserve.bootstrap import PeerId
+from p2pserve.bootstrap import NetworkSettings, PeerId
 from p2pserve.bootstrap.members.election import (
     MAX_EPOCH,
     MAX_JUMP,
+    Claim,
     Election,
     ElectionResult,
     ElectionView,
-    decide,
+    Say,
     decode_claim,
     encode_claim,
+    order_in,
     select_plausible,
 )
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+SETTINGS = NetworkSettings()
+LEASE_S, SETTLE_S, STEP_S, REFRESH_S = SETTINGS.lease_s, SETTINGS.settle_s, SETTINGS.claim_step_s, SETTINGS.refresh_s
 
 
-def step(me: PeerId, candidates: str, claims: dict[PeerId, int], *, stable_for: float = 10.0) -> ElectionResult:
-    view = ElectionView(
-        me=me, candidates=frozenset(map(PeerId, candidates)), claims=claims, stable_since=100.0 - stable_for
-    )
-    return decide(view, 100.0, settle_s=1.0)
+class Voter:
+    """An election, told of claims as they come: each call of `claim` is one more refreshing."""
+
+    def __init__(self, me: PeerId, *, candidates: tuple[PeerId, ...] = (A, B, C), synced: bool = True) -> None:
+        self.election = Election(me, SETTINGS)
+        self.candidates = frozenset(candidates)
+        self.synced = synced
+        self.claims: dict[PeerId, Claim] = {}
+        self.refused: tuple[tuple[PeerId, int], ...] = ()
+        self.witnessed = 0
+        self._number = 0
+
+    def claim(self, peer: PeerId, epoch: int, *, yielded: bool = False) -> None:
+        self._number += 1
+        self.claims[peer] = Claim(epoch, (1, self._number), yielded)
+
+    def at(self, now: float, *, paused_s: float = 0.0) -> ElectionResult:
+        view = ElectionView(
+            candidates=self.candidates,
+            claims=dict(self.claims),
+            synced=self.synced,
+            witnessed=self.witnessed,
+            refused=self.refused,
+        )
+        return self.election.decide(view, now, paused_s=paused_s)
 
 
-@pytest.mark.parametrize(
-    ("me", "candidates", "claims", "expected"),
-    [
-        (A, "abc", {}, ElectionResult(claim=1)),
-        (B, "abc", {}, ElectionResult()),
-        (B, "bc", {}, ElectionResult(claim=1)),
-        (A, "abc", {B: 1}, ElectionResult(coordinator=B, epoch=1)),
-        (A, "abc", {A: 1, B: 1}, ElectionResult(coordinator=A, epoch=1)),
-        (B, "abc", {A: 1, B: 1}, ElectionResult(coordinator=A, epoch=1)),
-        (A, "abc", {A: 1, B: 2}, ElectionResult(coordinator=B, epoch=2)),
-        (A, "ac", {A: 1, B: 2}, ElectionResult(epoch=2, claim=3)),  # the dead claimer's epoch never comes back
-        (C, "ac", {A: 1, B: 2}, ElectionResult(epoch=2)),
-        (C, "", {A: 1}, ElectionResult(epoch=1)),
-        (A, "bc", {}, ElectionResult()),  # a client, or a node that leaves, is no candidate
-        (A, "a", {A: 0}, ElectionResult(claim=1)),
-    ],
-)
-def test_the_rule(me: PeerId, candidates: str, claims: dict[PeerId, int], expected: ElectionResult) -> None:
-    assert step(me, candidates, claims) == expected
+def first_in(epoch: int, *peers: PeerId) -> PeerId:
+    return min(peers, key=lambda peer: order_in(epoch, peer))
 
 
-def test_no_claim_before_the_candidates_are_stable() -> None:
-    assert step(A, "abc", {}, stable_for=0.9).claim is None
-    assert step(A, "abc", {}, stable_for=1.0).claim == 1
+def test_who_is_alone_claims_at_once() -> None:
+    assert Voter(A, candidates=(A,)).at(0.0).say == (Say.CLAIM, 1)
 
 
-def test_the_election_remembers_since_when() -> None:
-    election = Election(A, settle_s=1.0)
-    assert election.wake_at() is None
-    assert election.decide(frozenset({A, B}), {}, 10.0).claim is None
-    assert election.wake_at() == 11.0
-    assert election.decide(frozenset({A, B, C}), {}, 10.5).claim is None
-    assert election.decide(frozenset({A, B, C}), {}, 11.4).claim is None
-    assert election.decide(frozenset({A, B, C}), {}, 11.5).claim == 1
-    assert election.decide(frozenset({A, B, C}), {A: 1}, 11.5) == ElectionResult(coordinator=A, epoch=1)
-    assert election.wake_at() is None
+def test_nobody_claims_before_it_knows_what_there_is() -> None:
+    voter = Voter(A, candidates=(A,), synced=False)
+    assert voter.at(100.0) == ElectionResult()
+    voter.synced = True
+    assert voter.at(100.1).say == (Say.CLAIM, 1)
 
 
-@pytest.mark.parametrize(
-    "payload", [b"", b"\xc1", b"\x91\x00", b"\x91\xff", b"\x91\xa1x", b"\x91\xcf" + b"\xff" * 8, b"\x91" * 200_000]
-)
-def test_a_malformed_claim_never_leads(payload: bytes) -> None:
-    assert decode_claim(payload) == 0
+def test_who_may_not_lead_claims_nothing() -> None:
+    assert Voter(A, candidates=(B, C)).at(100.0).say is None
+
+
+def test_a_leader_is_followed_while_it_refreshes_its_claim() -> None:
+    voter = Voter(C)
+    for tenth in range(0, 100, 5):
+        voter.claim(A, 3)
+        assert voter.at(tenth / 10).leader == A
+    last = 9.5
+    assert voter.at(last + LEASE_S - 0.01).leader == A
+    assert voter.at(last + LEASE_S).leader is None
+
+
+def test_pings_and_vouchers_are_no_lease() -> None:
+    """It is alive all the while, and hangs: its claim is never said anew."""
+    voter = Voter(C)
+    voter.claim(A, 3)
+    voter.at(0.0)
+    found = [voter.at(now / 10) for now in range(1, 40)]
+    assert found[-1].leader is None
+    assert voter.at(10.0).say == (Say.CLAIM, 4)
+
+
+def test_candidates_claim_one_after_the_other_in_the_order_of_the_epoch() -> None:
+    first = first_in(4, B, C)
+    second = C if first == B else B
+    said = {}
+    for me in (first, second):
+        voter = Voter(me)
+        voter.claim(A, 3)
+        voter.at(0.0)
+        voter.candidates = frozenset({B, C})
+        assert voter.at(1.0).leader is None, "it is dead"
+        moments = [tick / 100 for tick in range(100, 300) if voter.at(tick / 100).say is not None]
+        said[me] = moments[0]
+    assert said[first] == pytest.approx(1.0 + SETTLE_S, abs=0.011)
+    assert said[second] == pytest.approx(1.0 + SETTLE_S + STEP_S, abs=0.011)
+
+
+def test_nobody_is_first_in_every_epoch() -> None:
+    firsts = [first_in(epoch, A, B, C) for epoch in range(1, 200)]
+    assert min(firsts.count(peer) for peer in (A, B, C)) > 40
+
+
+def test_a_living_leader_is_not_displaced_by_an_equal_claim() -> None:
+    voter = Voter(C)
+    other = first_in(3, A, B)
+    leader = B if other == A else A
+    voter.claim(leader, 3)
+    assert voter.at(0.0).leader == leader
+    voter.claim(other, 3)
+    assert voter.at(0.1).leader == leader
+
+
+def test_of_two_leaders_that_meet_the_lower_epoch_yields() -> None:
+    voter = Voter(A)
+    voter.claim(A, 3)
+    assert voter.at(0.0).leader == A
+    voter.claim(B, 4)
+    result = voter.at(0.1)
+    assert result.say == (Say.YIELD, 3)
+    voter.claim(A, 3, yielded=True)
+    assert voter.at(0.2).leader == B
+
+
+def test_a_leader_refreshes_twice_a_second() -> None:
+    voter, said = Voter(A, candidates=(A,)), []
+    for tick in range(500):
+        result = voter.at(tick / 100)
+        if result.say is not None:
+            voter.claim(A, result.say[1])
+            said.append((result.say[0], tick / 100))
+    assert [what for what, _ in said] == [Say.CLAIM] + [Say.REFRESH] * (len(said) - 1)
+    assert len(said) == pytest.approx(5.0 / REFRESH_S, abs=1)
+
+
+def test_a_pause_of_this_node_makes_leases_longer() -> None:
+    patient, hasty = Voter(C), Voter(C)
+    for voter in (patient, hasty):
+        voter.claim(A, 3)
+        voter.at(0.0)
+    assert patient.at(5.0, paused_s=4.5).leader == A
+    assert hasty.at(5.0).leader is None
+
+
+def test_a_leader_whose_plans_are_refused_is_passed_over_for_a_minute() -> None:
+    voter = Voter(C)
+    voter.claim(A, 3)
+    voter.at(0.0)
+    voter.refused = ((A, 3),)
+    assert voter.at(0.1).leader is None
+    voter.refused = ()
+    voter.claim(A, 5)
+    assert voter.at(1.0).leader is None, "it claims again, and is not followed"
+    voter.claim(A, 5)
+    assert voter.at(0.1 + SETTINGS.pass_over_s).leader == A
+
+
+def test_nobody_goes_back_to_an_earlier_epoch() -> None:
+    voter = Voter(C)
+    voter.claim(A, 5)
+    voter.at(0.0)
+    voter.candidates = frozenset({B, C})
+    voter.claim(B, 3)
+    assert voter.at(0.1).leader is None
+    voter.claim(B, 6)
+    assert voter.at(0.2).leader == B
+
+
+def test_the_leader_of_another_part_claims_anew_above_what_was_seen_here() -> None:
+    voter = Voter(B)
+    voter.claim(B, 3)
+    voter.at(0.0)
+    voter.witnessed = 5
+    assert voter.at(0.1).say == (Say.CLAIM, 6)
+
+
+def test_an_epoch_that_there_was_never_comes_back() -> None:
+    voter = Voter(A, candidates=(A,))
+    voter.claim(B, 7)  # dead
+    assert voter.at(0.0).say == (Say.CLAIM, 8)
 
 
 @pytest.mark.parametrize(
@@ -81,56 +199,34 @@ def test_a_malformed_claim_never_leads(payload: bytes) -> None:
         ({A: 10 * MAX_JUMP, B: 10 * MAX_JUMP + 1}, 0, "AB"),  # who joins late takes the network as it is
         ({B: MAX_EPOCH}, 0, ""),
         ({A: 2, B: 10 * MAX_JUMP}, 10 * MAX_JUMP, "AB"),  # what was believed once stays
-        ({A: 0}, 0, "A"),
     ],
 )
 def test_a_claim_that_jumps_too_far_does_not_count(claims: dict[PeerId, int], seen: int, counting: str) -> None:
-    assert set(select_plausible(claims, seen)) == {PeerId(name.lower()) for name in counting}
+    found = select_plausible({peer: Claim(epoch, (1, 1)) for peer, epoch in claims.items()}, seen)
+    assert set(found) == {PeerId(name.lower()) for name in counting}
 
 
-def test_one_wild_claim_does_not_end_elections() -> None:
-    election, both = Election(A, settle_s=1.0), frozenset({A, B})
-    election.decide(both, {A: 3}, 0.0)
-    assert election.decide(both, {A: 3, B: MAX_EPOCH}, 2.0) == ElectionResult(coordinator=A, epoch=3)
-    fresh = Election(C, settle_s=1.0)  # it joins, and hears the wild one first
-    fresh.decide(both, {B: MAX_EPOCH // 2}, 0.0)
-    assert fresh.decide(both, {A: 3, B: MAX_EPOCH // 2}, 0.5) == ElectionResult(coordinator=A, epoch=3)
-    assert fresh.decide(both, {A: 3, B: MAX_EPOCH // 2}, 5.0) == ElectionResult(coordinator=A, epoch=3)
-    jumped = {A: 3, B: 3 + MAX_JUMP}
-    assert election.decide(both, jumped, 2.5) == ElectionResult(coordinator=B, epoch=3 + MAX_JUMP)
-    alone = frozenset({A})
-    election.decide(alone, jumped, 3.0)
-    assert election.decide(alone, jumped, 4.0).claim == 4 + MAX_JUMP
-    after = {A: 4 + MAX_JUMP}  # the one that jumped is forgotten
-    assert election.decide(alone, after, 5.0) == ElectionResult(coordinator=A, epoch=4 + MAX_JUMP)
+def test_a_wild_proof_of_an_epoch_does_not_end_elections() -> None:
+    voter = Voter(A)
+    voter.claim(A, 3)
+    voter.at(0.0)
+    voter.witnessed = MAX_EPOCH
+    assert voter.at(0.1).leader == A
 
 
 @pytest.mark.parametrize(
-    ("epoch", "read"), [(1, 1), (7, 7), (MAX_EPOCH, MAX_EPOCH), (MAX_EPOCH + 1, 0), (0, 0), (-1, 0)]
+    "payload", [b"", b"\xc1", b"\x91\x00", b"\x91\xff", b"\x91\xa1x", b"\x91\xcf" + b"\xff" * 8, b"\x91" * 200_000]
 )
-def test_a_claim_travels_if_it_can_lead(epoch: int, read: int) -> None:
-    assert decode_claim(encode_claim(epoch)) == read
+def test_a_malformed_claim_is_none(payload: bytes) -> None:
+    assert decode_claim(payload, (1, 1)) is None
 
 
-def test_who_has_seen_nothing_takes_an_old_network_as_it_is() -> None:
-    old = {A: 10 * MAX_JUMP}
-    assert Election(B, settle_s=1.0).decide(frozenset({A, B}), old, 0.0).coordinator == A
+@pytest.mark.parametrize("yielded", [False, True])
+@pytest.mark.parametrize("epoch", [1, 7, MAX_EPOCH])
+def test_a_claim_travels(epoch: int, yielded: bool) -> None:
+    assert decode_claim(encode_claim(epoch, yielded=yielded), (2, 3)) == Claim(epoch, (2, 3), yielded)
 
 
-def test_who_joins_believes_the_first_claim_only_when_the_candidates_are_settled() -> None:
-    both, wild = frozenset({A, B}), {B: MAX_EPOCH // 2}
-    early, late = Election(C, settle_s=1.0), Election(C, settle_s=1.0)
-    for election, asked_at in ((early, 100.9), (late, 101.0)):
-        election.decide(both, wild, 100.0)
-        election.decide(both, wild, asked_at)
-    claims = {A: 3, **wild}
-    assert early.decide(both, claims, 102.0).coordinator == A
-    assert late.decide(both, claims, 102.0).coordinator == B
-
-
-def test_only_who_would_claim_has_to_wake() -> None:
-    election = Election(B, settle_s=1.0)
-    election.decide(frozenset({A, B}), {}, 5.0)
-    assert election.wake_at() is None
-    election.decide(frozenset({B, C}), {}, 6.0)
-    assert election.wake_at() == 7.0
+@pytest.mark.parametrize("epoch", [MAX_EPOCH + 1, 0, -1])
+def test_no_claim_names_an_epoch_out_of_bounds(epoch: int) -> None:
+    assert decode_claim(encode_claim(epoch), (1, 1)) is None

@@ -1,107 +1,206 @@
-"""What a node does about its peers: who is dialled, pinged, hung up on, and who coordinates."""
+"""What a node does about its peers: who is dialled, pinged, hung up on and told what, and who coordinates."""
 
 import itertools
 import random
 
-import msgspec
 import pytest
 
 from p2pserve.bootstrap import Address, Bootstrap, Identity, MemberState, NetworkSettings, PeerId, Role
+from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
+from p2pserve.bootstrap.members.liveness import HEARS_KIND, encode_heard
 from p2pserve.bootstrap.members.mesh import Dial
+from p2pserve.bootstrap.members.neighbours import Contacts
 from p2pserve.bootstrap.members.peering import Actions, Peering
-from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
+from p2pserve.bootstrap.members.states import Compare, Holding, Summary, Tell
+from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry
+from p2pserve.bootstrap.trust.orders import Orders, sign_orders
 
-# In the order of their peer ids: the lowest claims, and dials first.
-ANN, ME, BOB = sorted((Identity(bytes([seed]) * 32) for seed in (1, 2, 3)), key=lambda each: each.peer_id)
+from .certificates import KEY, PEOPLE, TOKENS, admission, payload, place, record, word
+
+ANN, ME, BOB, CAT = PEOPLE[:4]
 SETTINGS = NetworkSettings()
-AT = {each.peer_id: Address("192.0.2.1", 4000 + index) for index, each in enumerate((ANN, ME, BOB))}
 
 
-def record(who: Identity, *, role: Role = Role.WORKER, life: int = 1, version: int = 1, left: bool = False) -> Entry:
-    at = AT[who.peer_id]
-    payload = msgspec.msgpack.encode(MemberRecord(role, at.host, at.port, None, left))
-    return sign_entry(who, MEMBER_KIND, life, version, payload)
-
-
-def trust_everybody(peer: str, _: MemberRecord) -> None:
-    """Nobody is refused."""
+def bootstraps(*people: Identity) -> tuple[Bootstrap, ...]:
+    return tuple(Bootstrap(place(each).host, place(each).port, each.peer_id) for each in people)
 
 
 def peering(
-    role: Role = Role.WORKER, *, named: tuple[Identity, ...] = (), standby: tuple[Identity, ...] = ()
+    role: Role = Role.WORKER,
+    *,
+    named: tuple[Identity, ...] = (),
+    standby: tuple[Identity, ...] = (),
+    lead: bool = True,
 ) -> Peering:
     machine = Peering(
         ME,
         role,
         incarnation=1,
-        check=trust_everybody,
+        admission=admission(),
         settings=SETTINGS,
         rng=random.Random(0),
-        named=[Bootstrap(AT[each.peer_id].host, AT[each.peer_id].port, each.peer_id) for each in named],
-        standby=[Bootstrap(AT[each.peer_id].host, AT[each.peer_id].port, each.peer_id) for each in standby],
+        contacts=Contacts(named=bootstraps(*named), standby=bootstraps(*standby)),
     )
-    at = AT[ME.peer_id]
-    machine.membership.publish(MEMBER_KIND, msgspec.msgpack.encode(MemberRecord(role, at.host, at.port, None)))
+    machine.publish(MEMBER_KIND, payload(ME, role, lead=lead))
     return machine
 
 
-def open_session(machine: Peering, who: Identity, now: float, *, role: Role = Role.WORKER) -> None:
-    machine.membership.admit(record(who, role=role), now, private=role is Role.CLIENT)
-    machine.membership.on_connected(who.peer_id, now)
-    machine.on_opened(who.peer_id)
-
-
-def close_session(machine: Peering, who: Identity, now: float) -> None:
-    machine.membership.on_disconnected(who.peer_id)
-    machine.on_closed(who.peer_id, now)
-
-
 def tick(machine: Peering, now: float, *heard: Identity) -> Actions:
-    return machine.tick(now, {each.peer_id: now for each in heard})
+    return machine.tick(now, {each.peer_id: now for each in heard}, {})
+
+
+def open_session(machine: Peering, who: Identity, now: float, *, role: Role = Role.WORKER, lead: bool = True) -> None:
+    machine.on_opened(who.peer_id, record(who, role, lead=lead), now)
+
+
+def tell(machine: Peering, sender: Identity, *entries: Entry, now: float = 0.0, complete: bool = False) -> int:
+    return machine.on_received(sender.peer_id, Tell(entries, complete=complete), now)
 
 
 def dialled(actions: Actions) -> set[PeerId]:
     return {dial.peer for dial in actions.dial}
 
 
+def told(actions: Actions) -> dict[PeerId, set[str]]:
+    """The kinds that each peer is told of."""
+    found: dict[PeerId, set[str]] = {}
+    for peer, message in actions.send:
+        if isinstance(message, Tell):
+            found.setdefault(peer, set()).update(entry.kind for entry in message.entries)
+    return found
+
+
 def leader(machine: Peering) -> tuple[PeerId, int] | None:
     return machine.coordinator
 
 
-def state_of(machine: Peering, who: Identity) -> MemberState:
-    return {member.peer_id: member.state for member in machine.membership.members()}[who.peer_id]
+def state_of(machine: Peering, who: Identity, now: float) -> MemberState:
+    return machine.roster.state_of(who.peer_id, now)
 
 
-def test_alone_it_claims_once_it_has_settled_and_sleeps_from_then_on() -> None:
+# -- leading ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_starts_a_network_leads_it_at_once() -> None:
     machine = peering()
-    assert tick(machine, 0.0).wake_at == 1.0
-    assert machine.coordinator is None
-    claim = tick(machine, 1.0)
+    assert tick(machine, 0.0).changed
     assert machine.coordinator == (ME.peer_id, 1)
-    assert [entry.kind for entry in claim.push] == ["claim"]
-    assert claim.changed
-    again = tick(machine, 1.0)
-    assert (again.push, again.changed, again.wake_at) == ((), False, float("inf"))
+    assert not tick(machine, 0.1).changed
 
 
-def test_a_client_never_claims() -> None:
-    machine = peering(Role.CLIENT)
-    tick(machine, 0.0)
-    assert tick(machine, 100.0).push == ()
+@pytest.mark.parametrize(("role", "lead"), [(Role.CLIENT, False), (Role.WORKER, False)])
+def test_who_may_not_lead_does_not(role: Role, lead: bool) -> None:
+    machine = peering(role, lead=lead)
+    for now in range(10):
+        tick(machine, float(now))
     assert machine.coordinator is None
+
+
+def test_who_was_named_somebody_claims_nothing_before_it_has_heard_all() -> None:
+    machine = peering(named=(ANN,))
+    open_session(machine, ANN, 0.0, lead=False)
+    for now in range(4):
+        tick(machine, float(now), ANN)
+        assert machine.coordinator is None
+    tell(machine, ANN, complete=True, now=4.0)
+    tick(machine, 4.0, ANN)
+    tick(machine, 4.0 + SETTINGS.settle_s + 0.01, ANN)
+    assert machine.coordinator == (ME.peer_id, 1)
+
+
+def test_who_was_let_in_by_one_that_went_away_leads_after_a_while() -> None:
+    machine = peering(named=(ANN,))
+    open_session(machine, ANN, 0.0)
+    machine.on_closed(ANN.peer_id, 0.1)
+    for now in range(12):
+        machine.on_dialled(ANN.peer_id, False, float(now))
+        tick(machine, float(now))
+    assert machine.coordinator == (ME.peer_id, 1)
+
+
+def test_who_remembers_others_looks_for_them_before_it_leads_alone() -> None:
+    machine = peering(standby=(ANN,))
+    moments = []
+    for tenth in range(60):
+        tick(machine, tenth / 10)
+        if leader(machine) is not None:
+            moments.append(tenth / 10)
+    assert moments[0] == pytest.approx(SETTINGS.found_s, abs=0.11)
+
+
+def test_a_claim_without_the_right_to_lead_is_not_followed() -> None:
+    machine = peering(lead=False)
+    open_session(machine, ANN, 0.0, lead=False)
+    open_session(machine, BOB, 0.0)
+    tell(machine, ANN, word(ANN, CLAIM_KIND, encode_claim(7)))
+    tick(machine, 0.0, ANN, BOB)
+    assert machine.coordinator is None
+    tell(machine, BOB, word(BOB, CLAIM_KIND, encode_claim(3)))
+    tick(machine, 0.1, ANN, BOB)
+    assert machine.coordinator == (BOB.peer_id, 3)
+
+
+def test_a_leader_that_leaves_is_replaced() -> None:
+    machine = peering()
+    open_session(machine, ANN, 0.0)
+    tell(machine, ANN, word(ANN, CLAIM_KIND, encode_claim(7)))
+    assert tick(machine, 0.0, ANN).changed
+    assert leader(machine) == (ANN.peer_id, 7)
+    tell(machine, ANN, record(ANN, version=3, left=True), now=1.0)
+    tick(machine, 1.0, ANN)
+    assert leader(machine) is None
+    tick(machine, 1.0 + SETTINGS.settle_s, ANN)
+    assert leader(machine) == (ME.peer_id, 8)
+
+
+def test_a_leader_that_most_refuse_is_passed_over_and_one_that_few_refuse_is_not() -> None:
+    machine = peering()
+    for who in (ANN, BOB, CAT):
+        open_session(machine, who, 0.0)
+    tell(machine, ANN, word(ANN, CLAIM_KIND, encode_claim(7)))
+    tick(machine, 0.0, ANN, BOB, CAT)
+    machine.object_to(ANN.peer_id, 7)
+    tick(machine, 0.1, ANN, BOB, CAT)
+    assert leader(machine) == (ANN.peer_id, 7), "one of three others"
+    other = peering()
+    other.object_to(ANN.peer_id, 7)
+    objection = next(entry for entry in other.table.own_entries() if entry.kind == "objection").payload
+    tell(machine, BOB, word(BOB, "objection", objection, version=4), now=0.2)
+    tick(machine, 0.2, ANN, BOB, CAT)
+    assert leader(machine) is None
+
+
+def test_proof_of_a_higher_epoch_is_believed_although_its_author_is_gone() -> None:
+    first = peering()
+    open_session(first, ANN, 0.0)
+    tell(first, ANN, word(ANN, CLAIM_KIND, encode_claim(7)))
+    tick(first, 0.0, ANN)
+    open_session(first, BOB, 0.0)
+    first.on_received(BOB.peer_id, Summary(first.table.summary()), 0.0)
+    (proof,) = [m.latest for _, m in tick(first, 0.1, ANN, BOB).send if isinstance(m, Tell) and m.latest is not None]
+    second = peering()
+    tick(second, 0.0)
+    assert leader(second) == (ME.peer_id, 1)
+    open_session(second, BOB, 1.0)
+    second.on_received(BOB.peer_id, Tell(latest=proof), 1.0)
+    tick(second, 1.0, BOB)
+    assert leader(second) == (ME.peer_id, 8)
+
+
+# -- dialling --------------------------------------------------------------------------------------------------------
 
 
 def test_who_leaves_claims_nothing_and_dials_nobody() -> None:
     machine = peering(named=(BOB,))
     machine.is_leaving = True
     for now in (0.0, 1.0, 50.0):
-        actions = tick(machine, now)
-        assert (actions.push, actions.dial) == ((), ())
+        assert tick(machine, now).dial == ()
+    assert machine.coordinator is None
 
 
 def test_named_members_are_dialled_at_once_at_the_address_that_was_given() -> None:
     machine = peering(named=(ANN, BOB))
-    assert set(tick(machine, 0.0).dial) == {Dial(each.peer_id, AT[each.peer_id]) for each in (ANN, BOB)}
+    assert set(tick(machine, 0.0).dial) == {Dial(each.peer_id, place(each)) for each in (ANN, BOB)}
     machine.on_dialled(ANN.peer_id, False, 0.1)
     machine.on_dialled(BOB.peer_id, True, 0.1)
     open_session(machine, BOB, 0.1)
@@ -127,7 +226,7 @@ def test_somebody_who_turns_out_to_be_named_counts_as_named() -> None:
     machine.on_named(ANN.peer_id, Address("198.51.100.1", 9))
     assert tick(machine, 0.0).dial == (Dial(ANN.peer_id, Address("198.51.100.1", 9)),)
     open_session(machine, ANN, 0.0)
-    close_session(machine, ANN, 1.0)
+    machine.on_closed(ANN.peer_id, 1.0)
     machine.on_dialled(ANN.peer_id, True, 1.0)
     # It announces another address; the one that is known to work from here stays.
     assert tick(machine, 1.0).dial == (Dial(ANN.peer_id, Address("198.51.100.1", 9)),)
@@ -146,88 +245,186 @@ def test_remembered_members_are_dialled_while_nobody_is_connected() -> None:
 def test_a_member_reaches_for_everybody_and_a_client_for_one(role: Role, expected: set[PeerId]) -> None:
     machine = peering(role)
     open_session(machine, ANN, 0.0)
-    machine.membership.merge((record(BOB),), 0.0)
+    tell(machine, ANN, record(BOB))
     assert dialled(tick(machine, 0.0, ANN)) == expected
-    close_session(machine, ANN, 1.0)
+    machine.on_closed(ANN.peer_id, 1.0)
     assert dialled(tick(machine, 1.0)) == {ANN.peer_id, BOB.peer_id} - expected
+
+
+# -- who is alive ----------------------------------------------------------------------------------------------------
 
 
 def test_a_broken_connection_and_nobody_at_the_address_is_a_death() -> None:
     machine = peering()
     open_session(machine, ANN, 0.0)
     tick(machine, 0.0, ANN)
-    close_session(machine, ANN, 1.0)
+    machine.on_closed(ANN.peer_id, 1.0)
     assert dialled(tick(machine, 1.0)) == {ANN.peer_id}, "whoever notices dials at once"
-    assert state_of(machine, ANN) is MemberState.ALIVE
+    assert state_of(machine, ANN, 1.0) is MemberState.SUSPECT
     machine.on_dialled(ANN.peer_id, False, 1.1)
     assert tick(machine, 1.1).changed
-    assert state_of(machine, ANN) is MemberState.DEAD
+    assert state_of(machine, ANN, 1.1) is MemberState.DEAD
 
 
-def test_a_failed_dial_to_one_that_was_never_connected_says_nothing_of_its_life() -> None:
+def test_a_failed_dial_to_one_that_others_hear_says_nothing_of_its_life() -> None:
     machine = peering()
     open_session(machine, BOB, 0.0)
-    machine.membership.merge((record(ANN),), 0.0)
-    machine.membership.on_vouched({ANN.peer_id: 0.0}, 0.0)
+    tell(machine, BOB, record(ANN), word(BOB, HEARS_KIND, encode_heard((ANN.peer_id, ME.peer_id))))
     tick(machine, 0.0, BOB)
     machine.on_dialled(ANN.peer_id, False, 0.1)
     tick(machine, 0.1, BOB)
-    assert state_of(machine, ANN) is MemberState.ALIVE
+    assert state_of(machine, ANN, 0.1) is MemberState.ALIVE
 
 
 def test_a_failed_dial_of_one_that_has_dialled_us_meanwhile_is_no_death() -> None:
     machine = peering()
     open_session(machine, ANN, 0.0)
     tick(machine, 0.0, ANN)
-    close_session(machine, ANN, 1.0)
+    machine.on_closed(ANN.peer_id, 1.0)
     tick(machine, 1.0)
     open_session(machine, ANN, 1.05)
     machine.on_dialled(ANN.peer_id, False, 1.1)
     tick(machine, 1.1, ANN)
-    assert state_of(machine, ANN) is MemberState.ALIVE
+    assert state_of(machine, ANN, 1.1) is MemberState.ALIVE
 
 
 def test_a_client_whose_connection_closes_is_gone() -> None:
     machine = peering()
     open_session(machine, ANN, 0.0, role=Role.CLIENT)
     tick(machine, 0.0, ANN)
-    assert state_of(machine, ANN) is MemberState.ALIVE
-    close_session(machine, ANN, 1.0)
-    actions = tick(machine, 1.0)
-    assert actions.dial == ()
-    assert ANN.peer_id not in {member.peer_id for member in machine.membership.members()}
+    assert state_of(machine, ANN, 0.0) is MemberState.ALIVE
+    machine.on_closed(ANN.peer_id, 1.0)
+    assert tick(machine, 1.0).dial == ()
+    assert machine.table.record(ANN.peer_id) is None
 
 
 def test_one_that_says_nothing_is_pinged_and_hung_up_on_after_eight_seconds() -> None:
     machine = peering()
     open_session(machine, ANN, 0.0)
     assert tick(machine, 0.0).ping == (ANN.peer_id,)
-    assert tick(machine, 7.9).drop == ()
-    actions = tick(machine, 8.0)
+    for tenth in range(1, 80):
+        assert tick(machine, tenth / 10).drop == ()
+    assert tick(machine, 8.0).drop == (ANN.peer_id,)
+    machine.on_closed(ANN.peer_id, 8.0)
+    tick(machine, 9.1)
+    assert state_of(machine, ANN, 9.1) is MemberState.DEAD
+
+
+def test_a_node_that_got_no_time_hangs_up_on_nobody() -> None:
+    machine = peering()
+    open_session(machine, ANN, 0.0)
+    tick(machine, 0.0, ANN)
+    assert tick(machine, 30.0).drop == ()
+
+
+def test_members_that_nobody_hears_leave_no_trace() -> None:
+    machine = peering()
+    open_session(machine, ANN, 0.0)
+    tell(machine, ANN, record(BOB), record(CAT))
+    for second in range(12):
+        tick(machine, float(second), ANN)
+    assert set(machine.table.origins()) == {ME.peer_id, ANN.peer_id}
+    tell(machine, ANN, record(BOB), now=12.0)
+    assert BOB.peer_id not in machine.table.origins(), "and are not learned again at once"
+
+
+# -- telling ---------------------------------------------------------------------------------------------------------
+
+
+def test_who_comes_is_told_what_this_node_says_and_everybody_that_it_is_heard() -> None:
+    machine = peering()
+    open_session(machine, ANN, 0.0)
+    tick(machine, 0.0, ANN)
+    open_session(machine, BOB, 1.0)
+    first, second = tick(machine, 1.0, ANN, BOB), tick(machine, 1.5, ANN, BOB)
+    assert MEMBER_KIND in told(first)[BOB.peer_id]
+    kinds = [each for actions in (first, second) for each in told(actions).get(ANN.peer_id, ())]
+    assert HEARS_KIND in kinds
+
+
+def test_a_client_tells_its_record_alone() -> None:
+    machine = peering(Role.CLIENT)
+    open_session(machine, ANN, 0.0)
+    machine.publish("load", b"1")
+    kinds = [kind for now in range(20) for kinds in told(tick(machine, float(now), ANN)).values() for kind in kinds]
+    assert set(kinds) == {MEMBER_KIND}
+
+
+def test_forgeries_are_counted_for_whoever_sent_them() -> None:
+    machine = peering()
+    open_session(machine, ANN, 0.0, role=Role.CLIENT)
+    assert tell(machine, ANN, word(ANN, "load", b"a"), record(BOB)) == 2
+    assert machine.forged == 2
+
+
+def test_what_a_client_asks_is_answered_and_nothing_is_asked_of_it() -> None:
+    machine = peering()
+    open_session(machine, ANN, 0.0, role=Role.CLIENT)
+    assert [type(m) for _, m in tick(machine, 0.0, ANN).send if isinstance(m, Summary)] == []
+    machine.on_received(ANN.peer_id, Summary(bytes(512)), 0.1)
+    (answer,) = [m for _, m in tick(machine, 0.1, ANN).send if isinstance(m, Compare)]
+    machine.on_received(ANN.peer_id, Compare({}, answer.buckets), 0.2)
+    assert MEMBER_KIND in told(tick(machine, 0.2, ANN))[ANN.peer_id]
+
+
+def test_whoever_asks_too_often_is_not_answered() -> None:
+    machine = peering()
+    open_session(machine, ANN, 0.0)
+    tick(machine, 0.0, ANN)
+    for _ in range(50):
+        machine.on_received(ANN.peer_id, Summary(bytes(512)), 0.1)
+    answers = [m for _, m in tick(machine, 0.1, ANN).send if isinstance(m, Compare)]
+    assert len(answers) == SETTINGS.answers_burst
+
+
+def test_the_same_is_answered_by_nothing_but_that_it_is_complete() -> None:
+    machine = peering()
+    open_session(machine, ANN, 0.0)
+    tick(machine, 0.0, ANN)
+    tick(machine, 0.05, ANN)
+    machine.on_received(ANN.peer_id, Summary(machine.table.summary(), Holding(epoch=1)), 0.1)
+    assert [m for _, m in tick(machine, 0.1, ANN).send if isinstance(m, Tell) and m.complete] == [Tell(complete=True)]
+
+
+def test_a_liar_is_hung_up_on_and_the_others_are_told() -> None:
+    machine = peering()
+    for who in (ANN, BOB):
+        open_session(machine, who, 0.0)
+    tell(machine, ANN, word(ANN, "load", b"a"))
+    tick(machine, 0.0, ANN, BOB)
+    tell(machine, BOB, word(ANN, "load", b"b"), now=0.1)
+    actions = tick(machine, 0.1, ANN, BOB)
     assert actions.drop == (ANN.peer_id,)
-    assert state_of(machine, ANN) is MemberState.DEAD
+    assert machine.table.record(ANN.peer_id) is None
 
 
-def test_what_was_heard_keeps_a_peer_alive() -> None:
+def test_who_was_revoked_is_hung_up_on_and_the_order_passed_on() -> None:
     machine = peering()
-    open_session(machine, ANN, 0.0)
-    for now in range(0, 60, 2):
-        assert tick(machine, float(now), ANN).drop == ()
-    assert state_of(machine, ANN) is MemberState.ALIVE
+    open_session(machine, ANN, 0.0, lead=False)
+    open_session(machine, BOB, 0.0)
+    tick(machine, 0.0, ANN, BOB)
+    orders = sign_orders(KEY, Orders(5, (TOKENS[Role.WORKER, False].grant.certificate,)))
+    machine.on_received(BOB.peer_id, Tell(orders=orders), 0.1)
+    actions = tick(machine, 0.1, ANN, BOB)
+    assert actions.drop == (ANN.peer_id,)
+    assert [peer for peer, m in actions.send if isinstance(m, Tell) and m.orders == orders] == [
+        ANN.peer_id,
+        BOB.peer_id,
+    ]
 
 
-def test_a_leader_that_leaves_is_replaced_by_the_lowest_that_stays() -> None:
-    machine = peering()
-    open_session(machine, ANN, 0.0)
-    machine.membership.merge((sign_entry(ANN, "claim", 1, 2, msgspec.msgpack.encode([7])),), 0.0)
-    assert tick(machine, 0.0, ANN).changed
-    assert leader(machine) == (ANN.peer_id, 7)
-    machine.membership.merge((record(ANN, version=3, left=True),), 2.0)
-    assert tick(machine, 2.0, ANN).wake_at <= 3.0
-    assert leader(machine) is None
-    tick(machine, 3.0, ANN)
-    assert leader(machine) == (ME.peer_id, 8)
-    assert machine.epoch == 8
+def test_what_is_kept_is_taken_up_by_the_next_run() -> None:
+    before = peering()
+    open_session(before, ANN, 0.0)
+    tell(before, ANN, word(ANN, CLAIM_KIND, encode_claim(7)))
+    tick(before, 0.0, ANN)
+    after = peering()
+    after.restore(before.state(), 0.0)
+    assert dialled(tick(after, 0.0)) == {ANN.peer_id}
+    assert after.coordinator is None, "it looks for the others first"
+    after.on_dialled(ANN.peer_id, False, 0.1)
+    tick(after, SETTINGS.found_s + 0.1)
+    assert after.coordinator == (ME.peer_id, 8)
 
 
 def test_it_shows_itself() -> None:

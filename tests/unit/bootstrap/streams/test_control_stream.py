@@ -19,6 +19,7 @@ from p2pserve.bootstrap.testing import MemoryNetwork
 NEAR, FAR = Identity(b"a" * 32), Identity(b"b" * 32)
 SETTINGS = NetworkSettings(max_offences=3, max_requests=2)
 NIL = b"\xc0"
+RETRY_S = {b"\x01": 2.5, b"\x02": 1e9}  # by the body of what is refused
 
 
 @dataclass
@@ -40,7 +41,7 @@ async def two_ends() -> AsyncIterator[Ends]:
 
     async def serve(method: str, body: msgspec.Raw) -> bytes:
         if method == "refuse":
-            raise RemoteError("full", "no room")
+            raise RemoteError("full", "no room", retry_after_s=RETRY_S.get(bytes(body)))
         if method == "nonsense":
             raise ProtocolError("the body is malformed")
         if method == "hang":
@@ -114,6 +115,17 @@ def test_what_the_handler_refuses_arrives_with_its_code() -> None:
     run(main)
 
 
+@pytest.mark.parametrize(("body", "told"), [(b"\x01", 2.5), (b"\x02", 3600.0), (NIL, None)])
+def test_the_time_to_try_again_arrives_within_bounds(body: bytes, told: float | None) -> None:
+    async def main(ends: Ends) -> None:
+        with pytest.raises(RemoteError) as caught:
+            await ends.near.request("refuse", body, 5.0)
+        assert caught.value.retry_after_s == told
+        assert ends.near.offences == 0
+
+    run(main)
+
+
 def test_a_timeout_costs_its_request_and_nothing_else() -> None:
     async def main(ends: Ends) -> None:
         with pytest.raises(RequestTimeout, match="did not answer 'hang' within 1 s"):
@@ -134,6 +146,8 @@ def test_more_requests_at_once_than_allowed_are_busy() -> None:
             with pytest.raises(RemoteError) as caught:
                 await ends.near.request("echo", NIL, 5.0)
             assert caught.value.code == "busy"
+            assert caught.value.retry_after_s == SETTINGS.busy_retry_s
+            assert caught.value.message == "busy: 2 requests of this peer are being served; try again in 1 s"
             nursery.cancel_scope.cancel()
 
     run(main)

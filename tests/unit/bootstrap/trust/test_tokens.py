@@ -2,7 +2,9 @@
 
 import base64
 
+import msgspec
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pserve.bootstrap import Bootstrap, Identity, JoinToken, NetworkKey, PeerId, Role, TokenError, admit
 from p2pserve.bootstrap.errors import AddressError
@@ -17,13 +19,13 @@ TOKEN = KEY.issue((BOOTSTRAP,), Role.WORKER, 1000.0)
 def test_a_token_says_what_it_was_issued_for() -> None:
     token = JoinToken.parse(TOKEN)
     assert TOKEN.startswith("p2p_worker_")
-    assert (token.network, token.bootstraps, token.role, token.expires_at) == (
+    assert (token.network, token.bootstraps, token.role, token.grant.expires_at) == (
         KEY.public,
         (BOOTSTRAP,),
         Role.WORKER,
         1000,
     )
-    assert admit(f"  {TOKEN}\n", KEY.public, 999.0) is Role.WORKER
+    assert admit(f"  {TOKEN}\n", KEY.public, 999.0) == token.grant
     assert "secret" not in repr(token)
 
 
@@ -96,10 +98,80 @@ def test_too_many_bootstraps() -> None:
         KEY.issue((BOOTSTRAP,) * 17, Role.WORKER, 1.0)
 
 
+def test_as_many_bootstraps_as_a_token_may_name() -> None:
+    token = JoinToken.parse(KEY.issue((BOOTSTRAP,) * 16, Role.WORKER, 1.0))
+    assert token.bootstraps == (BOOTSTRAP,) * 16
+
+
+def test_how_long_a_token_may_be() -> None:
+    longest = "p2p_worker_" + "A" * (8192 - 11)
+    with pytest.raises(TokenError, match="a part is missing"):
+        admit(longest, KEY.public, 0.0)
+    with pytest.raises(TokenError, match="longer than 8192 characters"):
+        admit(longest + "A", KEY.public, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(59.4, "59 s"), (60, "1 min"), (3599, "60 min"), (3600, "1 h"), (86399, "24 h"), (86400, "1 d"), (200_000, "2 d")],
+)
+def test_how_long_ago_it_expired(seconds: float, told: str) -> None:
+    with pytest.raises(TokenError, match=f"expired {told} ago"):
+        admit(TOKEN, KEY.public, 1000.0 + seconds)
+
+
+@pytest.mark.parametrize("port", [1, 65535])
+def test_the_ports_that_a_bootstrap_may_have(port: int) -> None:
+    there = Bootstrap("h", port, PEER.peer_id)
+    assert JoinToken.parse(KEY.issue((there,), Role.WORKER, 1.0)).bootstraps == (there,)
+    with pytest.raises(TokenError, match="nobody can dial"):
+        KEY.issue((Bootstrap("h", 65536, PEER.peer_id),), Role.WORKER, 1.0)
+
+
+def signed(**changed: object) -> str:
+    """A token that the network's key signed, although no program of ours would have made it so."""
+    secret = b"h" * 32
+    fields: dict[str, object] = {
+        "version": 1,
+        "network": KEY.public,
+        "role": "worker",
+        "expires_at": 1000,
+        "holder": Ed25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw(),
+        "bootstraps": (),
+        "secret": secret,
+    }
+    fields.update(changed)
+    secret = fields.pop("secret")  # type: ignore[assignment]
+    certificate = msgspec.msgpack.encode(list(fields.values()))
+    raw = msgspec.msgpack.encode([certificate, secret]) + KEY.sign(b"p2pserve-join-1\n" + certificate)
+    return "p2p_worker_" + base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def test_what_is_signed_and_sound_is_taken() -> None:
+    assert admit(signed(), KEY.public, 0.0).role is Role.WORKER
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"version": 2}, "has version 2 and this program reads version 1"),
+        ({"network": KEY.public[:31]}, "malformed: a part is missing"),
+        ({"holder": b"x" * 31}, "malformed: a part is missing"),
+        ({"bootstraps": (("h", 1, PEER.peer_id),) * 17}, "malformed: a part is missing"),
+        ({"bootstraps": (("h", 0, PEER.peer_id),)}, "nobody can dial"),
+        ({"secret": b"x" * 32}, "forged: its secret"),
+        ({"secret": b"h" * 31}, "forged: its secret"),
+    ],
+)
+def test_what_is_signed_and_cannot_be_is_refused(changed: dict[str, object], reason: str) -> None:
+    with pytest.raises(TokenError, match=reason):
+        admit(signed(**changed), KEY.public, 0.0)
+
+
 def test_a_credential_is_bound_to_its_peer() -> None:
     credential = JoinToken.parse(TOKEN).credential(PEER.peer_id)
-    assert admit_credential(credential, PEER.peer_id, KEY.public, 0.0) is Role.WORKER
-    assert admit_credential(credential, PEER.peer_id, KEY.public, None) is Role.WORKER
+    assert admit_credential(credential, PEER.peer_id, KEY.public, 0.0).role is Role.WORKER
+    assert admit_credential(credential, PEER.peer_id, KEY.public, None).role is Role.WORKER
     with pytest.raises(TokenError, match="made for another peer"):
         admit_credential(credential, THIEF.peer_id, KEY.public, 0.0)
     with pytest.raises(TokenError, match="another network"):

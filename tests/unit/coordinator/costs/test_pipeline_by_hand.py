@@ -78,6 +78,20 @@ def test_a_mixed_step_goes_through_the_pipeline_with_one_of_the_batches() -> Non
     assert pipeline(near, near).mixed_s(50, 1275, 8, 1000) == pytest.approx(expected, rel=1e-6)
 
 
+def test_equal_stages_one_behind_the_other_each_take_their_time() -> None:
+    """Two of two layers on the fast card before the last one, and nine requests in three batches."""
+    equal = cost(FAST, 2, last=False)
+    stages = [StageHardware(FAST, 1, 2, 100.0)] * 2 + [StageHardware(SLOW, 1, 2, 100.0)]
+    times = replica_times(MODEL, stages, (AHEAD, AHEAD, BACK))
+    prefill = 2 * equal.step_s(300, 9000, 0, 0) + LAST.step_s(300, 9000, 0, 0) + 2 * (0.01 + 300 * TOKEN_S)
+    assert times.prefill_s(300, 9000) == pytest.approx(prefill, rel=1e-10)
+    line, one, last = times.decode_line(9), equal.decode_line(3), LAST.decode_line(3)
+    assert line.fixed_s == pytest.approx(2 * one.fixed_s + last.fixed_s + 0.05 + 2 * 3 * TOKEN_S, rel=1e-10)
+    assert line.context_s == pytest.approx((2 * one.context_s + last.context_s) / 3, rel=1e-10)
+    both = 2 * equal.step_s(50, 1275, 3, 300) + LAST.step_s(50, 1275, 3, 300)
+    assert times.mixed_s(50, 1275, 9, 900) == pytest.approx(both + 0.05 + 2 * 53 * TOKEN_S, rel=1e-10)
+
+
 def test_a_single_request_holds_up_nobody() -> None:
     both = [stage.step_s(50, 1275, 1, 500) for stage in (FIRST, LAST)]
     assert pipeline().mixed_s(50, 1275, 1, 500) == pytest.approx(sum(both) + 0.04 + 51 * TOKEN_S)

@@ -60,6 +60,37 @@ def ending(ready: Ready) -> EndRequest:
     return end
 
 
+def test_a_request_that_is_held_waits_for_its_turn_until_its_deadline() -> None:
+    machine = machine_of(deadline=60.0)
+    (wanted,) = machine.start(2.0)
+    assert machine.held(2.0) == ()
+    assert machine.wake_at == 60.0
+    assert machine.network_changed(30.0) == (wanted,)
+    machine.held(30.0)
+    assert machine.wake(59.9) == ()
+    assert ending(machine.wake(60.0)).error == "deadline: the answer was not complete after 58.0 s"
+
+
+def test_the_grace_for_an_engine_begins_when_a_route_is_looked_for() -> None:
+    machine = machine_of()
+    machine.start(2.0)
+    machine.held(2.0)
+    machine.network_changed(30.0)
+    machine.not_routed("none", 30.0, is_hopeful=False)
+    assert machine.wake_at == 31.0
+    machine.not_routed("none", 34.9, is_hopeful=False)
+    assert ending(machine.not_routed("none", 35.0, is_hopeful=False)).error.startswith("no engine is left")
+
+
+def test_what_has_a_route_is_not_held() -> None:
+    machine = serving()
+    before = machine.wake_at
+    assert machine.held(3.0) == ()
+    assert machine.wake_at == before
+    (cancel, *_) = machine.stop(4.0)
+    assert isinstance(cancel, CancelWork)
+
+
 def test_a_route_is_looked_for_again_until_the_grace_is_over() -> None:
     machine = machine_of()
     assert machine.start(2.0) == (FindRoute(10, {}),)

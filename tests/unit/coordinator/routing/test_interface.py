@@ -5,7 +5,19 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from p2pserve.coordinator import Load, NoRoute, Pairing, Phase, Plan, PolicyError, Replica, Route, Router, Stage
+from p2pserve.coordinator import (
+    Load,
+    LoadError,
+    NoRoute,
+    Pairing,
+    Phase,
+    Plan,
+    PolicyError,
+    Replica,
+    Route,
+    Router,
+    Stage,
+)
 from p2pserve.coordinator.routing.interface import ReplicaLoads, RequestFacts, RoutingPolicy, RoutingSettings
 from p2pserve.coordinator.routing.policies import NETWORK_POLICIES
 
@@ -143,3 +155,11 @@ def test_a_higher_free_share_lets_thin_links_have_more(free_share: float, thin: 
     )
     sent = [found.route(100).decode for _ in range(1000)].count("e") / 1000
     assert sent == pytest.approx(thin, abs=0.05)
+
+
+@pytest.mark.parametrize("figures", [(-1, 0, 9), (0, -1, 9), (9, 0, -1)])
+def test_a_figure_that_cannot_be_is_refused_whatever_the_others_are(figures: tuple[int, int, int]) -> None:
+    outstanding, prefill_tokens, kv_free_tokens = figures
+    with pytest.raises(LoadError, match="load of p has a negative figure"):
+        Load(replica="p", outstanding=outstanding, prefill_tokens=prefill_tokens, kv_free_tokens=kv_free_tokens)
+    assert Load(replica="p", outstanding=0, prefill_tokens=0, kv_free_tokens=0).replica == "p"

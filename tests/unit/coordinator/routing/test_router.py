@@ -9,7 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.coordinator import Load, LoadError, NoRoute, Pairing, Phase, Plan, Replica, Route, Router, Stage
+from p2pserve.coordinator import (
+    Load,
+    LoadError,
+    NoRoute,
+    Pairing,
+    Phase,
+    Plan,
+    Replica,
+    Route,
+    Router,
+    RoutingSettings,
+    Stage,
+)
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 
@@ -171,7 +183,12 @@ def test_excluded_boxes_are_never_used(plan: Plan, loads: list[Load], exclude: f
 
 
 def plainly(
-    plan: Plan, loads: list[Load], tokens: int, exclude: frozenset[str], sent: dict[tuple[str, str], float]
+    plan: Plan,
+    loads: list[Load],
+    tokens: int,
+    exclude: frozenset[str],
+    sent: dict[tuple[str, str], float],
+    settings: RoutingSettings,
 ) -> tuple[str, str] | None:
     """The rule as one would say it: all candidates of the best kind that has any, the least of them. `sent`: how many
     of the latest requests each took."""
@@ -198,12 +215,12 @@ def plainly(
         share = sum(weight for route, weight in routes.items() if route[end] == name) / sum(routes.values())
         return queue[name] / share / sum(queue[other] for other in {route[end] for route in routes})
 
-    latest = max(sum(sent.get(pair, 0.0) for pair in routes), 32.0)
+    latest = max(sum(sent.get(pair, 0.0) for pair in routes), settings.remembered_requests / 4)
 
     def beyond(pair: tuple[str, str]) -> float:
         if pair[0] == pair[1]:
             return 0.0
-        return max(0.0, sent.get(pair, 0.0) / latest / (routes[pair] / sum(routes.values())) - 1.5)
+        return max(0.0, sent.get(pair, 0.0) / latest / (routes[pair] / sum(routes.values())) - settings.free_share)
 
     ranked = [
         (
@@ -221,25 +238,36 @@ def plainly(
     return min(ranked)[2] if ranked else None
 
 
-def test_a_router_decides_as_the_rule_says_whatever_it_heard_before() -> None:
+@pytest.mark.parametrize(
+    ("settings", "busiest"),
+    [
+        (RoutingSettings(), 4),
+        (RoutingSettings(remembered_requests=8, free_share=1.0), 1),
+        (RoutingSettings(remembered_requests=2, free_share=1.2), 0),
+    ],
+)
+def test_a_router_decides_as_the_rule_says_whatever_it_heard_before(settings: RoutingSettings, busiest: int) -> None:
     rng = random.Random(5)
     names = ["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"]
     for plan in (ALONE, TWO_BY_TWO, WITH_MIXED):
-        router, sent = Router(plan), dict[tuple[str, str], float]()
+        router, sent = Router(plan, settings), dict[tuple[str, str], float]()
         for _ in range(200):
             told = rng.sample(names, rng.randint(0, len(names)))
-            loads = [load(name, rng.randint(0, 4), rng.randint(0, 999), rng.choice((0, 100, 200))) for name in told]
+            loads = [
+                load(name, rng.randint(0, busiest), rng.randint(0, 250 * busiest), rng.choice((0, 100, 200)))
+                for name in told
+            ]
             exclude = frozenset(rng.sample(names, rng.choice((0, 0, 1, 2, 3))))
             tokens = rng.choice((1, 150, 250))
             router.report(loads)
-            expected = plainly(plan, loads, tokens, exclude, sent)
+            expected = plainly(plan, loads, tokens, exclude, sent, settings)
             if expected is None:
                 with pytest.raises(NoRoute):
                     router.route(tokens, exclude)
             else:
                 found = router.route(tokens, exclude)
                 assert (found.prefill or found.decode, found.decode) == expected
-                sent = {pair: times * (1 - 1 / 128) for pair, times in sent.items()}
+                sent = {pair: times * (1 - 1 / settings.remembered_requests) for pair, times in sent.items()}
                 sent[expected] = sent.get(expected, 0.0) + 1.0
 
 
@@ -261,3 +289,33 @@ def test_a_note_changes_one_replica_alone() -> None:
     assert router.route(1) == Route(prefill="p1", decode="d2", split=1)
     router.loads.note("d2", 0, 0, 0)  # the prompt would have to wait there
     assert router.route(1).decode == "d1"
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_prompt_counts_for_one_token_at_least(tokens: int) -> None:
+    """1 over a quarter of the requests is 4; 3 more, over three quarters, 5.3."""
+    plan = plan_of({"p1": P, "p2": P, "d": D}, {("p1", "d"): 0.25, ("p2", "d"): 0.75})
+    assert route_once(plan, [load("p1"), load("p2", 0, 3), load("d")], prompt_tokens=tokens).prefill == "p1"
+    assert route_once(plan, [load("p1"), load("p2", 0, 1), load("d")], prompt_tokens=tokens).prefill == "p2"
+
+
+def test_alone_replicas_count_as_the_plan_says_and_one_without_a_share_as_the_least() -> None:
+    """Idle ones are asked by their shares: 0.1, 0.3, 0.6 and, as the least, 0.1."""
+    pairs = {("p1", "d1"): 0.1, ("p2", "d2"): 0.3, ("p1", "d3"): 0.6, ("p1", "d4"): 0.0}
+    plan = plan_of({"p1": P, "p2": P, "d1": D, "d2": D, "d3": D, "d4": D}, pairs)
+    alone = frozenset({"p1", "p2"})
+    idle = {name: load(name) for name in ("d1", "d2", "d3", "d4")}
+    order = []
+    for _ in range(4):
+        found = route_once(plan, idle.values(), prompt_tokens=1, exclude=alone)
+        order.append(found.decode)
+        idle[found.decode] = load(found.decode, 99, 99)
+    assert order == ["d3", "d2", "d1", "d4"]
+
+
+def test_requests_go_elsewhere_when_a_link_has_had_its_share() -> None:
+    """Of four requests at least, half are the share of either: after three the first has had more, and then both are
+    weighed by what they had of late."""
+    router = Router(TWO_PAIRS, RoutingSettings(remembered_requests=16, free_share=1.0))
+    router.report([load(name) for name in ("p1", "p2", "d1", "d2")])
+    assert [router.route(1).prefill for _ in range(7)] == ["p1"] * 3 + ["p2"] * 3 + ["p1"]

@@ -92,3 +92,45 @@ def test_a_connection_that_is_lost_is_no_failed_attempt_and_is_dialled_again_soo
     dialler.mark_down(99, "never wanted", 10.0)
     dialler.set_paths([DialPath("a", 1)], 11.0)
     assert dialler.failures == {}, "of paths that are wanted"
+
+
+class Half(random.Random):
+    """Gives the least of what it is asked for: half of each wait."""
+
+    def uniform(self, a: float, b: float) -> float:
+        assert (a, b) == (0.5, 1.0)
+        return a
+
+
+def test_each_wait_is_twice_the_one_before_up_to_the_limit() -> None:
+    dialler, now, waits = Dialler(LinkSettings(redial_first_s=1.0, redial_limit_s=6.0), Half()), 0.0, []
+    dialler.set_paths([DialPath("a", 1)], now)
+    for _ in range(5):
+        (attempt,) = dialler.take_due(now)
+        dialler.mark_down(attempt.slot, "refused", now)
+        waits.append(dialler.wake_at() - now)
+        now = dialler.wake_at()
+    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0]
+    (attempt,) = dialler.take_due(now)
+    assert dialler.mark_up(attempt.slot, 1)
+    assert dialler.wake_at() == math.inf
+    dialler.mark_down(attempt.slot, "reset", now)
+    assert dialler.wake_at() == now + 0.5, "what was up begins anew"
+
+
+def test_the_soonest_of_all_is_woken_for() -> None:
+    dialler = Dialler(LinkSettings(redial_first_s=1.0), Half())
+    dialler.set_paths([DialPath("a", 1, streams=2)], 0.0)
+    one, two = dialler.take_due(0.0)
+    dialler.mark_down(one.slot, "refused", 3.0)
+    dialler.mark_down(two.slot, "refused", 1.0)
+    assert dialler.wake_at() == 1.5
+    assert [attempt.slot for attempt in dialler.take_due(1.5)] == [two.slot]
+    assert repr(dialler) == "<Dialler 0/2 up, 0 leaving>"
+
+
+def test_paths_to_one_place_under_other_labels_are_told_apart() -> None:
+    dialler = Dialler(LinkSettings(), Half())
+    paths = (DialPath("a", 1, label="one"), DialPath("a", 1, label="two", streams=2))
+    dialler.set_paths(paths, 0.0)
+    assert dialler.paths == paths

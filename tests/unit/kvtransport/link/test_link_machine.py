@@ -55,6 +55,13 @@ class TestConfirmations:
         assert machine.next_signal(number, 1.049) is None
         assert machine.next_signal(number, 1.05) == Ack(0, 1 << 18)
 
+    @pytest.mark.parametrize(("now", "said"), [(0.049, None), (0.05, Ack(0, 1 << 17))])
+    def test_the_first_bytes_are_confirmed_after_a_twentieth_of_a_second(self, now: float, said: Ack | None) -> None:
+        machine = sender()
+        number = machine.add_connection("direct", 0.0)
+        machine.note_heard(number, 1 << 17, 0.0)
+        assert machine.next_signal(number, now) == said
+
     def test_pings_and_answers_are_not_counted_among_what_is_confirmed(self) -> None:
         machine = sender()
         number = machine.add_connection("direct", 0.0)
@@ -94,6 +101,18 @@ class TestFigures:
         machine.receive(number, Ack(0, 10), 4.0)
         assert machine.path_statistics(4.0)["direct"].rate_bytes_s == 1000.0, "a count that goes back is no news"
         assert machine.path_statistics(6.0)["direct"].rate_bytes_s == 0.0
+
+    def test_the_rate_of_a_young_connection(self) -> None:
+        machine = sender()
+        number = machine.add_connection("direct", 10.0)
+        assert machine.path_statistics(10.0)["direct"].rate_bytes_s == 0.0
+        machine.receive(number, Ack(0, 100), 10.5)
+        assert machine.path_statistics(10.5)["direct"].rate_bytes_s == 200.0
+        assert machine.path_statistics(12.0)["direct"].rate_bytes_s == 50.0
+        sudden = machine.add_connection("sudden", 20.0)
+        machine.receive(sudden, Ack(0, 100), 20.0)
+        found = machine.path_statistics(20.0)["sudden"].rate_bytes_s
+        assert found == pytest.approx(2000.0), "in no less than a twentieth of a second"
 
     def test_what_is_in_flight_and_what_has_arrived(self) -> None:
         machine = sender()

@@ -135,6 +135,24 @@ class TestGrants:
         charges = MIB + FRAME_CHARGE + 50 + FRAME_CHARGE
         assert receiver.say_all() == [Credit(A, 2 * MIN_WINDOW_BYTES + charges, 0)]
 
+    @pytest.mark.parametrize(("charge", "told"), [(7.5 * MIB, False), (8 * MIB - 1, False), (8 * MIB, True)])
+    def test_an_eighth_is_told_to_the_byte(self, charge: float, told: bool) -> None:
+        receiver = Receiver()
+        receiver.expect(window=64 * MIB)
+        total = int(charge) - FRAME_CHARGE
+        for offset in range(0, total, MIB):
+            assert receiver.take(chunk(0, offset, total, grid=20))
+        receiver.machine.consume(A, 0)
+        assert bool(receiver.say_all()) is told
+
+    @pytest.mark.parametrize(("size", "told"), [(976, False), (977, True)])
+    def test_a_sender_that_has_left_what_its_next_chunk_needs_does_not_starve(self, size: int, told: bool) -> None:
+        receiver = Receiver()
+        receiver.expect(window=MIN_WINDOW_BYTES + 976 + FRAME_CHARGE)
+        receiver.take(chunk(0, total=size))
+        receiver.machine.consume(A, 0)
+        assert bool(receiver.say_all()) is told
+
     def test_a_frame_larger_than_the_window_widens_it(self) -> None:
         receiver = Receiver()
         receiver.expect()
@@ -255,6 +273,19 @@ class TestFrames:
         assert not receiver.take(chunk(1))
         assert receiver.machine.next_signal(receiver.numbers[0], 0.0) == Ack(2, 0)
 
+    def test_nothing_is_placed_for_a_connection_that_is_gone_but_what_it_brought_counts(self) -> None:
+        receiver = Receiver()
+        receiver.expect()
+        placement = receiver.machine.place_chunk(receiver.numbers[0], chunk(0), 0.0)
+        assert placement is not None
+        receiver.machine.remove_connection(receiver.numbers[0], 0.0)
+        assert receiver.machine.place_chunk(receiver.numbers[0], chunk(1), 0.0) is None
+        receiver.machine.finish_chunk(receiver.numbers[0], placement, 0.0)
+        receiver.machine.skip_chunk(receiver.numbers[0])
+        receiver.collect()
+        assert [event.frame for event in receiver.ready] == [0]
+        assert receiver.progress().bytes_by_path == {"": 100}
+
     def test_nothing_is_placed_once_the_link_is_over(self) -> None:
         receiver = Receiver()
         receiver.expect()
@@ -340,6 +371,14 @@ class TestEnds:
         receiver.take(chunk(0, 0, 2 * STEP) if frames == 0 else chunk(1))
         with pytest.raises(KVProtocolError, match=f"the end of {frames} frames after frame {frames}"):
             receiver.receive(End(A, 1, frames))
+
+    def test_an_end_before_what_is_whole_already(self) -> None:
+        receiver = Receiver()
+        receiver.expect()
+        for number in range(2):
+            receiver.take(chunk(number))
+        with pytest.raises(KVProtocolError, match="the end of 1 frames after frame 1"):
+            receiver.receive(End(A, 1, 1))
 
     def test_two_ends_must_agree(self) -> None:
         receiver = Receiver()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
@@ -224,6 +225,35 @@ class TestMoney:
         assert probes.statistics().usd_left == pytest.approx(0.01)
 
 
+class Ends(Random):
+    """Gives the ends of what it is asked for, in turn."""
+
+    def random(self) -> float:
+        return 0.5
+
+    def uniform(self, a: float, b: float) -> float:
+        self.low = not getattr(self, "low", False)
+        return a if self.low else b
+
+
+class TestSpread:
+    def test_new_peers_begin_spread_over_a_gap_and_a_retry(self) -> None:
+        settings = ProbeSettings(**TIMES)  # type: ignore[arg-type]
+        probes = ProbeScheduler("me", "here", Ends(), now=0.0, settings=settings)
+        probes.set_peers([PeerLink("p0", "there", FIGURES)], now=100.0)
+        assert probes.wake_at() == 102.0, "half of four seconds"
+        probes.on_ping("p0", True, now=109.0)
+        assert probes.wake_at() == 110.0, "and half of sixteen more for the burst"
+
+    def test_gaps_are_a_tenth_shorter_or_longer(self) -> None:
+        settings = ProbeSettings(**TIMES)  # type: ignore[arg-type]
+        probes = ProbeScheduler("me", "here", Ends(), now=0.0, settings=settings)
+        probes.set_peers([PeerLink("p0", "there", FIGURES)], now=0.0)
+        for gap in (4 * 0.9, 4 * 1.1):
+            probes.on_ping("p0", True, now=0.0)
+            assert probes.wake_at() == pytest.approx(gap)
+
+
 ASKED = BurstRequest("me", 8, 2.0, 100_000_000, overdue=False)
 OVERDUE = BurstRequest("me", 8, 2.0, 100_000_000, overdue=True)
 
@@ -282,6 +312,22 @@ class TestBeingAsked:
         assert refusal.retry_s == 16.0
         assert self.ask(probes, DAY + 1.0, usd=0.0999999) is None
 
+    def test_without_any_allowance_it_is_asked_again_when_a_burst_would_be_due_anyway(self) -> None:
+        probes = scheduler(usd_per_day=0.0)
+        assert self.ask(probes, 0.0, usd=0.001) == BurstRefusal(DeferReason.BUDGET, 512.0)
+        assert self.ask(probes, 0.0) is None, "what is free needs none"
+
+    @pytest.mark.parametrize(("stays", "again"), [(True, BurstRefusal(DeferReason.BUSY, 16.0)), (False, None)])
+    def test_how_lately_it_was_disturbed_is_known_as_long_as_the_peer_is(
+        self, stays: bool, again: BurstRefusal | None
+    ) -> None:
+        probes = scheduler()
+        assert self.ask(probes, 0.0, OVERDUE, BUSY) is None
+        probes.on_burst_done("p0", 7, succeeded=True, now=2.0)
+        assert (probes.statistics().bursts, probes.statistics().burst_bytes) == (1, 7)
+        probes.set_peers([PeerLink("p0" if stays else "p1", "there", FIGURES)], now=3.0)
+        assert self.ask(probes, 4.0, OVERDUE, BUSY) == again
+
 
 class TestPeers:
     @pytest.mark.parametrize(("peers", "targets"), [(8, 8), (9, 2)])
@@ -307,8 +353,52 @@ class TestSettings:
         lan, wan = ProbeSettings.lan(), ProbeSettings.wan()
         assert wan == ProbeSettings()
         assert lan.usd_per_day == 0.0
-        assert lan.ping_every_s < wan.ping_every_s
+        for name in ("ping_every_s", "backoff_limit_s", "burst_s"):
+            assert getattr(lan, name) < getattr(wan, name)
         assert lan.burst_every_s > wan.burst_every_s
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            {"usd_per_day": 0.0},
+            {"postpone_s": 0.0},
+            {"least_burst_bytes": 1},
+            {"least_burst_bytes": 256_000_000},
+            {"representatives": 1, "failures_to_unreachable": 1, "least_streams": 1},
+            {"burst_s": 1e-9},
+            {"burst_s": 10.0, "burst_limit_s": 10.0},
+        ],
+    )
+    def test_just_allowed(self, values: dict[str, float]) -> None:
+        settings = ProbeSettings(**values)  # type: ignore[arg-type]
+        assert {name: getattr(settings, name) for name in values} == values
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"usd_per_day": -0.01}, "usd_per_day and probe.postpone_s must not be negative"),
+            ({"usd_per_day": inf}, "usd_per_day and probe.postpone_s must not be negative"),
+            ({"postpone_s": -1.0}, "usd_per_day and probe.postpone_s must not be negative"),
+            ({"postpone_s": inf}, "usd_per_day and probe.postpone_s must not be negative"),
+            ({"least_burst_bytes": 0}, "least_burst_bytes is 0"),
+            ({"least_burst_bytes": 256_000_001}, "least_burst_bytes is 256000001"),
+            ({"burst_s": 1.0, "burst_limit_s": 10.5}, "burst_s is 1.0"),
+        ],
+    )
+    def test_just_not_allowed(self, values: dict[str, float], message: str) -> None:
+        with pytest.raises(FiguresError, match=message):
+            ProbeSettings(**values)  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize(
+        ("name", "least", "most"), [("streams", 1, 64), ("seconds", 0.001, 10.0), ("max_bytes", 1, 4_000_000_000)]
+    )
+    def test_what_may_be_asked_for(self, name: str, least: float, most: float) -> None:
+        good = {"peer": "b", "streams": 1, "seconds": 1.0, "max_bytes": 1, "overdue": False}
+        for value in (least, most):
+            assert getattr(BurstRequest(**{**good, name: value}), name) == value  # type: ignore[arg-type]
+        for value in (0, most + 1):
+            with pytest.raises(FiguresError, match=f"burst.{name} is {value}"):
+                BurstRequest(**{**good, name: value})  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("name", "value"),

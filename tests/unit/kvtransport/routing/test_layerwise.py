@@ -229,3 +229,42 @@ class TestMeasurement:
             KVShape(1, 0.0)
         with pytest.raises(FiguresError, match=r"layerwise\.half_life"):
             LayerwiseEstimator(SHAPE, half_life=0.0)
+
+
+class TestByHand:
+    """Four layers of 1000 bytes per token; 10 ms of prefill and 10 us of hold-up per token (and layer), 0.5 us to
+    encode a byte; a link of a million bytes per second at half a second."""
+
+    LINK = LinkFigures(rtt_s=0.5, one_stream_gbps=0.004, capacity_gbps=0.008)
+
+    def estimator(self) -> LayerwiseEstimator:
+        made = LayerwiseEstimator(KVShape(4, 1000.0))
+        made.on_prefill(100, 1.0)
+        made.on_frame(1000, 0.0005)
+        made.on_hold_up(50, 2, 0.001)
+        return made
+
+    def test_what_both_modes_add_to_a_prompt_of_a_hundred_tokens(self) -> None:
+        found = self.estimator().decide(100, self.LINK, 2)
+        # All at once: held up for 4 ms, four frames of 100 ms on the link, the first of them 50 ms after it is encoded.
+        assert found.visible_serialised_s == pytest.approx(0.004 + 0.4 + 0.05 + 0.5)
+        # One at a time: the last is ready after 1 s and four hold-ups, and then takes as long as a frame.
+        assert found.visible_layerwise_s == pytest.approx(0.004 + 0.1 + 0.05 + 0.5)
+        assert (found.mode, found.layers_per_group) == (SendMode.LAYERWISE, 1)
+        assert found.why == "prefill 1000.0 ms, bytes on the link 400.0 ms, hold-up 1.00 ms x 4"
+
+    def test_one_stream_takes_twice_as_long(self) -> None:
+        found = self.estimator().decide(100, self.LINK, 1)
+        assert found.visible_serialised_s == pytest.approx(0.004 + 0.8 + 0.05 + 0.5)
+
+    @pytest.mark.parametrize(("size", "seconds"), [(1, 0.004), (3, 0.006), (4, 0.004)])
+    def test_how_long_groups_hold_the_engine_up(self, size: int, seconds: float) -> None:
+        assert self.estimator().held_up_s(100, size) == pytest.approx(seconds), "the last group may be smaller"
+
+    def test_the_least_that_can_be_measured(self) -> None:
+        made = LayerwiseEstimator(KVShape(1, 1e-9), half_life=1e-3)
+        made.on_prefill(1, 0.0)
+        made.on_frame(1, 0.0)
+        made.on_hold_up(1, 1, 0.0)
+        found = made.decide(1, self.LINK, 1)
+        assert found.visible_serialised_s == pytest.approx(0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import inf
+from math import inf, log
 
 import pytest
 from hypothesis import given, settings
@@ -65,6 +65,42 @@ class TestPrediction:
         assert striped_seconds(one, two, 5.4e8, inf) == pytest.approx((5.4e8 + 0.3e8 + 0.3e8) / 4e8, rel=1e-6)
         assert striped_seconds(one, two, 5.4e8, 2e8) == pytest.approx(0.1 + 5.4e8 / 2e8, rel=1e-6)
         assert striped_seconds(one, two, 3e7, inf) == pytest.approx(0.2)  # over before the second path begins
+
+    def test_a_cold_path_by_hand(self) -> None:
+        """Three round trips until the first byte; the first round trip's rate an eighth of the last's."""
+        window = 8 * 14_480.0
+        cold = arrival_curve(window, 1.0, warm=False)
+        assert cold == ArrivalCurve(3.0, 1.0, window / 8, window)
+        assert cold.steady_s == 6.0, "three doublings"
+        grown = window * 7 / 8 / log(2)  # the integral of a rate that doubles each second, from an eighth on
+        assert cold.bytes_by(3.0) == 0.0
+        assert cold.bytes_by(4.0) == pytest.approx(grown / 7)
+        assert cold.bytes_by(6.0) == pytest.approx(grown)
+        assert cold.bytes_by(7.5) == pytest.approx(grown + 1.5 * window)
+        assert cold.seconds_for(grown / 7) == pytest.approx(4.0)
+        assert cold.seconds_for(grown) == pytest.approx(6.0)
+        assert cold.seconds_for(grown + 1.5 * window) == pytest.approx(7.5)
+
+    def test_a_path_below_its_first_window_has_no_slow_start(self) -> None:
+        assert arrival_curve(1000.0, 1.0, warm=False) == ArrivalCurve(3.0, 1.0, 1000.0, 1000.0)
+        assert arrival_curve(1000.0, 0.0, warm=False) == ArrivalCurve(0.0, 0.0, 1000.0, 1000.0)
+        assert arrival_curve(0.0, 1.0, warm=False) == ArrivalCurve(1.0, 1.0, 0.0, 0.0)
+
+    def test_a_window_bounds_what_a_stream_grows_to(self) -> None:
+        fast = arrival_curve(1e9, 1.0, warm=False)
+        assert fast.first == pytest.approx(1e9 * 14_480 / 2.6e6)
+
+    def test_two_cold_paths_that_end_while_they_grow(self) -> None:
+        """Alike, so that each brings half."""
+        cold = arrival_curve(1e6, 1.0, warm=False)
+        for size in (1e4, 1e5, 1e6):
+            assert striped_seconds(cold, cold, 2 * size, inf) == pytest.approx(cold.seconds_for(size), rel=1e-6)
+
+    def test_a_second_path_that_moves_nothing_is_no_help(self) -> None:
+        good, dead = arrival_curve(1e6, 1.0, warm=True), ArrivalCurve(1.0, 1.0, 0.0, 0.0)
+        assert striped_seconds(good, dead, 1e6, inf) == pytest.approx(2.0)
+        assert striped_seconds(dead, dead, 1.0, inf) == inf
+        assert striped_seconds(good, good, 1e6, 0.0) == inf
 
     def test_a_path_that_moves_nothing(self) -> None:
         assert ArrivalCurve(0.1, 0.1, 0.0, 0.0).seconds_for(1) == inf

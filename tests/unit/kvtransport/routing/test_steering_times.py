@@ -170,12 +170,60 @@ class TestDegradedPaths:
         assert change is not None
         assert change.trigger.observed_gbps == pytest.approx(0.2, abs=0.01)
 
+    def test_what_it_did_before_the_window_does_not_count(self) -> None:
+        drive = Drive()
+        assert drive.move(4.0, 1.0) is None
+        assert drive.controller.wake_at() == 4.0, "a window after its oldest point, which is one window old"
+        change = drive.move(1.0, 0.1)
+        assert change is not None
+        assert change.trigger.over_s == 1.0
+        assert change.at == 4.625, "5 of 8 points at a tenth and 3 at all of it are less than half"
+
+    def test_between_two_reports_that_are_far_apart_the_mean_is_all_that_is_known(self) -> None:
+        drive = Drive()
+        for now in (1.25, 1.75, 2.25):
+            drive.now, drive.acked[None] = now, 0.1 * GBPS * now
+            drive.report(None)
+        change = drive.controller.step(drive.view, now=2.25)
+        assert change is not None
+        assert change.trigger.observed_gbps == pytest.approx(0.1)
+
     def test_a_late_recovery_does_not_hide_the_mean(self) -> None:
         drive = Drive()
         assert drive.move(2.0, 0.1) is None
         change = drive.move(0.25, 0.9)
         assert change is not None
         assert change.trigger.observed_gbps == pytest.approx(0.75 * 0.1 + 0.25 * 0.9)
+
+
+class TestTwoPaths:
+    LINKS: Mapping[tuple[str, str], LinkFigures] = {
+        ("a", "b"): link(0.125, 1.0),
+        ("a", "r"): link(0.0625, 1.0),
+        ("r", "b"): link(0.0625, 1.0),
+    }
+
+    def test_one_that_had_nothing_to_send_is_not_taken_for_dead_when_the_other_stalls(self) -> None:
+        drive = Drive(STALLS_ALONE, PathNetwork(self.LINKS))
+        drive.report("r")
+        drive.report(None, backlog=0)
+        drive.now = 2.25
+        drive.report("r")
+        drive.report(None, backlog=0)
+        change = drive.controller.step(drive.view, now=2.25)
+        assert change is not None
+        assert change.trigger.via == "r"
+        assert change.choice.vias == {None}
+
+    def test_nothing_is_looked_for_before_both_have_shown_what_they_can(self) -> None:
+        drive = Drive(SteeringSettings(look_s=4.0), PathNetwork(self.LINKS))
+        drive.view = PathNetwork({**self.LINKS, ("a", "s"): link(0.0625, 9.0), ("s", "b"): link(0.0625, 9.0)})
+        for _ in range(40):  # five seconds
+            drive.now += TICK
+            drive.acked[None] = GBPS * drive.now
+            drive.report(None)
+            drive.report("r", backlog=0)
+            assert drive.controller.step(drive.view, now=drive.now) is None, "though a much better relay has come"
 
 
 class TestWithoutAnythingBetter:
@@ -247,8 +295,9 @@ class TestLooking:
 
 
 class TestTrust:
-    def test_a_path_that_was_left_is_not_trusted_for_its_hold(self) -> None:
-        drive = Drive(SteeringSettings(look_s=1.0, hold_s=16.0, hold_limit_s=24.0), network(relay=0.3))
+    @pytest.mark.parametrize(("limit", "second"), [(24.0, 24.0), (100.0, 32.0)])
+    def test_a_path_that_was_left_is_not_trusted_for_its_hold(self, limit: float, second: float) -> None:
+        drive = Drive(SteeringSettings(look_s=1.0, hold_s=16.0, hold_limit_s=limit), network(relay=0.3))
         away = drive.move(4.0, 0.0)
         assert away is not None
         assert away.choice.vias == {"r"}
@@ -260,7 +309,7 @@ class TestTrust:
         assert away is not None
         back = drive.move(60.0, 0.3)
         assert back is not None
-        assert 24.0 <= back.at - away.at < 24.0 + 8.0 + TICK, "twice as long, but for the limit"
+        assert second <= back.at - away.at < second + 8.0 + TICK, "twice as long, but for the limit"
 
     def test_what_it_moved_when_it_was_left_counts_for_it_meanwhile(self) -> None:
         """The relay turns out worse than what the direct path still did."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from p2pserve.node.models import BUNDLED, ModelError
 from p2pserve.node.models.text import PromptError, StopFinder, TextDecoder, TextModel
@@ -136,6 +136,39 @@ def test_a_prompt_is_never_truncated_or_padded(tmp_path: Path) -> None:
 
 
 # ---- chat templates ---------------------------------------------------------------------------------------
+
+
+def test_no_token_stands_for_more_bytes_than_the_tokenizer_says() -> None:
+    longest = max(len(LIBRARY.decode([token], skip_special_tokens=False).encode()) for token in range(TEXT.vocabulary))
+    assert longest <= TEXT.most_bytes_per_token < 4 * longest
+
+
+def test_a_tokenizer_that_composes_characters_may_make_less_of_bytes(tmp_path: Path) -> None:
+    shutil.copy(BUNDLED / "tokenizer.json", tmp_path)
+    plain = TextModel(tmp_path).most_bytes_per_token
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    composing = TextModel(tmp_path)
+    hangul = "\u1112\u1161\u11ab" * 30  # nine bytes for each syllable of three
+    wide = "\U0001d41a" * 100  # a bold letter of four bytes for each of one
+    for text in (hangul, wide):
+        assert len(text.encode()) <= composing.most_bytes_per_token * len(composing.encode(text))
+    assert composing.most_bytes_per_token > plain
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_far_too_long_shows_at_its_beginning(chat: bool) -> None:
+    def encode(text: str, most: int) -> tuple[int, ...]:
+        return TEXT.encode_chat([{"role": "user", "content": text}], most) if chat else TEXT.encode(text, most)
+
+    field = "messages" if chat else "prompt"
+    with pytest.raises(
+        PromptError, match=rf"^{field}: \d+ tokens in the first 800 of \d+ characters are too long; this"
+    ):
+        encode("def f(x): return x + 1\n" * 1000, 100)
+    blank = " " * 5000  # of many characters and few tokens
+    assert len(encode(blank, 300)) < 300
 
 
 def test_other_threads_run_while_a_long_prompt_is_encoded() -> None:

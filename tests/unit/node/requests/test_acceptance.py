@@ -15,6 +15,7 @@ from p2pserve.node.requests.acceptance import (
     MAX_STOPS,
     check,
     check_arrival,
+    check_length,
     prepare,
     tokenize,
 )
@@ -84,6 +85,24 @@ def test_a_token_that_the_model_does_not_have_is_refused() -> None:
 def test_the_length_that_the_engines_can_take_bounds_a_prepared_request() -> None:
     with pytest.raises(PromptError, match="this model holds 20"):
         prepare(ask(max_tokens=20), (), MODEL, TEXT, 20)
+
+
+@pytest.mark.parametrize(("settings", "field"), [({}, "prompt"), ({"messages": chat("a")}, "messages")])
+def test_text_that_cannot_be_few_enough_tokens_is_refused_by_its_size(settings: dict[str, Any], field: str) -> None:
+    most = 100 * TEXT.most_bytes_per_token
+    check_length(ask(**settings), most, 0, TEXT, 100)
+    with pytest.raises(PromptError) as caught:
+        check_length(ask(**settings), most + 1, 0, TEXT, 100)
+    assert str(caught.value) == (
+        f"{field}: {most + 1} bytes of text are too long; this model holds 100 tokens, the answer included, which are "
+        f"{most} bytes at most"
+    )
+
+
+def test_an_answer_that_fills_the_model_is_not_continued() -> None:
+    check_length(ask(), 1, 99, TEXT, 100)
+    with pytest.raises(PromptError, match="tokens: 100 of the answer; this model holds 100"):
+        check_length(ask(), 1, 100, TEXT, 100)
 
 
 @pytest.mark.parametrize(

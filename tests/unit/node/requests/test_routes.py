@@ -1,5 +1,6 @@
 """Which route a request takes by the plan, and when there is none."""
 
+import msgspec
 import pytest
 
 from p2pserve.bootstrap import PeerId
@@ -94,3 +95,17 @@ def test_the_engine_with_the_least_room_says_how_long_a_request_may_be() -> None
     assert view.max_model_len(MODEL) == 200
     view.adverts = {ONE: advert(max_model_len=0), TWO: advert(max_model_len=9000)}
     assert view.max_model_len(MODEL) == 512
+
+
+def test_what_was_sent_over_a_link_is_remembered_for_as_long_as_the_plan_is_followed() -> None:
+    """Nobody reports more work anywhere, and still the first pair gets no more than 1.5 times its half."""
+    peers = [PeerId(name) for name in ("p1", "p2", "d1", "d2")]
+    replicas = tuple(
+        msgspec.structs.replace(plan_of(peer).replicas[0], phase=Phase.PREFILL if peer[0] == "p" else Phase.DECODE)
+        for peer in peers
+    )
+    pairings = tuple(Pairing(prefill=f"p{n}", decode=f"d{n}", weight=0.5, prefill_share=1.0) for n in (1, 2))
+    plan = msgspec.structs.replace(plan_of(ONE), replicas=replicas, pairings=pairings)
+    found = finder(NetworkView(adverts={peer: advert() for peer in peers}, plan=plan))
+    taken = [found.find(WANTED, 0.0).decode for _ in range(100)]
+    assert 70 <= taken.count("d1") <= 80

@@ -15,7 +15,7 @@ from p2pserve.sims.experiments.convergence import ConvergenceRow
 from p2pserve.sims.experiments.headline import HeadlineRow, headline
 from p2pserve.sims.experiments.links import TITLE as LINKS
 from p2pserve.sims.experiments.links import LinkRow
-from p2pserve.sims.experiments.page import Page, ResultRow, Table, read_rows, write_page
+from p2pserve.sims.experiments.page import Page, PageTable, ResultRow, read_rows, write_page
 from p2pserve.sims.experiments.ratios import TITLE as RATIOS
 from p2pserve.sims.experiments.ratios import RatioRow
 from p2pserve.sims.experiments.rescheduling import TITLE as RESCHEDULING
@@ -105,7 +105,7 @@ def write_all(folder: Path, *, but: str = "") -> None:
     """The pages with these rows."""
     for (name, title), rows in ROWS.items():
         if name != but:
-            page = Page(name=name, title=name, assumes="nothing", tables=(Table(title, rows),), remarks="- none\n")
+            page = Page(name=name, title=name, assumes="nothing", tables=(PageTable(title, rows),), remarks="- none\n")
             write_page(page, folder)
 
 

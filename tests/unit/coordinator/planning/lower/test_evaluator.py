@@ -129,13 +129,13 @@ def test_of_equally_good_plans_the_one_that_carries_more_wins() -> None:
 
 def test_money_counts_when_it_is_asked_to() -> None:
     free = problem(40.0, 0.01)
-    dear = Problem(cluster=boxes(40.0, usd_per_gb=1.0), services=free.services, pinned={}, price_weight=0.1)
+    dear = Problem(cluster=boxes(40.0, usd_per_gb=0.5), services=free.services, pinned={}, price_weight=0.1)
     lower = LowerLevel(dear)
     assert lower.score(BY_BOX[:1]).objective > lower.score(BY_BOX).objective
     assert lower.score(BY_BOX).objective - LowerLevel(free).score(BY_BOX).objective == pytest.approx(-0.28)
     gigabytes = 1024 * 60 * 2 * 6656 * 4.5 / 8 * 1e-9 * 0.01 * 3600  # in an hour
     assert LowerLevel(free).score(SPLIT).objective - lower.score(SPLIT).objective == pytest.approx(
-        0.1 * (2.8 + gigabytes), rel=1e-6
+        0.1 * (2.8 + 0.5 * gigabytes), rel=1e-6
     )
     assert lower.upper_bound(SPLIT) >= lower.score(SPLIT).objective
 
@@ -147,7 +147,27 @@ def test_groups_hold_the_model_or_not() -> None:
     assert not lower.can_hold((Slice(1, 2),), 0)
     assert lower.can_hold((Slice(0, 1), Slice(1, 2)), 0)
     # what does not hold it is no replica, and the rest goes on
-    assert lower.score((group(M, (0, 4)), group(M, (1, 2)))) == lower.score((group(M, (0, 4)),))
+    some = (group(M, (0, 4)), group(M, (1, 2)))
+    assert lower.score(some) == lower.score(some[:1])
+    assert lower.stages_of(some) == lower.stages_of(some[:1])
+    assert lower.max_rates(some[1], 1) == (0.0, 0.0)
+
+
+def test_what_replicas_can_do_in_time_is_the_capacity_of_a_pair_of_them() -> None:
+    lower = LowerLevel(problem(400.0, 4.0, SLO))
+    prefill, decode = lower.max_rates(SPLIT[0], 1)[0], lower.max_rates(SPLIT[1], 1)[1]
+    assert lower.score(SPLIT).capacity == pytest.approx(min(prefill, decode) / 4.0)
+    free = LowerLevel(problem(400.0, 4.0))
+    assert prefill < free.max_rates(SPLIT[0], 1)[0]  # deadlines leave no replica its full load
+
+
+def test_capacity_beyond_what_is_asked_for_is_worth_a_hundredth_at_most() -> None:
+    lower = LowerLevel(problem(400.0, 2.0))
+    found = lower.score(BY_BOX)
+    headroom = 0.01 * found.capacity / (1.0 + found.capacity)
+    assert found.attainment == pytest.approx(1.0)
+    assert found.objective == pytest.approx(1.0 + headroom, rel=1e-9)
+    assert lower.upper_bound(BY_BOX) == pytest.approx(1.0 + headroom, rel=1e-9)
 
 
 def test_an_atomic_box_works_as_one() -> None:

@@ -1,6 +1,7 @@
 """What the solvers are given and give back: loads of pairs, links that are left, and rates on problems done by hand."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -76,6 +77,18 @@ def test_a_curve_of_losses_is_the_convex_one_below_the_points() -> None:
     assert found.loads == (0.5, 1.0)
     assert found.slopes == pytest.approx((2.0, 6.0))
     assert all(one <= two for one, two in zip(found.slopes, found.slopes[1:], strict=False))
+
+
+def test_points_in_a_line_are_one_piece() -> None:
+    found = build_loss_curve(np.array([0.0, 0.25, 0.5, 1.0]), np.array([0.0, 0.5, 1.0, 2.0]))
+    assert (found.loads, found.slopes) == ((1.0,), (2.0,))
+
+
+@every_solver
+def test_without_pairs_nothing_is_served(solve: Solve) -> None:
+    none = np.zeros(0, dtype=np.intp)
+    flow = solve(replace(problem(), prefill=none, decode=none, worth=np.zeros(0), link_demands=[]))
+    assert (flow.pair_rates.tolist(), flow.served, flow.loads.tolist()) == ([], 0.0, [0.0, 0.0, 0.0])
 
 
 @every_solver

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise, permutations
 from math import inf
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -32,6 +33,10 @@ Matrix = NDArray[np.float64]
 
 A40 = gpu_table().find("A40-48GB", Specs.TABLE1)
 TI = gpu_table().find("RTX-3090TI-24GB", Specs.TABLE1)
+
+
+def card_of(gib: float) -> GpuSpec:
+    return msgspec.structs.replace(A40, memory_gib=gib)
 
 
 def needs(model: ModelShape, slo: Slo | None = None, prompt: int = 1024, output: int = 64) -> ServiceNeeds:
@@ -75,6 +80,13 @@ def test_a_cycle_takes_the_dearest_hop_on_its_way_back() -> None:
     assert best_order(costs, cycle=True) == (2, 0, 1)
 
 
+@pytest.mark.parametrize("cycle", [False, True])
+def test_boxes_that_are_all_as_near_to_each_other_stay_in_order(cycle: bool) -> None:
+    assert best_order(np.ones((4, 4)) - np.eye(4), cycle=cycle) == (0, 1, 2, 3)
+    assert best_order(np.full((3, 3), inf), cycle=cycle) is None
+    assert best_order(np.zeros((1, 1)), cycle=cycle) == (0,)
+
+
 def test_boxes_without_a_way_between_them_have_no_order() -> None:
     assert best_order(np.array([[0, inf], [1, 0]]), cycle=True) is None
     assert best_order(np.array([[0, inf], [1, 0]]), cycle=False) == (1, 0)
@@ -90,7 +102,29 @@ def test_many_boxes_are_ordered_greedily() -> None:
     assert length(costs, order, False) <= 2 * 13
 
 
+def test_many_boxes_are_cut_where_the_next_one_is_farthest() -> None:
+    """From 0 to 9, always to the next; the last box is left over, and nearer to the first than to the tenth."""
+    places = np.array([*range(10), -1.5])
+    costs = np.abs(places[:, None] - places)
+    assert best_order(costs, cycle=False) == best_order(costs, cycle=True) == (10, *range(10))
+
+
+@pytest.mark.parametrize(("gbps", "first"), [(1.0, 1), (0.4, 0)])
+def test_decode_replicas_take_their_slowest_hop_on_the_way_back(gbps: float, first: int) -> None:
+    """One way is 5 ms long; the other takes 3.4 ms or 8.5 ms for 32 tokens of 13,312 bytes. Prompts only go there."""
+    there, back = Hop(0.01, 1000.0), Hop(0.0, gbps)
+    parts = pair(1.0)._replace(links=((there, there), (back, back)))
+    found = configure(parts, Phase.DECODE, needs(model_shape("llama-30b")))
+    assert found is not None
+    assert found.stages[0][0] == first
+    prefill = configure(parts, Phase.PREFILL, needs(model_shape("llama-30b")))
+    assert prefill is not None
+    assert prefill.stages[0][0] == 0
+
+
 def test_layers_by_speed_within_memory() -> None:
+    assert split_layers(7, [3.0, 1.0], [5, 7]) == (5, 2)
+    assert split_layers(4, [3.0, 1.0], [3, 1]) == (3, 1)
     assert split_layers(60, [2.0, 1.0], [60, 60]) == (40, 20)
     assert split_layers(60, [2.0, 1.0], [30, 60]) == (30, 30)
     assert split_layers(5, [1.0, 1.0, 1.0], [5, 5, 5]) in {(2, 2, 1), (2, 1, 2), (1, 2, 2)}
@@ -112,6 +146,52 @@ def test_memory_is_looked_at_first() -> None:
     assert configure(box(TI, 2), Phase.DECODE, small) is not None
     # the weights fit, a prompt of a hundred thousand tokens does not
     assert configure(box(A40, 2), Phase.DECODE, needs(model_shape("llama-30b"), prompt=100_000)) is None
+
+
+TINY = ModelShape(
+    name="tiny", layers=8, hidden=384, heads=3, kv_heads=1, head_dim=128, intermediate=1024, vocabulary=8192
+)
+
+
+def just_enough(tokens: int) -> GpuSpec:
+    """Memory for four layers and one end of the model, and for KV of so many tokens."""
+    taken = 4 * TINY.layer_weight_bytes + 2 * TINY.embedding_parameters + 4 * tokens * TINY.kv_bytes_per_token_layer
+    return card_of((taken + 1) / (0.9 * 2**30))
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_model_that_just_fits_is_cut_as_it_must_be(phase: Phase) -> None:
+    """Three heads are not shared by two cards, so there are two stages."""
+    parts = box(just_enough(1088), 2)
+    options = ParallelOptions(parts, needs(TINY))
+    found = options.best(phase)
+    assert found is not None
+    assert (options.is_possible, found.stages, found.kv_tokens) == (True, ((0, 1, 4), (0, 1, 4)), 1088)
+    assert found.spans == ((0, 0.0, 1.0),)
+    longer = ParallelOptions(parts, needs(TINY, output=65))
+    assert (longer.is_possible, longer.best(phase)) == (False, None)
+
+
+def test_what_all_cards_hold_together_is_their_memory_share() -> None:
+    """Ten GiB of which nine count, weights and KV of whole pages of 32 KiB."""
+    model = msgspec.structs.replace(TINY, heads=32, kv_heads=8, hidden=4096, intermediate=14336, vocabulary=32000)
+    assert model.kv_bytes_per_token == 2**15
+    parts = (BoxGpus(card_of(3.0), 2, 160.0, False), BoxGpus(card_of(4.0), 1, 160.0, False))
+    room = (9 * 2**30 - model.weight_bytes) // 2**15
+    assert has_memory_for(parts, needs(model)._replace(longest=room))
+    assert not has_memory_for(parts, needs(model)._replace(longest=room + 1))
+
+
+def test_boxes_of_many_kinds_are_all_cut_to_one_width_or_to_their_widest() -> None:
+    gpus = (8, 8, 2)
+    parts = tuple(BoxGpus(card_of(40.0 + n), n_gpus, 160.0, False) for n, n_gpus in enumerate(gpus))
+    near = Hop(1e-5, 100.0)
+    found = configure(
+        GroupHardware(parts, ((near,) * 3,) * 3), Phase.PREFILL, needs(model_shape("llama2-70b"), Slo(ttft_s=0.5))
+    )
+    assert found is not None
+    widths = {part: tp for part, tp, _ in found.stages}
+    assert widths == {0: 8, 1: 8, 2: 2}
 
 
 def test_the_width_divides_the_heads() -> None:

@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from p2pserve.coordinator.plan import Phase
@@ -165,3 +167,116 @@ def test_a_box_that_does_not_pay_is_left_alone_beside_one_that_does() -> None:
     assert {box for group in start for box, _ in group.slices} == {0}
     alone = replace(dear, excluded=frozenset({"a0", "a1", "t0"}))
     assert Packing(SearchSpace.of(alone, PerGpu(lambda solution: 0.0)), 2).start(np.random.default_rng(0)) == ()
+
+
+def only(space: SearchSpace, *names: str, **changes: Any) -> SearchSpace:
+    """The same with these boxes only, and other figures of the problem."""
+    every = {box.id for box in space.problem.cluster.boxes}
+    problem = replace(space.problem, excluded=frozenset(every) - set(names), **changes)
+    return SearchSpace.of(problem, space.evaluator, space.settings)
+
+
+def groups(*found: tuple[Phase, dict[int, int]]) -> Solution:
+    return make_solution(Group(tuple(Slice(box, gpus) for box, gpus in of.items()), phase) for phase, of in found)
+
+
+@pytest.mark.parametrize(
+    ("names", "best"),
+    [
+        # half decodes 2, half mixes and prefills 3 and decodes 1: all mixed or split otherwise it carries 2 or 1
+        (("a0",), groups((D, {0: 2}), (M, {0: 2}))),
+        # prefills 9 and decodes 1 beside 6; all of a0 mixed, 6 and 2; all prefilling, 12 and 0
+        (("a0", "t0"), groups((P, {0: 2}), (M, {0: 2}), (D, {2: 2}))),
+        # one that prefills has 2 for one that decodes 6: as one replica they mix, 2 and 6 halved
+        (("t0",), groups((M, {2: 2}))),
+    ],
+)
+def test_a_start_over_one_box_or_two_is_the_best_there_is(names: tuple[str, ...], best: Solution) -> None:
+    for seed in range(5):  # whatever the price at which it begins
+        assert Packing(only(space_of(), *names), 2).start(np.random.default_rng(seed)) == best
+
+
+@pytest.mark.parametrize(
+    ("rate", "worth"),
+    [  # of 3 requests/s: all that is carried, and a tenth as headroom; beyond what is asked, headroom alone
+        (100.0, 0.03 * 1.1),
+        (6.0, 0.5 * 1.1),
+        (1.0, 1.0 + 0.1 * 3.0),
+    ],
+)
+def test_a_box_is_used_where_it_is_worth_its_price(rate: float, worth: float) -> None:
+    space = space_of()
+    (service,) = space.problem.services
+    services = (replace(service, workload=replace(service.workload, rate=rate)),)
+    for price, used in ((0.999 * worth, True), (1.001 * worth, False)):  # its price is 1 dollar an hour
+        dear = only(space, "a0", services=services, price_weight=price)
+        assert bool(Packing(dear, 2).start(np.random.default_rng(0))) is used
+
+
+def test_a_recut_of_all_boxes_is_a_start_and_of_one_makes_the_best_of_what_the_others_lack() -> None:
+    """Beside a decoding t0 a0 prefills with one half and mixes with the other; beside a prefilling one it decodes with
+    a half and mixes with the other: 3 and 3 with 2 and 0 more, where all decoding would carry 2."""
+    space = only(space_of(settings=SearchSettings(recut_noise=0.0)), "a0", "t0")
+    packing = Packing(space, 2)
+    best = groups((P, {0: 2}), (M, {0: 2}), (D, {2: 2}))
+    found = {packing.recut(groups((M, {0: 4}), (D, {2: 2})), np.random.default_rng(seed)) for seed in range(20)}
+    assert best in found
+    assert found <= {best, groups((M, {0: 4}), (D, {2: 2}))}  # t0 was cut anew alone, and decodes as before
+    alone = {packing.recut(groups((P, {2: 2})), np.random.default_rng(seed)) for seed in range(40)}
+    assert alone == {best, groups((D, {0: 2}), (M, {0: 2}), (P, {2: 2})), groups((M, {2: 2}))}
+
+
+def test_pairs_of_boxes_share_replicas_where_there_are_few_classes_of_boxes() -> None:
+    """A replica over both boxes; over boxes of one class always."""
+    six = SearchSpace.of(space_of().problem, PerGpu(lambda solution: 0.0, least=6))
+    columns = {}
+    for most in (1, 2):
+        settings = SearchSettings(mixed_classes=most)
+        for names in (("a0", "a1"), ("a0", "t0"), ("a0",)):
+            space = replace(only(six, *names), settings=settings)
+            columns[most, names] = Packing(space, 2).columns
+    assert columns == {
+        (1, ("a0", "a1")): 3,  # eight GPUs in three phases: four do not hold the model
+        (2, ("a0", "a1")): 3,
+        (1, ("a0", "t0")): 0,
+        (2, ("a0", "t0")): 3,
+        (1, ("a0",)): 0,
+        (2, ("a0",)): 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("least", "parts", "columns"),
+    [  # a box of 4: which sizes, in three phases each
+        (4, 4, 3),  # 4
+        (3, 4, 3),  # 4; 3 and 1 would leave one idle
+        (2, 4, 3 + 6),  # 4, 2+2
+        (1, 4, 3 + 9 + 6 + 18 + 15),  # 4, 3+1, 2+2, 2+1+1, 1+1+1+1
+        (1, 3, 3 + 9 + 6 + 18 + 15),  # four alike are allowed besides
+        (1, 2, 3 + 9 + 6 + 15),
+        (1, 1, 3 + 6 + 15),
+        (5, 4, 0),
+    ],
+)
+def test_a_box_is_cut_into_all_sizes_that_leave_nothing_idle(least: int, parts: int, columns: int) -> None:
+    space = only(space_of(settings=SearchSettings(box_parts=parts)), "a0")
+    given = SearchSpace.of(space.problem, PerGpu(lambda solution: 0.0, least=least), space.settings)
+    assert Packing(given, 2).columns == columns
+
+
+def test_where_sizes_do_not_add_up_the_fewest_gpus_stay_idle() -> None:
+    """Of a box of five where only three at once hold the model, two are idle; an odd pair is not halved."""
+    space = space_of()
+    boxes = tuple(replace(box, gpus=5) if box.id.startswith("a") else box for box in space.problem.cluster.boxes)
+
+    class ThreeAtOnce(PerGpu):
+        def can_hold(self, slices: tuple[Slice, ...], service: int) -> bool:
+            return sum(gpus for _, gpus in slices) in (3, 10)
+
+    problem = replace(space.problem, cluster=replace(space.problem.cluster, boxes=boxes))
+    evaluator = ThreeAtOnce(lambda solution: 0.0)
+    one = only(SearchSpace.of(problem, evaluator), "a0")
+    assert Packing(one, 2).columns == 3
+    (group,) = Packing(one, 2).start(np.random.default_rng(0))
+    assert group.slices == (Slice(0, 3),)
+    assert Packing(only(SearchSpace.of(problem, evaluator), "a0", "a1"), 2).columns == 3 + 3

@@ -12,7 +12,7 @@ from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine.protocol import KvSlice, Outlet
 from p2pserve.node.engine.settings import TransferSettings
-from p2pserve.node.engine.transfers.pacing import Pacer, Pacing
+from p2pserve.node.engine.transfers.pacing import Pacer, Pacing, SlowDown
 from p2pserve.node.engine.vllm.layout import Shard
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -194,6 +194,73 @@ def test_what_is_asked_for_is_done(is_measured: bool, tokens: int, gbps: float) 
         assert found.mode.mode.value == pacing
         assert found.layerwise == (pacing == "layerwise")
         assert sent_layers(found, LAYERS) == list(range(LAYERS))
+        if found.mode.why == "asked for":  # otherwise than it would have decided
+            assert found.mode.layers_per_group == {"layerwise": 1, "serialised": LAYERS}[pacing]
+
+
+def test_a_link_without_paths_is_no_reason_to_fail() -> None:
+    pacer = pacer_of()
+    measured(pacer)
+    assert pacer.decide("kv4", 100, outlet_of(streams=())).mode.visible_serialised_s > 0.0
+
+
+LAYERWISE, SERIALISED = SendMode.LAYERWISE, SendMode.SERIALISED
+
+
+def usual_s(tokens: int) -> float:
+    return 0.001 * tokens
+
+
+def slow_down_of(layerwise: list[float], serialised: list[float], enough: int = 2) -> SlowDown:
+    """Prefills that took so many times as long as usual, of different lengths."""
+    found = SlowDown(TransferSettings(prefills_enough=enough, changed=1.5))
+    for mode, parts in ((LAYERWISE, layerwise), (SERIALISED, serialised)):
+        for number, part in enumerate(parts):
+            tokens = 100 * (1 + number)
+            found.on_prefill(mode, tokens, part * usual_s(tokens))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layerwise", "serialised", "fraction"),
+    [([3.0, 2.0], [1.0, 1.2], 1.4), ([1.0, 9.0, 2.0], [0.5, 1.5, 1.0], 1.0), ([1.0, 1.0], [1.0, 1.2], 0.0)],
+)
+def test_what_leaving_layers_add_is_the_difference_of_medians(
+    layerwise: list[float], serialised: list[float], fraction: float
+) -> None:
+    assert slow_down_of(layerwise, serialised).fraction(usual_s) == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize(
+    ("layerwise", "serialised", "unmeasured"),
+    [(0, 0, "l"), (1, 0, "s"), (1, 1, "l"), (2, 1, "s"), (1, 2, "l"), (2, 2, "")],
+)
+def test_the_mode_of_which_fewer_prefills_are_known_is_tried_until_there_are_enough(
+    layerwise: int, serialised: int, unmeasured: str
+) -> None:
+    mode = slow_down_of([1.0] * layerwise, [1.0] * serialised).unmeasured_mode
+    assert mode is {"l": LAYERWISE, "s": SERIALISED, "": None}[unmeasured]
+
+
+@pytest.mark.parametrize(
+    ("parts", "forgotten"),
+    [
+        ([1.0, 1.0, 1.51, 1.51], True),
+        ([1.0, 1.0, 1.49, 1.49], False),
+        ([1.0, 1.0, 0.66, 0.66], True),
+        ([1.0, 1.0, 0.67, 0.67], False),
+        ([1.0, 9.0, 9.0], False),  # one before the last two is not enough
+        ([1.0, 1.0, 1.0, 9.0, 9.0], True),
+    ],
+)
+def test_prefills_of_another_time_are_forgotten_but_for_the_last(parts: list[float], forgotten: bool) -> None:
+    slow_down = slow_down_of(parts, [1.0, 1.0])
+    slow_down.notice_change(LAYERWISE, usual_s)
+    assert slow_down.unmeasured_mode is (SERIALISED if forgotten else None)
+    if forgotten:
+        for _ in range(2):
+            slow_down.on_prefill(SERIALISED, 100, usual_s(100))
+        assert slow_down.fraction(usual_s) == pytest.approx(max(0.0, parts[-1] - 1.0))
 
 
 def test_codecs_are_measured_apart_and_a_transfer_feeds_its_own() -> None:

@@ -138,3 +138,38 @@ def test_the_rate_of_this_engine_follows_its_last_prefills() -> None:
     assert repr(limits) == f"<WaitLimits waiting=0 prefill {1 / (0.7 * 0.001 + 0.3 * 0.01):.0f} tokens/s>"
     limits.on_prefill(LEARNED_FROM_TOKENS, 1.0)
     assert "270 tokens" not in repr(limits)
+
+
+def test_the_rate_is_that_of_the_last_second() -> None:
+    """At 1.5 s it is what came since 0.5 s: a tenth, so that eight tenths take eight seconds more."""
+    limits = measured()
+    for now, part in ((0.5, 0.1), (1.0, 0.2)):
+        limits.on_arrival("r", part, 0, now)
+    assert limits.give_up(1.25) == {}
+    assert limits.give_up(1.5) == {"r": "KV would take 8.0 s more with 20% of it there; computing the rest takes 1.0 s"}
+
+
+def test_only_positions_between_first_and_last_are_computed_and_time_begins_with_the_blocks() -> None:
+    """Half a second of computing: four times that, and two seconds."""
+    limits = measured()
+    limits.end("r")
+    limits.begin("half", 200, 700, 10.0)
+    assert limits.give_up(14.0) == {}
+    assert limits.give_up(14.25) == {"half": "no KV came in 4.2 s"}
+
+
+def test_what_has_come_in_whole_is_waited_for_until_its_end_is_told() -> None:
+    limits = measured()
+    limits.on_arrival("r", 1.0, 999, 0.1)
+    assert [limits.give_up(now) for now in (5.0, 6.0)] == [{}, {}]
+
+
+def test_what_was_slow_for_a_while_has_to_be_slow_for_as_long_again() -> None:
+    limits = measured()
+    limits.on_arrival("r", 0.1, 0, 1.0)
+    assert limits.give_up(1.0) == {}  # nine seconds more, as it seems
+    limits.on_arrival("r", 0.9, 0, 1.2)
+    assert limits.give_up(1.2) == {}  # 0.1 of 0.9 in 1.2 s
+    assert limits.give_up(2.3) == {}  # stopped, since now
+    assert limits.give_up(2.5) == {}
+    assert list(limits.give_up(2.55)) == ["r"]

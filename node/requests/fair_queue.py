@@ -1,0 +1,306 @@
+"""Whose request is served next: quotas of each client, and turns that are fair between clients by tokens. Pure.
+
+Start-time fair queueing (Goyal, Vin, Cheng, SIGCOMM 1996) with the costs of language models (the virtual token
+counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each client has a counter of what it
+was given; of those that wait, the client with the lowest counter is next. A prompt's tokens are counted when its turn
+comes, those of its answer as they are decoded. Who begins to wait after a pause starts from the counter of the latest
+turn: idling saves nothing up. Of two clients that wait all the time, neither is given more than the other by more than
+what is in service.
+
+How much is served at once is bounded by a `ServiceRoom`, of which one client can have a part only, after Choudhury
+and Hahne's dynamic thresholds (IEEE/ACM Transactions on Networking 6(2), 1998): `share` times what is left free. So a
+client that is alone can have nearly all, and whoever comes next finds a place and need not wait for another's request
+to end.
+
+A prompt that is computed holds up the answers beside it. While others are served, a client therefore lets as much time
+pass after each of its prompts as that took: of the replicas that decode for them, it takes half of the time at most.
+
+    queue.add(client, key, tokens, now)      # or OverQuota
+    while (key := queue.take(room, now)) is not None: ...
+    queue.start(key, now)                    # its prompt has been computed
+    queue.grow(key, tokens, cost)            # tokens of its answer
+    queue.remove(key, now)
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Final, Generic, NamedTuple, NoReturn, TypeVar, final
+
+from .retry_times import RetrySettings, RetryTimes
+
+Key = TypeVar("Key", bound=Hashable)
+MAX_IDLE: Final = 256  # clients without requests that have had more than their share: it is remembered of so many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """How much a queue takes, waiting and served together: requests and their sizes, of one client and of all.
+
+    A client that has nothing here may always add one request of any size, as far as all have room for it.
+    """
+
+    requests: int
+    size: int
+    all_requests: int
+    all_size: int
+
+
+class ServiceRoom(NamedTuple):
+    """How much may be served at once, and what part of it one client can have.
+
+    `share`: how many times what is left free of requests and size a client may have. `unstarted`: the size of what is
+    served and has not started. On each of the `replicas` on which requests start, one of any size may, and a second one
+    may wait for it once no more than `unstarted` should be left of those that do, at `rate` per second in all. On
+    `mixed` of them a request that starts holds up others.
+    """
+
+    requests: int
+    size: float
+    unstarted: float
+    share: float
+    mixed: int = 0
+    replicas: int = 1
+    rate: float = 0.0
+
+
+class OverQuota(Exception):
+    """There is no place for a request now. The text is a line for its client; `retry_after_s`: when one may be free."""
+
+    def __init__(self, text: str, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[Key]):
+    client: Hashable
+    key: Key
+    size: int  # grows with the answer
+    is_served: bool = False
+    taken_at: float = 0.0
+    mixed: int = 0  # of the room, when its turn came
+    replicas: int = 1
+    is_starting: bool = False
+    unstarted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _ClientAccount(Generic[Key]):
+    """A client with requests here."""
+
+    counter: float
+    retries: RetryTimes
+    waiting: deque[_Entry[Key]] = field(default_factory=deque)
+    size: int = 0
+    served: int = 0
+    served_size: int = 0
+    pauses: list[tuple[float, int]] = field(default_factory=list)  # until when a size that has started counts on
+
+    @property
+    def requests(self) -> int:
+        return len(self.waiting) + self.served
+
+
+@final
+class FairQueue(Generic[Key]):
+    """See the module. `what`: its requests, as an error calls them; `unit`: what sizes count."""
+
+    def __init__(self, what: str, unit: str, quota: Quota, retry: RetrySettings) -> None:
+        self._what = what
+        self._unit = unit
+        self._quota = quota
+        self._retry = retry
+        self._retries = RetryTimes(retry)  # of a queue that is full
+        self._entries: dict[Key, _Entry[Key]] = {}
+        self._accounts: dict[Hashable, _ClientAccount[Key]] = {}
+        self._idle: dict[Hashable, float] = {}  # counters above `_virtual` of clients that have nothing here
+        self._virtual = 0.0  # the counter of whoever was last given a turn, before that
+        self._size = self._served = self._served_size = 0
+        self._starting = self._unstarted = 0  # requests, and their size
+        self._left_at = 0.0, 0.0  # a moment, and what should have been left of that size then
+
+    def __repr__(self) -> str:
+        waiting = len(self._entries) - self._served
+        return f"<FairQueue {self._what}: {waiting} wait, {self._served} served, of {len(self._accounts)} clients>"
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def is_served(self, key: Key) -> bool:
+        """Whether its turn has come."""
+        return self._entries[key].is_served
+
+    def check(self, client: Hashable, size: int, now: float) -> None:
+        """Raise OverQuota where `add` would."""
+        quota, account = self._quota, self._accounts.get(client)
+        what, unit = self._what, self._unit
+        if account is not None and account.requests >= quota.requests:
+            self._refuse(f"this client has {account.requests} {what} here, the most of one", account.retries, now)
+        if account is not None and account.size + size > quota.size:
+            text = f"this client's {what} have {account.size} {unit} here, and one client's may have {quota.size}"
+            self._refuse(text, account.retries, now)
+        if len(self._entries) >= quota.all_requests:
+            self._refuse(
+                f"{len(self._entries)} {what} of all clients are here, the most of this node", self._retries, now
+            )
+        if self._entries and self._size + size > quota.all_size:
+            text = f"the {what} of all clients have {self._size} {unit} here, and may have {quota.all_size}"
+            self._refuse(text, self._retries, now)
+
+    def add(self, client: Hashable, key: Key, size: int, now: float) -> None:
+        """A request of a client begins to wait. Raises OverQuota; nothing has changed then."""
+        self.check(client, size, now)
+        account = self._accounts.get(client)
+        if account is None:
+            counter = self._idle.pop(client, 0.0)
+            account = self._accounts[client] = _ClientAccount(counter, RetryTimes(self._retry))
+        if not account.waiting:
+            account.counter = max(account.counter, self._virtual)
+        entry = self._entries[key] = _Entry(client, key, size)
+        account.waiting.append(entry)
+        account.size += size
+        self._size += size
+
+    def take(self, room: ServiceRoom, now: float) -> Key | None:
+        """The request whose turn it is, if there is room for it: it is served from now on."""
+        next_: _ClientAccount[Key] | None = None
+        for account in self._accounts.values():  # ties go to who has been here longest
+            is_behind = next_ is None or account.counter < next_.counter
+            if is_behind and account.waiting and not self._has_its_share(account, room):
+                next_ = account
+        # Nobody overtakes who is next: a large request would wait for ever for room that small ones take.
+        if next_ is None or not self._fits(next_, room, now):
+            return None
+        entry = next_.waiting.popleft()
+        entry.is_served = entry.is_starting = True
+        entry.taken_at, entry.unstarted = now, entry.size
+        entry.mixed, entry.replicas = room.mixed, room.replicas
+        self._virtual = max(self._virtual, next_.counter)
+        next_.counter += entry.size
+        next_.served += 1
+        next_.served_size += entry.size
+        self._served += 1
+        self._served_size += entry.size
+        self._left_at = now, self._left(room, now) + entry.size
+        self._starting += 1
+        self._unstarted += entry.size
+        return entry.key
+
+    def start(self, key: Key, now: float) -> None:
+        """A served request is past its beginning: what holds up others has been done."""
+        entry = self._entries[key]
+        if not entry.is_starting:
+            return
+        account = self._accounts[entry.client]
+        # Others' requests are on so many of the mixed replicas, as far as is known here.
+        held_up = min(entry.mixed, self._served - account.served) / entry.replicas
+        account.pauses = [pause for pause in account.pauses if pause[0] > now]
+        account.pauses.append((now + held_up * (now - entry.taken_at), entry.unstarted))
+        self._stop_starting(entry)
+
+    def grow(self, key: Key, size: int, cost: float) -> None:
+        """A served request has become larger, which cost its client so much."""
+        entry = self._entries[key]
+        account = self._accounts[entry.client]
+        entry.size += size
+        account.size += size
+        account.served_size += size
+        account.counter += cost
+        self._size += size
+        self._served_size += size
+
+    def remove(self, key: Key, now: float) -> None:
+        """A request has ended, or waits no more."""
+        entry = self._entries.pop(key)
+        account = self._accounts[entry.client]
+        self._size -= entry.size
+        account.size -= entry.size
+        if entry.is_served:
+            account.served -= 1
+            account.served_size -= entry.size
+            self._served -= 1
+            self._served_size -= entry.size
+            self._stop_starting(entry)
+        else:
+            account.waiting.remove(entry)
+        account.retries.freed(now)
+        self._retries.freed(now)
+        if not account.requests:
+            self._forget(entry.client, account.counter)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where the sums are not those of the requests."""
+        entries = list(self._entries.values())
+        served = [entry for entry in entries if entry.is_served]
+        assert self._size == sum(entry.size for entry in entries)
+        assert (self._served, self._served_size) == (len(served), sum(entry.size for entry in served))
+        assert self._starting == sum(entry.is_starting for entry in served)
+        assert self._unstarted == sum(entry.unstarted for entry in served)
+        assert sum(account.requests for account in self._accounts.values()) == len(entries)
+        for client, account in self._accounts.items():
+            own = [entry for entry in entries if entry.client == client]
+            assert own, f"{client} has an account and no requests"
+            assert account.size == sum(entry.size for entry in own)
+            assert account.served == sum(entry.is_served for entry in own)
+            assert list(account.waiting) == [entry for entry in own if not entry.is_served]
+        assert len(self._idle) <= MAX_IDLE
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _has_its_share(self, account: _ClientAccount[Key], room: ServiceRoom) -> bool:
+        """Whether what is left free is for others. Who has nothing is served as long as there is room at all."""
+        return account.served > 0 and (
+            account.served >= room.share * (room.requests - self._served)
+            or account.served_size >= room.share * (room.size - self._served_size)
+        )
+
+    def _fits(self, account: _ClientAccount[Key], room: ServiceRoom, now: float) -> bool:
+        """Whether there is room for a client's next request; an empty room takes any."""
+        if not self._served:
+            return True
+        size = account.waiting[0].size
+        if self._served >= room.requests or self._served_size + size > room.size:
+            return False
+        if not account.served:  # it need not wait until others' work has begun
+            return True
+        is_alone = account.served == self._served
+        pauses = [] if is_alone else [begun for until, begun in account.pauses if until > now]
+        starting, unstarted = self._starting + len(pauses), self._unstarted + sum(pauses)
+        if starting < room.replicas or unstarted + size <= room.unstarted:
+            return True
+        return not pauses and starting < 2 * room.replicas and self._left(room, now) <= room.unstarted
+
+    def _stop_starting(self, entry: _Entry[Key]) -> None:
+        if entry.is_starting:
+            self._starting -= 1
+            self._unstarted -= entry.unstarted
+            entry.is_starting, entry.unstarted = False, 0
+            at, left = self._left_at
+            self._left_at = at, min(left, float(self._unstarted))
+
+    def _left(self, room: ServiceRoom, now: float) -> float:
+        """What should be left of the requests that start."""
+        at, left = self._left_at
+        return max(0.0, left - room.rate * (now - at))
+
+    def _forget(self, client: Hashable, counter: float) -> None:
+        """A client has no requests here any more."""
+        del self._accounts[client]
+        if not self._entries:  # a new beginning for everybody
+            self._idle.clear()
+            self._virtual = 0.0
+            return
+        if counter > self._virtual:
+            self._idle[client] = counter
+        if len(self._idle) > MAX_IDLE:
+            self._idle = {each: found for each, found in self._idle.items() if found > self._virtual}
+        if len(self._idle) > MAX_IDLE:
+            del self._idle[min(self._idle, key=self._idle.__getitem__)]
+
+    def _refuse(self, text: str, retries: RetryTimes, now: float) -> NoReturn:
+        retry_after_s = ceil(10.0 * retries.next(now)) / 10.0
+        raise OverQuota(f"busy: {text}; try again in {retry_after_s:g} s", retry_after_s)
