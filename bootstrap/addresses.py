@@ -45,6 +45,16 @@ def parse_address(text: str) -> Address:
     return Address(host, _port(port_text, text))
 
 
+def names_one_place(host: str) -> bool:
+    """Whether boxes with this address are in one place: behind one public address, or on one machine. Private addresses
+    and names say nothing: each provider has its own 172.17.0.2."""
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return found.is_global or found.is_loopback
+
+
 def announced_address(
     flag: str | Address | None,
     environ: Mapping[str, str],

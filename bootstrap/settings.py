@@ -28,8 +28,8 @@ class NetworkSettings:
     Defaults are :meth:`wan`."""
 
     # Liveness. Shorter: a death is noticed sooner, and a pause is more often mistaken for one.
-    ping_s: float = 1.0  # a peer that says nothing for so long is pinged
-    rtt_s: float = 2.5  # everyone is pinged so often, for the round trip; shorter costs messages
+    ping_s: float = 1.5  # a peer that says nothing for so long is pinged
+    rtt_s: float = 10.0  # everyone is pinged so often, for the round trip; shorter costs messages
     suspect_s: float = 3.0  # silence after which a member is suspect
     dead_s: float = 8.0  # silence after which it is dead, and hung up on
     redial_s: float = 3.0  # a connection that closed may be a broken link: so long to dial anew before it is a death

@@ -56,7 +56,7 @@ SLOWEST: Final = 1e-6
 """Requests per second; who is asked less often, once in eleven days, is not asked."""
 
 
-class Demand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """What one gateway has seen lately: requests per second (0 while none come), the coefficient of
     variation of the gaps, and equally frequent (prompt, output) lengths."""
 

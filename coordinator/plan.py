@@ -2,7 +2,8 @@
 
 A plan is numbered `(epoch, version)`: the epoch is the term its author was elected for, the version
 counts the plans of that term. It is validated when it is made, so a plan that exists is one that
-can be followed; bytes from a peer that break a rule never become a `Plan`.
+can be followed; bytes from a peer that break a rule never become a `Plan`. Fields that this release
+does not know are ignored: a network is upgraded box by box, and its coordinator may be the first.
 """
 
 from collections.abc import Iterable
@@ -31,7 +32,7 @@ class Phase(StrEnum):
     MIXED = "mixed"
 
 
-class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """One box's share of a replica: `tp` GPUs over the half-open layer range `[first_layer,
     last_layer)`.
 
@@ -66,7 +67,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return range(self.first_gpu, self.first_gpu + self.tp)
 
 
-class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """The stages, in layer order, that together hold one copy of the model.
 
     `step_tokens`: what a step computes at most (vLLM's max_num_batched_tokens), so that a prompt
@@ -127,7 +128,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.phase is not Phase.PREFILL
 
 
-class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Pairing(msgspec.Struct, frozen=True, kw_only=True):
     """The share of all requests that prefill on one replica and decode on another.
 
     `weight` is the product `X_i * Y_ij` of ThunderServe section 3.3: X_i of the requests go to
@@ -152,7 +153,7 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         )
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Who does what for one service. `pairings` weigh 1 in all; `why`: a line per decision."""
 
     epoch: Counter

@@ -32,7 +32,7 @@ class StepSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     decode_context: Count
 
 
-class PhaseCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PhaseCost(msgspec.Struct, frozen=True, kw_only=True):
     """The four constants of a phase: p1 to p4 of the paper for prefill, p5 to p8 for decode."""
 
     token_s: Seconds = 0.0
@@ -49,7 +49,7 @@ class PhaseCost(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.seconds(requests, length) - self.step_s if requests else 0.0
 
 
-class PhaseFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PhaseFit(msgspec.Struct, frozen=True, kw_only=True):
     """A phase's constants, from how many samples, and the median of |predicted - measured| /
     measured over them."""
 
@@ -58,7 +58,7 @@ class PhaseFit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     error: Figure
 
 
-class LatencyProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class LatencyProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine's own steps say of it; a phase that it has not run often enough is None."""
 
     prefill: PhaseFit | None = None

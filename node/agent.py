@@ -183,7 +183,7 @@ class Node:
         """Publish the advert when it has changed: at once for news, else once per interval."""
         published: messages.Advert | None = None
         while True:
-            advert = self._advert(published)
+            advert = self._advert()
             if advert != published:
                 published = advert
                 self._joined.publish(messages.ADVERT, advert)
@@ -192,12 +192,11 @@ class Node:
             if self._news.is_set():
                 self._news = trio.Event()
 
-    def _advert(self, before: messages.Advert | None) -> messages.Advert:
+    def _advert(self) -> messages.Advert:
         settings, serving = self._joined.settings, self._serving
         advert = messages.Advert(
             hardware=self._hardware,
             draining=self._draining,
-            rtt_s=self._joined.rtts(before.rtt_s if before is not None else {}),
             phase=settings.phase,
             usd_per_hour=settings.usd_per_hour,
         )
@@ -221,8 +220,13 @@ class Node:
         """Plan while this node is the elected coordinator, in a process beside everything else: it takes seconds."""
         joined = self._joined
         view, coordinator = joined.view, Coordinator(joined.own, joined.settings.codec, self._tuning.quiet_s)
+        led = False
         async with open_planner(self._tuning) as planner:
             while True:
+                leads = joined.leader is not None and joined.leader[0] == joined.own
+                if leads and not led:
+                    await planner.start()
+                led = leads
                 task = coordinator.next(view, joined.leader, trio.current_time()) if not self._draining else None
                 if task is None:
                     self._looked = trio.Event()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import final
 
 import msgspec
 import trio
 
 from ..bootstrap import Address, PeerId, Role
+from ..bootstrap.addresses import names_one_place
 from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from . import messages, methods
@@ -31,7 +33,10 @@ class Joined:
         self.settings = settings
         self.say = say
         self.view = NetworkView()
-        self.knowledge = LinkKnowledge(self.own, settings.links, settings.tuning)
+        # Boxes behind one address are one site unless their owners say otherwise: thirty boxes have 870 links.
+        host = network.address.host
+        site = settings.links.site or (host if names_one_place(host) else "")
+        self.knowledge = LinkKnowledge(self.own, replace(settings.links, site=site), settings.tuning)
         self.leader: Leader | None = None
         self._addresses: dict[PeerId, Address] = {}
         self._present: set[PeerId] = set()
@@ -50,16 +55,6 @@ class Joined:
         """The other nodes that are alive."""
         members = self._others(self.network.members(), MemberState.ALIVE)
         return [Neighbour(member.peer_id, member.address, member.rtt_s) for member in members if member.address.port]
-
-    def rtts(self, before: dict[str, float]) -> dict[str, float]:
-        """Round trips to the other nodes; one that has hardly moved stays as it was told `before`."""
-        found: dict[str, float] = {}
-        for member in self.network.members():
-            rtt, old = member.rtt_s, before.get(member.peer_id)
-            if member.role is not Role.CLIENT and rtt is not None:
-                is_news = old is None or abs(rtt - old) > self.settings.tuning.rtt_news * old
-                found[member.peer_id] = rtt if old is None or is_news else old
-        return found
 
     def publish(self, kind: str, message: msgspec.Struct) -> bytes:
         """Tell all members; returns what they read."""
@@ -109,9 +104,10 @@ class Joined:
 
     async def tell_links(self) -> None:
         """Publish what this node knows of its links, when it has changed and not often: it is for choosing paths."""
+        tuning = self.settings.tuning
         published: messages.LinkTable | None = None
         while True:
-            await trio.sleep(self.settings.tuning.links_interval_s)
+            await trio.sleep(tuning.links_interval_s * max(1.0, len(self._present) / tuning.links_nodes))
             table = self.knowledge.table(published, trio.current_time())
             if table != published:
                 published = table

@@ -69,8 +69,14 @@ Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_
 Stages = Annotated[tuple[Stage, ...], msgspec.Meta(max_length=MAX_STAGES)]
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages here: unknown fields are refused."""
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of all messages here. Unknown fields are ignored: a newer release may have more to say."""
+
+
+class ExactMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of what a client asks for. Unknown fields are refused, and the client told which: who asks for stricter
+    sampling must not get an answer that was made without it. (`Sampling`, tickets and permits refuse them, too: they
+    say what may be done, and a limit that is not understood would not be kept.)"""
 
 
 class EngineAdvert(Message, frozen=True, kw_only=True):
@@ -105,7 +111,6 @@ class Advert(Message, frozen=True, kw_only=True):
     model: ModelInfo | None = None
     engine: EngineAdvert | None = None
     stats: EngineStats | None = None
-    rtt_s: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MAX_PEERS)] = {}
     fits: Layer = 0
     tp: Degree = 1
     profile: LatencyProfile | None = None
@@ -115,7 +120,10 @@ class Advert(Message, frozen=True, kw_only=True):
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
-    """What a node tells everyone about its links: its site, its own caps and prices, and each link from it by peer."""
+    """What a node tells everyone about its links: its site, its own caps and prices, and links from it by peer.
+
+    Of several peers at one site that its links to are alike, it tells of one: `links_to` fills in the others.
+    """
 
     site: Label = ""
     box: BoxFigures = BoxFigures()
@@ -368,14 +376,14 @@ class StopTransfer(Message, frozen=True, kw_only=True):
     reason: Text
 
 
-class ChatMessage(Message, frozen=True, kw_only=True):
+class ChatMessage(ExactMessage, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: Label
     content: Content
 
 
-class Generate(Message, frozen=True, kw_only=True):
+class Generate(ExactMessage, frozen=True, kw_only=True):
     """A client's request: either `prompt` or `messages`. `deadline_s` bounds the whole answer."""
 
     request: RequestId
@@ -391,7 +399,7 @@ class Generate(Message, frozen=True, kw_only=True):
     service: ModelName | None = None
 
 
-class ContinueGenerate(Message, frozen=True, kw_only=True):
+class ContinueGenerate(ExactMessage, frozen=True, kw_only=True):
     """A client's request whose gateway was lost when these tokens of the answer had come: go on from there."""
 
     generate: Generate

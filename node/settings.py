@@ -94,11 +94,11 @@ class NodeTuning:
 
     # What is told to all members, and how often. More often: others act on fresher figures, and gossip grows with it.
     advert_interval_s: float = 1.0  # between adverts without news; news goes out at once
-    links_interval_s: float = 2.0  # between tables of links
+    links_interval_s: float = 2.0  # between tables of links, of a node with at most
+    links_nodes: int = 8  # other nodes; in proportion longer with more: what each of them hears stays the same
     probe_interval_s: float = 1.0  # between two looks for a link to measure; shorter: news is measured sooner
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
-    rtt_news: float = 0.25  # a round trip is told again when it has moved by this fraction
-    link_news: float = 0.2  # the same for the figures of a link
+    link_news: float = 0.2  # figures of a link are told again when they have moved by this fraction
 
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from typing import NamedTuple, Self, final
 
 import msgspec
@@ -15,6 +16,7 @@ from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
+from ..kvtransport.probing.sites import SiteLinks
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
 from .messages import Advert, EngineAdvert, LinkTable, Status
@@ -193,22 +195,34 @@ class NetworkView:
         return found
 
     def links(self) -> list[LinkView]:
-        """Round trips as each box measured them, with what it knows of the links' rates and prices."""
+        """Links as the boxes at their beginnings tell of them: round trips, rates and prices."""
+        told = {
+            (source, target): figures
+            for source in self.adverts
+            for target, figures in self._table(source).links.items()
+            if target in self.adverts
+        }
+        known = SiteLinks(told, {peer: self._table(peer).site for peer in self.adverts})
+        labelled = [peer for peer in self.adverts if self._table(peer).site]
         found = []
-        for source, advert in self.adverts.items():
-            own = self._table(source)
-            for target, rtt in advert.rtt_s.items():
-                figures, other = own.links.get(target), self._table(PeerId(target))
-                gbps, usd = 0.0, None
-                if figures is not None:
-                    rate = figures.bounded(own.box.up_gbps, other.box.down_gbps).capacity_gbps
-                    gbps, usd = max(rate if figures.reachable else 0.0, SLOWEST_GBPS), figures.usd_per_gb
-                billed = own.box.up_usd_per_gb + other.box.down_usd_per_gb
-                found.append(
-                    LinkView(
-                        source=source, target=target, rtt_s=rtt, gbps=gbps, usd_per_gb=billed if usd is None else usd
-                    )
+        for source, target in {*told, *product(self.adverts, labelled)}:
+            figures = known.get((source, target))
+            if figures is None:
+                continue
+            one, other = self._table(source).box, self._table(target).box
+            rate = figures.bounded(one.up_gbps, other.down_gbps).capacity_gbps
+            gbps = max(rate if figures.reachable else 0.0, SLOWEST_GBPS)
+            usd = figures.usd_per_gb
+            billed = one.up_usd_per_gb + other.down_usd_per_gb
+            found.append(
+                LinkView(
+                    source=source,
+                    target=target,
+                    rtt_s=figures.rtt_s,
+                    gbps=gbps,
+                    usd_per_gb=billed if usd is None else usd,
                 )
+            )
         return found
 
     def demands(self, service: str) -> dict[PeerId, Demand]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import logging
 import os
 import sys
 from pathlib import Path
@@ -94,12 +95,13 @@ def _explain(error: BaseException) -> int | None:
         print(f"p2pserve: error: output: it cannot be written: {failed.strerror}", file=sys.stderr)
         return 1
     from .failures import explain  # takes half a second, and only failures need it
+    from .printing import printable
 
     found = explain(error)
     if found is None:
         return None
     code, line = found
-    print(f"p2pserve: error: {line}", file=sys.stderr)
+    print(f"p2pserve: error: {printable(line)}", file=sys.stderr)
     return code
 
 
@@ -125,14 +127,26 @@ def _run(arguments: argparse.Namespace) -> int:
         from .commands.sim import run_sim  # numpy
 
         return run_sim(arguments)
-    from .commands.network import COMMANDS, set_up_logging  # the network's client
+    _set_up_logging(arguments)
+    if arguments.command == "selftest":
+        from .commands.selftest import selftest  # engines
 
-    set_up_logging(arguments)
-    if arguments.command in COMMANDS:
-        return COMMANDS[arguments.command](arguments)
-    from .commands.node import NODE_COMMANDS  # all of a node
+        return selftest(arguments)
+    if arguments.command in {"bootstrap", "join", "leave"}:
+        from .commands.node import NODE_COMMANDS  # all of a node
 
-    return NODE_COMMANDS[arguments.command](arguments)
+        return NODE_COMMANDS[arguments.command](arguments)
+    from .commands.network import COMMANDS  # the network's client
+
+    return COMMANDS[arguments.command](arguments)
+
+
+def _set_up_logging(arguments: argparse.Namespace) -> None:
+    """Without --debug log only errors: what concerns the user is printed, or ends the command."""
+    if arguments.debug:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    else:
+        logging.disable(logging.WARNING)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -348,7 +362,12 @@ def _add_prices(parser: argparse._ActionsContainer) -> None:
 
 def _add_links(parser: argparse.ArgumentParser) -> None:
     links = parser.add_argument_group("links")
-    links.add_argument("--site", default="", metavar="NAME", help="boxes of one site measure the others for each other")
+    links.add_argument(
+        "--site",
+        default="",
+        metavar="NAME",
+        help="boxes of one site measure the others for each other (default: boxes behind one public address)",
+    )
     links.add_argument(
         "--usd-per-hour", type=figure, default=0.0, metavar="USD", help="what the box costs, for reports (default: 0)"
     )

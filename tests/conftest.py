@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 HERE = Path(__file__).parent
 BY_FOLDER = {"integration": pytest.mark.integration, "gpu": pytest.mark.gpu}
+# How fast a busy machine is, is no property of what is tested.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 NO_GPU = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
 
 

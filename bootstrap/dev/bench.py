@@ -11,8 +11,11 @@ import argparse
 import gc
 import json
 import multiprocessing
+import re
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -110,19 +113,38 @@ def _restore(boxes: BoxNetwork, lost: BoxProcess) -> None:
     boxes.wait(lambda: boxes.are_whole(boxes.running()), WHOLE_S, "a restarted box to be back")
 
 
-def measure_idle(count: int, seconds: float) -> Figures:
+def measure_idle(count: int, seconds: float, settle_s: float) -> Figures:
     """What an agent costs when nobody asks."""
     with BoxNetwork() as boxes:
         grow(boxes, count)
-        time.sleep(5.0)
+        time.sleep(settle_s)  # links to new boxes are being measured
         agents = [psutil.Process(box.process.pid) for box in boxes.running()[1:]]
         before = [sum(agent.cpu_times()[:2]) for agent in agents]
+        heard_before = bytes_heard()
         time.sleep(seconds)
+        heard = bytes_heard()
         used = [sum(agent.cpu_times()[:2]) - start for agent, start in zip(agents, before, strict=True)]
+        rates = [
+            (heard[agent.pid] - heard_before.get(agent.pid, 0)) / seconds for agent in agents if agent.pid in heard
+        ]
         return {
             "agent_cpu_percent": 100.0 * statistics.median(used) / seconds,
             "agent_rss_mb": statistics.median(agent.memory_info().rss for agent in agents) / 1e6,
+            "agent_bytes_s": statistics.mean(rates) if rates else None,
         }
+
+
+def bytes_heard() -> dict[int, int]:
+    """By process, what the kernel counts of its open TCP connections; nothing where there is no `ss` (iproute2)."""
+    if shutil.which("ss") is None:
+        return {}
+    said = subprocess.run(("ss", "-tinHOp"), capture_output=True, text=True, check=True).stdout
+    heard: dict[int, int] = {}
+    for line in said.splitlines():
+        owner, count = re.search(r"pid=(\d+)", line), re.search(r"bytes_received:(\d+)", line)
+        if owner is not None and count is not None:
+            heard[int(owner[1])] = heard.get(int(owner[1]), 0) + int(count[1])
+    return heard
 
 
 def _spin() -> None:
@@ -195,7 +217,7 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
             note(f"loss {count}", measure_loss(count, options.times))
     if "idle" in options.parts:
         for count in (2, 10, options.many):
-            note(f"idle {count}", measure_idle(count, options.seconds))
+            note(f"idle {count}", measure_idle(count, options.seconds, options.settle_s))
     if "calm" in options.parts:
         note(f"calm {options.many}", measure_calm(options.many, options.calm_s))
     if "churn" in options.parts:
@@ -220,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--simulated", type=int, default=1000, help="nodes of `churn` (default: 1000)")
     add("--times", type=int, default=3, help="of each loss, for the median (default: 3)")
     add("--seconds", type=float, default=30.0, help="that `idle` measures (default: 30)")
+    add("--settle-s", type=float, default=60.0, help="before that (default: 60)")
     add("--calm-s", type=float, default=600.0, help="that `calm` watches, twice (default: 600)")
     add("--format", choices=("text", "json"), default="text")
     options = parser.parse_args(arguments)

@@ -66,6 +66,8 @@ class BoxNetwork:
         self.all: list[BoxProcess] = []
         self._home = Path(tempfile.mkdtemp(prefix="p2pserve-bench-"))
         self._changed = threading.Condition()
+        # Modules are compiled once, as where the package was installed, whatever this shell says of it.
+        self._environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
     def __enter__(self) -> Self:
         return self
@@ -154,6 +156,7 @@ class BoxNetwork:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env=self._environment,
         )
         box = BoxProcess(number, home, process, time.monotonic())
         self.all = [each for each in self.all if each.number != number or each.is_running] + [box]
@@ -172,6 +175,8 @@ class BoxNetwork:
     def _greet(self, box: BoxProcess, line: str, now: float) -> None:
         greeting = json.loads(line)
         box.peer, box.tokens = greeting["peer"], greeting["tokens"]
+        if box.leader is not None and not box.leader[0]:  # it has said that it leads before it said who it is
+            box.leader = (box.peer, box.leader[1])
 
     def _hear(self, box: BoxProcess, line: str, now: float) -> None:
         box.hear(line, now)

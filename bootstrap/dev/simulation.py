@@ -23,7 +23,7 @@ from ..members.mesh import Dial
 from ..members.neighbours import Contacts
 from ..members.overlay import choose_neighbours
 from ..members.peering import Peering
-from ..members.states import GossipMessage
+from ..members.states import GossipMessage, NetworkState
 from ..members.table import EntryRules
 from ..settings import NetworkSettings
 from ..streams.control import PROTOCOL_VERSION, Hello
@@ -83,6 +83,7 @@ class SimulatedNode:
     is_running: bool = True
     is_joined: bool = False
     paused_until: float = 0.0
+    behind_s: float = 0.0  # how long its clock has stood still
     waiting: list[Callable[[], None]] = field(default_factory=list)  # what came while it was paused
     next_tick: float = _NEVER
     bytes_heard: int = 0
@@ -147,10 +148,11 @@ class Simulation:
         standby: Iterable[Bootstrap] = (),
         token: JoinToken | None = None,
         ticked: bool = True,
+        wall_s: float = 0.0,
     ) -> SimulatedNode:
-        """Start a node now."""
+        """Start a node now; its box's wall clock is ahead by `wall_s`."""
         token = token or self.token()
-        born = int((EPOCH_S + self.now) * 1000)
+        born = int((EPOCH_S + self.now + wall_s) * 1000)
         admission, named = Admission(token.network), tuple(named)
         peering = Peering(
             identity,
@@ -178,9 +180,9 @@ class Simulation:
             for number in range(1, count + 1)
         ]
         by_peer = {node.peer: node for node in nodes}
-        records = [node.peering.table.own_entries()[0] for node in nodes]
+        known = NetworkState(entries=tuple(node.peering.table.own_entries()[0] for node in nodes))
         for node in nodes:
-            node.peering.table.merge(records, self.now)
+            node.peering.restore(known, self.now)
         for node in nodes:
             for peer in choose_neighbours(node.peer, by_peer.keys(), full_mesh=self.settings.full_mesh):
                 if peer not in node.sessions:
@@ -219,6 +221,17 @@ class Simulation:
         node.paused_until = max(node.paused_until, self.now + seconds)
         self.after(seconds, lambda: self._resume(node))
 
+    def suspend(self, name: str, seconds: float) -> None:
+        """Close the lid: as :meth:`pause`, and the node's own clock stands still."""
+        node = self.nodes[name]
+        node.paused_until = max(node.paused_until, self.now + seconds)
+
+        def wake_up() -> None:
+            node.behind_s += seconds
+            self._resume(node)
+
+        self.after(seconds, wake_up)
+
     def split(self, *groups: Iterable[str]) -> None:
         """Let nothing pass between these groups of names."""
         self._groups = {name: side for side, group in enumerate(groups) for name in group}
@@ -249,6 +262,10 @@ class Simulation:
         """Tick a node at once: something happened there."""
         self._wake_at(node, self.now)
 
+    def time_of(self, node: SimulatedNode) -> float:
+        """What the node's own clock says."""
+        return self.now - node.behind_s
+
     def running(self) -> list[SimulatedNode]:
         """The nodes that run, hung ones included."""
         return [node for node in self.nodes.values() if node.is_running]
@@ -270,7 +287,7 @@ class Simulation:
         if held is None:
             return
         node.heard.pop(peer, None)
-        self._handle(node, lambda: node.peering.on_closed(peer, self.now))
+        self._handle(node, lambda: node.peering.on_closed(peer, self.time_of(node)))
         back = held.other.sessions.get(node.peer)
         if also_there and back is not None and back.other is node:
             self.close(held.other, node.peer, also_there=False)
@@ -311,7 +328,7 @@ class Simulation:
             return
         node.next_tick = _NEVER
         used = {peer: held.since for peer, held in node.sessions.items()}
-        actions = node.peering.tick(self.now, node.heard, used)
+        actions = node.peering.tick(self.time_of(node), node.heard, used)
         for peer in actions.drop:
             held = node.sessions.get(peer)
             if held is not None:
@@ -325,7 +342,7 @@ class Simulation:
         for dial in actions.dial:
             self._dial(node, dial)
         self.on_tick(node)
-        self._wake_at(node, max(actions.wake_at, self.now + 0.005))
+        self._wake_at(node, max(actions.wake_at + node.behind_s, self.now + 0.005))
 
     def _part(self, node: SimulatedNode, peer: PeerId) -> None:
         self.close(node, peer, also_there=True)
@@ -346,12 +363,12 @@ class Simulation:
 
             def take() -> None:
                 if node.peer in other.sessions:
-                    other.heard[node.peer] = self.now
+                    other.heard[node.peer] = self.time_of(other)
                     deliver(other)
 
             if other.is_running and self.now >= other.paused_until:
                 take()
-                self._wake_at(other, max(other.peering.next_at(), self.now))
+                self._wake_at(other, max(other.peering.next_at() + other.behind_s, self.now))
             elif other.is_running:
                 other.waiting.append(take)
 
@@ -369,7 +386,7 @@ class Simulation:
 
     def _send(self, node: SimulatedNode, peer: PeerId, message: GossipMessage) -> None:
         def deliver(other: SimulatedNode) -> None:
-            other.peering.on_received(node.peer, message, self.now)
+            other.peering.on_received(node.peer, message, self.time_of(other))
 
         size = FRAME_BYTES + len(msgspec.msgpack.encode(message)) if self._counts_bytes else 0
         self._travel(node, peer, size, deliver)
@@ -387,7 +404,7 @@ class Simulation:
             answers = there is not None and self.passes(node, there) and self.now >= there.paused_until
             if not succeeded and there is not None and answers and node.is_running:
                 succeeded = self._greet(node, there)
-            node.peering.on_dialled(dial.peer, succeeded, self.now)
+            node.peering.on_dialled(dial.peer, succeeded, self.time_of(node))
 
         self.after(5.0 if is_silent else 4 * self.weather.latency_s, lambda: self._handle(node, end))
 
@@ -414,9 +431,10 @@ class Simulation:
         for one, other, record, dialled in ((node, target, theirs, True), (target, node, own, False)):
             if other.peer in one.sessions:
                 self.close(one, other.peer, also_there=False)
-            one.sessions[other.peer] = SimulatedSession(other, self.now, dialled)
-            one.heard[other.peer] = self.now
-            one.peering.on_opened(other.peer, record, self.now)
+            now = self.time_of(one)
+            one.sessions[other.peer] = SimulatedSession(other, now, dialled)
+            one.heard[other.peer] = now
+            one.peering.on_opened(other.peer, record, now)
             self.wake(one)
 
     def check_life(self, node: SimulatedNode, target: SimulatedNode) -> None:

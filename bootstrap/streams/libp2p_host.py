@@ -17,37 +17,38 @@ import logging
 import struct
 from typing import Final, cast
 
-from . import ecdsa  # noqa: F401  # must come before libp2p: fills in a package it imports and we do without
-
-# isort: split
-import libp2p.network.connection.swarm_connection as swarm_connection_module
 import trio
-from libp2p import new_swarm
-from libp2p.abc import IListener, IMuxedConn, INetConn, INetStream, IRawConnection, ISecureConn
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
-from libp2p.custom_types import THandler, TProtocol
-from libp2p.io.trio import TrioTCPStream
-from libp2p.network.auto_connector import AutoConnector
-from libp2p.network.config import ConnectionConfig, RetryConfig
-from libp2p.network.connection.raw_connection import RawConnection
-from libp2p.network.stream.net_stream import NetStream
-from libp2p.network.swarm import Swarm
-from libp2p.peer.id import ID
-from libp2p.protocol_muxer.multiselect import Multiselect
-from libp2p.protocol_muxer.multiselect_client import MultiselectClient
-from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
-from libp2p.rcmgr.manager import ResourceLimits, ResourceManager
-from libp2p.security.noise.io import NoiseTransportReadWriter
-from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
-from libp2p.security.noise.transport import Transport as NoiseTransport
-from libp2p.security.secure_session import SecureSession
-from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
-from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
-from libp2p.stream_muxer.yamux.yamux import Yamux
-from libp2p.tools.anyio_service import background_trio_service
-from libp2p.transport.tcp.tcp import TCP
-from multiaddr import Multiaddr
+
+from .lean_libp2p import import_lean
+
+with import_lean():
+    import libp2p.network.connection.swarm_connection as swarm_connection_module
+    from libp2p import new_swarm
+    from libp2p.abc import IListener, IMuxedConn, INetConn, INetStream, IRawConnection, ISecureConn
+    from libp2p.crypto.ed25519 import create_new_key_pair
+    from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
+    from libp2p.custom_types import THandler, TProtocol
+    from libp2p.io.trio import TrioTCPStream
+    from libp2p.network.auto_connector import AutoConnector
+    from libp2p.network.config import ConnectionConfig, RetryConfig
+    from libp2p.network.connection.raw_connection import RawConnection
+    from libp2p.network.stream.net_stream import NetStream
+    from libp2p.network.swarm import Swarm
+    from libp2p.peer.id import ID
+    from libp2p.protocol_muxer.multiselect import Multiselect
+    from libp2p.protocol_muxer.multiselect_client import MultiselectClient
+    from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
+    from libp2p.rcmgr.manager import ResourceLimits, ResourceManager
+    from libp2p.security.noise.io import NoiseTransportReadWriter
+    from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL_ID
+    from libp2p.security.noise.transport import Transport as NoiseTransport
+    from libp2p.security.secure_session import SecureSession
+    from libp2p.stream_muxer.muxer_multistream import MuxerMultistream
+    from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL_ID
+    from libp2p.stream_muxer.yamux.yamux import Yamux
+    from libp2p.tools.anyio_service import background_trio_service
+    from libp2p.transport.tcp.tcp import TCP
+    from multiaddr import Multiaddr
 
 from ..addresses import Address
 from ..errors import PeerLost

@@ -30,7 +30,8 @@ class Renewal(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Orders(msgspec.Struct, frozen=True, array_like=True):
-    """All that the owner has said so far. `renewed` by the name of the certificate."""
+    """All that the owner has said so far. `renewed` by the name of the certificate. Of a newer release's orders those
+    that are known are followed: whoever is revoked is so, whatever else was ordered."""
 
     number: Annotated[int, Meta(ge=0, le=MAX_COUNTER)] = 0
     revoked: Annotated[tuple[CertificateName, ...], Meta(max_length=MAX_REVOKED)] = ()

@@ -61,7 +61,8 @@ class Bootstrap:
         return str(Address(self.host, self.port))
 
 
-class _Certificate(msgspec.Struct, frozen=True, array_like=True):
+# Unknown fields are refused: what a newer release says there may narrow what the certificate grants.
+class _Certificate(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     version: int
     network: bytes
     role: Role

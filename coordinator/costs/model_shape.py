@@ -14,7 +14,7 @@ class ModelShapeError(ValueError):
     """Dimensions that no model has, or a name that is not known; the text names the field."""
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only transformer. Sizes are in elements unless a name says bytes.
 
     `mlp_matrices` is 3 where the feed-forward is gated (Llama), else 2 (OPT, BLOOM). Of `experts`

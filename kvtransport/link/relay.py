@@ -52,7 +52,7 @@ class Relay:
     def admit(self, permit: Permit) -> None:
         """Let a permit be used. Raises TicketError if there are too many."""
         with self._lock:
-            self._ledger.admit(permit, time.time())
+            self._ledger.admit(permit, time.monotonic())
 
     def revoke(self, permit: bytes) -> None:
         """Forward nothing more under a permit; its connections end with their next bytes."""
@@ -124,7 +124,7 @@ class Relay:
     def _enter(self, client: socket.socket) -> Permit:
         hello = receive_exactly(client, RELAY_HELLO_BYTES, time.monotonic() + self._authenticate_s)
         with self._lock:
-            return self._ledger.enter(hello, time.time())
+            return self._ledger.enter(hello, time.monotonic())
 
     def _dial(self, permit: Permit) -> socket.socket:
         try:
@@ -158,7 +158,7 @@ class Relay:
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
             while count := os.splice(source.fileno(), writer, _PIECE_BYTES):
                 with self._lock:
-                    wait = self._ledger.spend(permit, count, time.time())
+                    wait = self._ledger.spend(permit, count, time.monotonic())
                 if wait and self._closing.wait(wait):
                     raise ConnectionClosed("the relay is closing")
                 while count:

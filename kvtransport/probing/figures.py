@@ -36,6 +36,7 @@ _MAX_RTT_S = 60.0
 _MAX_USD_PER_GB = 1e3
 _MAX_REASON = 200
 _SMALLEST_RTT_S = 1e-6
+_SAME_RTT_S = 0.002
 
 
 class Source(StrEnum):
@@ -69,7 +70,7 @@ def streams_for(target_gbps: float, rtt_s: float, single_gbps: float | None = No
     return min(max(wanted, 1), MAX_STREAMS)
 
 
-class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A directed link: what it does, how sure that is, and why it is believed.
 
     `rtt_s` is smoothed, `rtt_min_s` the least seen lately. `one_stream_gbps` and `capacity_gbps` (n
@@ -114,22 +115,23 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def alike(self, other: LinkFigures, within: float) -> bool:
         """Whether it makes no difference which of the two is believed: rates, round trip and
-        confidence are as good as the same, up to that fraction, and the rest of what paths are
-        chosen by is equal."""
-        pairs = (
-            (self.rtt_s, other.rtt_s),
-            (self.one_stream_gbps, other.one_stream_gbps),
-            (self.capacity_gbps, other.capacity_gbps),
-        )
-        close = all(abs(a - b) <= within * max(a, b) for a, b in pairs)
+        confidence are as good as the same, up to that fraction (or, of the round trip, to its
+        jitter and what scheduling on busy boxes adds), and the rest of what paths are chosen by is equal."""
+        pairs = ((self.one_stream_gbps, other.one_stream_gbps), (self.capacity_gbps, other.capacity_gbps))
+        close = self.as_far(other, within) and all(abs(a - b) <= within * max(a, b) for a, b in pairs)
         return close and abs(self.rate_confidence - other.rate_confidence) <= within and self._kind == other._kind
+
+    def as_far(self, other: LinkFigures, within: float) -> bool:
+        """Whether the two round trips are alike, up to their jitter."""
+        usual = max(_SAME_RTT_S, self.jitter_s, other.jitter_s)
+        return abs(self.rtt_s - other.rtt_s) <= max(within * max(self.rtt_s, other.rtt_s), usual)
 
     @property
     def _kind(self) -> tuple[object, ...]:
         return self.reachable, self.source, self.capacity_is_floor, self.usd_per_gb
 
 
-class BoxFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BoxFigures(msgspec.Struct, frozen=True, kw_only=True):
     """A box's own limits and prices, shared by everything it sends or receives. None: not known, so
     no limit.
 

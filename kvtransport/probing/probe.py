@@ -131,7 +131,7 @@ class Activity:
         return self.transfers == 0 and not self.engine_busy
 
 
-class BurstRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BurstRequest(msgspec.Struct, frozen=True):
     """Ask `peer` for a burst towards it. `overdue`: it has waited for as long as it may."""
 
     peer: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -241,14 +241,19 @@ class ProbeScheduler:
         known = {link.peer: link for link in links if link.peer != self._me}
         self._peers = {peer: one for peer, one in self._peers.items() if peer in known}
         self._overdue_granted = {peer: at for peer, at in self._overdue_granted.items() if peer in known}
+        fresh: list[_Peer] = []
         for peer, link in sorted(known.items()):
             if peer in self._peers:
                 self._peers[peer].link = link
             else:
                 ping_at = now + self._rng.random() * self.settings.ping_every_s
-                burst_at = ping_at + self._rng.random() * self.settings.retry_s
-                self._peers[peer] = _Peer(link, ping_at, burst_at, burst_at)
+                fresh.append(_Peer(link, ping_at, inf, inf))
+                self._peers[peer] = fresh[-1]
         self._targets = self._choose_targets()
+        # All boxes of a large network may have come at once, each with as many links to measure.
+        spread_s = self.settings.retry_s * max(1.0, len(self._targets) / self.settings.everybody_below)
+        for one in fresh:
+            one.burst_at = one.due_since = one.ping_at + self._rng.random() * spread_s
 
     def step(self, activity: Activity, *, now: float) -> ProbeStep:
         """What is due. Call it at `wake_at` or later; pings and the burst returned count as begun."""

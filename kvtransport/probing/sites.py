@@ -7,8 +7,9 @@ own caps. Every figure filled in says so, and from what.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median, median_low
+from typing import final
 
 from ..errors import FiguresError
 from .figures import BoxFigures, LinkFigures, Source, one_stream_gbps
@@ -52,6 +53,68 @@ def infer(
             up, down = boxes.get(a, _UNKNOWN).up_gbps, boxes.get(b, _UNKNOWN).down_gbps
             filled[a, b] = _typical(groups[direction], direction, share).bounded(up, down)
     return filled
+
+
+def leave_out_alike(
+    links: Mapping[str, LinkFigures], sites: Mapping[str, str], within: float
+) -> dict[str, LinkFigures]:
+    """Of the links of one box, by target, those that tell everything: of each site's the first, and those that are not
+    like it. `SiteLinks` fills in the others. A target without a site is left in.
+
+    Of a link whose rates are inferred, only the round trip is this box's own."""
+    first: dict[str, LinkFigures] = {}
+    kept: dict[str, LinkFigures] = {}
+    for target, figures in sorted(links.items(), key=_rank):
+        site = sites.get(target, "")
+        like = first.setdefault(site, figures) if site else figures
+        if figures.source is Source.INFERRED:
+            is_like = figures.reachable == like.reachable and figures.as_far(like, within)
+        else:
+            is_like = figures.alike(like, within)
+        if like is figures or not is_like:
+            kept[target] = figures
+    return kept
+
+
+@final
+class SiteLinks(Mapping[tuple[str, str], LinkFigures]):
+    """Links as boxes tell them, where each tells of one only of those to one site that are alike.
+
+    Iterates over what was told; any other link can be asked for, and is the first to the same site."""
+
+    def __init__(self, told: Mapping[tuple[str, str], LinkFigures], sites: Mapping[str, str]) -> None:
+        self._told = told
+        self._sites = sites
+        self._first: dict[tuple[str, str], LinkFigures] = {}
+        for (source, target), figures in sorted(
+            told.items(), key=lambda link: (link[0][0], *_rank((link[0][1], link[1])))
+        ):
+            if sites.get(target):
+                self._first.setdefault((source, sites[target]), figures)
+
+    def __getitem__(self, link: tuple[str, str]) -> LinkFigures:
+        figures = self._told.get(link)
+        if figures is not None:
+            return figures
+        source, target = link
+        if source == target:
+            raise KeyError(link)
+        return self._first[source, self._sites.get(target, "")]
+
+    def __contains__(self, link: object) -> bool:
+        return isinstance(link, tuple) and self.get(link) is not None
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._told)
+
+    def __len__(self) -> int:
+        return len(self._told)
+
+
+def _rank(link: tuple[str, LinkFigures]) -> tuple[bool, str]:
+    """Of links to one site, those that were measured come first."""
+    target, figures = link
+    return figures.source is not Source.MEASURED, target
 
 
 def _typical(group: list[LinkFigures], direction: tuple[str, str], share: float) -> LinkFigures:

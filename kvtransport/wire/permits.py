@@ -35,7 +35,8 @@ _BURST_S = 0.05
 
 class Permit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Forward to `(next_host, next_port)`, at most `byte_budget` bytes in both directions together
-    and `bytes_per_s` on average, until `expires_at` (seconds since 1970, on the relay's clock)."""
+    and `bytes_per_s` on average, until `expires_at` (seconds, on the relay's steady
+    clock: nobody else can compare it with anything)."""
 
     permit: bytes
     secret: bytes

@@ -297,7 +297,7 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reason: str = ""  # why it was refused
 
 
-class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EngineStats(msgspec.Struct, frozen=True):
     """The scheduler after a step. `pending_prefill_tokens`: still to be prefilled here."""
 
     running: Count

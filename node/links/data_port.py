@@ -64,7 +64,7 @@ class RelayDesk:
             next_port=target.port,
             byte_budget=self._box.relay_budget_bytes or self._tuning.permit_bytes,
             bytes_per_s=bytes_per_s(self._box.relay_gbps) if self._box.relay_gbps else UNBOUNDED_BYTES_S,
-            expires_at=time.time() + self._tuning.permit_life_s,
+            expires_at=time.monotonic() + self._tuning.permit_life_s,
         )
         try:
             self._relay.admit(permit)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import final
 
@@ -37,8 +36,7 @@ _DTYPES = {"float32": WireDtype.FP32, "float16": WireDtype.FP16, "bfloat16": Wir
 @final
 class KvOutlets:
     """One per node with an engine, for KV of `model`; tasks run in `nursery`. `where`: a member's
-    address; `starts`: count of engine starts; `set_paths` tells the engine; `wall`: seconds since
-    1970, for permits."""
+    address; `starts`: count of engine starts; `set_paths` tells the engine."""
 
     def __init__(
         self,
@@ -50,7 +48,6 @@ class KvOutlets:
         starts: Callable[[PeerId], int],
         nursery: trio.Nursery,
         tuning: NodeTuning = WAN,
-        wall: Callable[[], float] = time.time,
     ) -> None:
         self.own = messenger.peer_id
         self.set_paths: Callable[[bytes, tuple[DialPath, ...]], None] = lambda link, paths: None
@@ -61,10 +58,9 @@ class KvOutlets:
         self._starts = starts
         self._nursery = nursery
         self._tuning = tuning
-        self._wall = wall
         self._dtype = WireDtype.BF16
         self._links = OutgoingLinks(self._ask_for_link)
-        self._permits: dict[tuple[PeerId, PeerId], Permit] = {}
+        self._permits: dict[tuple[PeerId, PeerId], tuple[Permit, float]] = {}  # with when to ask anew
 
     def __repr__(self) -> str:
         return f"<KvOutlets {self._selector} permits={len(self._permits)}>"
@@ -176,12 +172,14 @@ class KvOutlets:
         return DialPath(address.host, address.port, label=path.via, streams=streams, relay=permit)
 
     async def _permit(self, relay: PeerId, target: PeerId) -> Permit:
-        known = self._permits.get((relay, target))
-        if known is None or known.expires_at - self._wall() < self._tuning.permit_margin_s:
+        permit, until = self._permits.get((relay, target), (None, 0.0))
+        if permit is None or trio.current_time() >= until:
+            # Counted from the question, by this node's own clock: the relay's may be days apart.
+            until = trio.current_time() + self._tuning.permit_life_s - self._tuning.permit_margin_s
             body = messages.RelayOpen(target=target)
-            opened = await self._messenger.request(relay, RELAY_OPEN, body, self._tuning.ask_s)
-            known = self._permits[relay, target] = opened.permit
-        return known
+            permit = (await self._messenger.request(relay, RELAY_OPEN, body, self._tuning.ask_s)).permit
+            self._permits[relay, target] = permit, until
+        return permit
 
     def _address(self, peer: PeerId) -> Address:
         address = self._where(peer)

@@ -8,7 +8,7 @@ from typing import final
 from ...bootstrap import PeerId
 from ...kvtransport.probing.estimates import LinkEstimator
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures, Source, one_stream_gbps, prior
-from ...kvtransport.probing.sites import infer
+from ...kvtransport.probing.sites import SiteLinks, infer, leave_out_alike
 from ...kvtransport.routing.paths import PathNetwork, RunningTransfer
 from ..messages import LinkTable
 from ..settings import WAN, BoxLinkSettings, NodeTuning
@@ -74,12 +74,13 @@ class LinkKnowledge:
 
     def relays_to(self, target: PeerId) -> frozenset[PeerId]:
         """Members that say they forward, and that both ends have figures of."""
+        links = self._joined_tables().links
         return frozenset(
             peer
             for peer, table in self._tables.items()
             if peer not in (self.own, target)
             and table.box.relay_gbps != 0
-            and target in table.links
+            and (peer, target) in links
             and peer in self._estimators
         )
 
@@ -101,15 +102,26 @@ class LinkKnowledge:
             figures, old = estimator.figures(now), before.get(peer)
             if figures.source is not Source.PRIOR:
                 links[peer] = old if old is not None and old.alike(figures, self._tuning.link_news) else figures
+        links = leave_out_alike(links, self._sites(), self._tuning.link_news)
         return LinkTable(site=self.settings.site, box=self.settings.box, links=links)
 
     def network(self, running: tuple[RunningTransfer, ...], now: float) -> PathNetwork:
         """All links and boxes, with what flows from here."""
         own = {peer: estimator.stable_figures(now) for peer, estimator in self._estimators.items()}
         # Choices are cached for as long as these tables are the same objects, so they are made anew only for news.
-        if self._joined is None or own != self._own_figures:
-            self._own_figures, self._joined = own, self._join_tables(own)
-        return PathNetwork(self._joined.links, self._joined.boxes, running)
+        if own != self._own_figures:
+            self._own_figures, self._joined = own, None
+        joined = self._joined_tables()
+        return PathNetwork(joined.links, joined.boxes, running)
+
+    def _joined_tables(self) -> PathNetwork:
+        if self._joined is None:
+            self._joined = self._join_tables(self._own_figures)
+        return self._joined
+
+    def _sites(self) -> dict[str, str]:
+        """Of those who say where they are."""
+        return {peer: table.site for peer, table in self._tables.items() if table.site}
 
     def _join_tables(self, own: Mapping[PeerId, LinkFigures]) -> PathNetwork:
         links: dict[tuple[str, str], LinkFigures] = {(self.own, peer): figures for peer, figures in own.items()}
@@ -118,4 +130,4 @@ class LinkKnowledge:
             if peer != self.own:
                 boxes[peer] = table.box
                 links.update({(peer, target): figures for target, figures in table.links.items()})
-        return PathNetwork(links, boxes)
+        return PathNetwork(SiteLinks(links, self._sites()), boxes)

@@ -26,7 +26,7 @@ from .link_knowledge import LinkKnowledge
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """Another node as membership knows it now. `rtt_s`: of its control stream, None while nothing is heard."""
+    """Another node as membership knows it now. `rtt_s`: of its control stream, None where there is none."""
 
     peer: PeerId
     address: Address
@@ -140,9 +140,11 @@ class Prober:
             self._scheduler.on_measured(peer, now=now)
         step = self._scheduler.step(self._activity(), now=now)
         for name in step.pings:
+            # In a large network there is no session with most members, so silence says nothing of the link.
             rtt = found[PeerId(name)].rtt_s
-            self._knowledge.estimator(PeerId(name)).on_ping(rtt, now=now)
-            self._scheduler.on_ping(name, rtt is not None, now=now)
+            if rtt is not None:
+                self._knowledge.estimator(PeerId(name)).on_ping(rtt, now=now)
+                self._scheduler.on_ping(name, True, now=now)
         if step.burst is not None:
             self._nursery.start_soon(self._send, found[PeerId(step.burst.peer)], step.burst)
 

@@ -38,6 +38,15 @@ class Planner:
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
+    async def start(self) -> None:
+        """Start the process, if it does not run: on a busy machine its imports take longer than a plan."""
+        if self.pid is None:
+            await self.end()  # it had ended for want of tasks, or was killed meanwhile
+            command = [sys.executable, "-m", "p2pserve.node.planning.worker", str(self._tuning.planning_memory_mib)]
+            self._process = await trio.lowlevel.open_process(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+
     async def plan(self, task: PlanningTask) -> Plan | None:
         """As `PlanningTask.run`, within the settings' time and memory. Raises PlanError, or PlannerFailed."""
         asked = msgspec.msgpack.encode(PlannerTask(task=task, search_s=self._tuning.planning_s))
@@ -63,8 +72,7 @@ class Planner:
                 await process.wait()
 
     async def _ask(self, asked: bytes) -> PlannerAnswer:
-        if self.pid is None:
-            await self.end()  # it had ended for want of tasks, or was killed meanwhile
+        await self.start()
         try:
             return await self._exchange(asked)
         except (trio.BrokenResourceError, EOFError):
@@ -74,11 +82,7 @@ class Planner:
 
     async def _exchange(self, asked: bytes) -> PlannerAnswer:
         process = self._process
-        if process is None:
-            command = [sys.executable, "-m", "p2pserve.node.planning.worker", str(self._tuning.planning_memory_mib)]
-            process = self._process = await trio.lowlevel.open_process(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
+        assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
         try:

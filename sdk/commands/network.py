@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -103,22 +102,10 @@ def figures_line(figures: RequestFigures) -> str:
     return "; ".join(parts)
 
 
-def set_up_logging(arguments: Namespace) -> None:
-    """Without --debug log only errors: what concerns the user is printed, or ends the command."""
-    if arguments.debug:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
-    else:
-        logging.disable(logging.WARNING)
-
-
 def client_of(arguments: Namespace) -> Client:
     """A client of the network that the options name. Raises InvalidAddress."""
-    return Client(network_target(arguments), token=arguments.token, timeout_s=arguments.timeout_s)
-
-
-def network_target(arguments: Namespace) -> str:
-    """The address or token of --bootstrap. Raises InvalidAddress."""
-    return network_address(arguments.bootstrap, arguments.token)[0]
+    where, _ = network_address(arguments.bootstrap, arguments.token)
+    return Client(where, token=arguments.token, timeout_s=arguments.timeout_s)
 
 
 def _read_input(arguments: Namespace) -> tuple[str | None, list[dict[str, str]] | None]:

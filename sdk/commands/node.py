@@ -1,9 +1,8 @@
-"""What the commands do that run a node on this box, or its engine."""
+"""What the commands do that run a node on this box."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 from argparse import Namespace
@@ -12,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import trio
 
 from ...bootstrap import parse_address
@@ -21,14 +19,10 @@ from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
 from ...node.box.home import leave_node
-from ...node.box.start_checks import require_engine
-from ...node.engine.agent_side.fork_server import open_fork_server
-from ...node.engine.gpucheck.run import run_check, write_report
-from ...node.engine.gpucheck.verdicts import table
-from ...node.engine.trials.selftest import check_installation, selftest_log
 from ...node.settings import BoxEngineSettings, BoxLinkSettings, NodeSettings
+from ..environment import network_address
 from ..errors import UsageError
-from .network import network_target
+from ..printing import printable
 from .option_values import settings_of
 
 SWITCH_S: Final = 0.0005
@@ -42,7 +36,7 @@ def bootstrap(arguments: Namespace) -> int:
 
 def join(arguments: Namespace) -> int:
     """`p2pserve join`."""
-    where = network_target(arguments)
+    where = network_address(arguments.bootstrap, arguments.token)[0]
     return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
 
 
@@ -52,40 +46,10 @@ def leave(arguments: Namespace) -> int:
     return 0
 
 
-def selftest(arguments: Namespace) -> int:
-    """`p2pserve selftest`."""
-    if arguments.full:
-        return _check_gpu(arguments)
-    require_engine(probe(), os.environ)
-    verdict = trio.run(check_installation, open_fork_server)
-    if arguments.format == "json":
-        print(json.dumps(msgspec.to_builtins(verdict)))
-    elif verdict.passed:
-        print(f"vLLM {verdict.versions.vllm} works with p2pserve ({verdict.seconds:.1f} s)")
-    else:
-        print(f"vLLM {verdict.versions.vllm} does not work with p2pserve: {verdict.reason}; see {selftest_log()}")
-    return 0 if verdict.passed else 1
-
-
-def _check_gpu(arguments: Namespace) -> int:
-    """`p2pserve selftest --full`: findings to stdout; progress to stderr if they are JSON."""
-    as_json = arguments.format == "json"
-    if not arguments.report.parent.is_dir():
-        raise UsageError(f"--report {arguments.report}: there is no folder {arguments.report.parent}")
-    report = run_check(lambda text: print(text, file=sys.stderr if as_json else sys.stdout, flush=True))
-    write_report(report, arguments.report)
-    if as_json:
-        print(json.dumps(msgspec.to_builtins(report)))
-    elif report.cards:
-        print(f"{table(report)}\nsee {arguments.report}")
-    return 0 if report.passed else 1
-
-
 NODE_COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
     "bootstrap": bootstrap,
     "join": join,
     "leave": leave,
-    "selftest": selftest,
 }
 
 
@@ -165,4 +129,4 @@ def _greet_json(started: Started) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)

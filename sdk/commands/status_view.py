@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from ...bootstrap import Role
 from ...coordinator import Phase
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.replica.place import Place
+from ..printing import printable
 
 COLUMNS = ("node", "role", "phase", "state", "address", "rtt", "hardware", "engine", "model", "load")
 CLIENT = Role.CLIENT.value
@@ -18,7 +21,12 @@ WIDE = 200  # columns for a table that goes to a file: nothing is cut off
 
 
 class PlainConsole(Console):
-    """A console that lets a closed pipe be an error: by default it ends the process on the spot."""
+    """A console that lets a closed pipe be an error (by default it ends the process on the spot), and through which no
+    other box steers the terminal."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """What any text goes through: some are other boxes'."""
+        return super().render_str(printable(text), **options)
 
     def on_broken_pipe(self) -> None:
         """Called in the handler of that error."""

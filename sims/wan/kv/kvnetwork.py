@@ -199,7 +199,7 @@ class KVNetwork:
                 next_port=next_port,
                 byte_budget=1 << 40,
                 bytes_per_s=1e12,
-                expires_at=time.time() + LEASE_S,
+                expires_at=time.monotonic() + LEASE_S,
             )
             self.ask(path.via, orders.Admit(permit))
             host, port = self.wan.route(path.source, path.via, self._ports[path.via])

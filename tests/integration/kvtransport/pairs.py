@@ -158,7 +158,9 @@ class Pair:
         listener = Listener(relay.attach)
         self.others += [listener, relay]
         where = ("127.0.0.1", self.listener.port)
-        permit = Permit(secrets.token_bytes(16), secrets.token_bytes(32), *where, budget, rate, time.time() + expires_s)
+        permit = Permit(
+            secrets.token_bytes(16), secrets.token_bytes(32), *where, budget, rate, time.monotonic() + expires_s
+        )
         relay.admit(permit)
         return relay, DialPath("127.0.0.1", listener.port, label="relay", relay=permit)
 

@@ -127,20 +127,6 @@ def test_members_are_said_dialled_and_shown() -> None:
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
-def test_a_round_trip_is_told_again_only_when_it_has_moved() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            one, two = await join_both(stack)
-            found = one.joined.rtts({})
-            rtt = found[two.joined.own]
-            near: dict[str, float] = {two.joined.own: rtt * 1.1}
-            far: dict[str, float] = {two.joined.own: rtt * 2}
-            assert one.joined.rtts(near) == near
-            assert one.joined.rtts(far) == found
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
-
-
 def test_what_is_too_large_to_be_gossiped_is_said() -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:

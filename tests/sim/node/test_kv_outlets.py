@@ -85,9 +85,11 @@ def test_a_long_link_gets_the_streams_that_fill_it() -> None:
     play(main)
 
 
-def test_a_relay_is_taken_where_it_is_the_better_way_and_its_permit_is_kept() -> None:
+@pytest.mark.parametrize("days_ahead", [0, 3])
+def test_a_relay_is_taken_where_it_is_the_better_way_and_its_permit_is_kept(days_ahead: int) -> None:
     async def main() -> None:
         async with open_world() as world:
+            world.relay_clock = days_ahead * 86_400.0  # which is its own affair
             world.triangle()
             outlet = await world.outlet()
             path = next(path for path in outlet.paths if path.label == R)

@@ -48,6 +48,16 @@ OPENING = messages.StageOpen(
     pipes=(PipeEnd(stage=0, kind="control", ticket=LINK),),
     limits=BatchLimits(max_model_len=None, max_batched_tokens=512, max_requests=64),
 )
+DECODING = messages.DecodeOpen(
+    request="r",
+    service="tiny",
+    prompt=(1, 2),
+    sampling=Sampling(max_tokens=1),
+    deadline_s=1.0,
+    receive_tokens=2,
+    codec="kv4",
+    prefill=STAGES,
+)
 MESSAGES: list[messages.Message] = [
     TABLE,
     messages.LinkTable(),
@@ -67,35 +77,45 @@ MESSAGES: list[messages.Message] = [
     messages.ProbeOpen(burst=BURST),
     messages.ProbeOpened(ticket=TICKET),
     messages.ProbeOpened(refused="busy", retry_s=20.0),
-    messages.DecodeOpen(
-        request="r",
-        service="tiny",
-        prompt=(1, 2),
-        sampling=Sampling(max_tokens=1),
-        deadline_s=1.0,
-        receive_tokens=2,
-        codec="kv4",
-        prefill=STAGES,
-    ),
+    DECODING,
     messages.DecodeOpened(slices=(PART,)),
     messages.FirstToken(request="r", token=5),
     messages.PrefillOpen(request="r", service="tiny", prompt=(1, 2), deadline_s=1.0, slices=(PART,)),
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_messages_arrive_unchanged_and_without_surplus(message: messages.Message) -> None:
-    data = msgspec.msgpack.encode(message)
-    assert msgspec.msgpack.decode(data, type=type(message)) == message
-    fields = msgspec.msgpack.decode(data)
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode({**fields, "extra": 1}), type=type(message))
-
-
 def changed(value: msgspec.Struct, **changes: Any) -> dict[str, Any]:
     """Its fields on the wire, some of them forged."""
     fields: dict[str, Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(value))
     return {**fields, **changes}
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_messages_arrive_unchanged_whatever_a_newer_release_adds(message: messages.Message) -> None:
+    data = msgspec.msgpack.encode(message)
+    assert msgspec.msgpack.decode(data, type=type(message)) == message
+    fields = msgspec.msgpack.decode(data)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode({**fields, "extra": 1}), type=type(message)) == message
+
+
+GENERATE = messages.Generate(request="r", messages=(messages.ChatMessage(role="user", content="hello"),))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (messages.Generate, changed(GENERATE, extra=1)),
+        (messages.Generate, changed(GENERATE, messages=[{"role": "user", "content": "hello", "extra": 1}])),
+        (messages.ContinueGenerate, {"generate": changed(GENERATE), "tokens": [1], "extra": 1}),
+        (messages.DecodeOpen, changed(DECODING, sampling={"max_tokens": 1, "extra": 1})),
+        (messages.LinkOpened, {"link": changed(LINK, extra=1)}),
+        (messages.RelayOpened, {"permit": changed(PERMIT, extra=1)}),
+        (messages.ProbeOpened, {"ticket": changed(TICKET, extra=1)}),
+    ],
+)
+def test_what_may_not_be_missed_is_refused_by_its_name(kind: type[messages.Message], fields: dict[str, Any]) -> None:
+    with pytest.raises(msgspec.ValidationError, match="unknown field `extra`"):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=kind)
 
 
 NAN, INF = float("nan"), float("inf")

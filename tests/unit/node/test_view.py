@@ -28,7 +28,6 @@ def advert(
     service: str | None = SERVICE,
     draining: bool = False,
     stats: EngineStats | None = None,
-    rtt_s: dict[str, float] | None = None,
     fits: int = 4,
     **engine: Any,
 ) -> Advert:
@@ -39,9 +38,12 @@ def advert(
         model=_model(service) if service is not None else None,
         engine=EngineAdvert(state=state, **figures) if state is not None else None,
         stats=stats,
-        rtt_s=rtt_s or {},
         fits=fits,
     )
+
+
+def link_of(rtt_s: float) -> LinkFigures:
+    return LinkFigures(rtt_s=rtt_s, one_stream_gbps=0.2, capacity_gbps=8.0)
 
 
 def alone(peer: PeerId) -> Replica:
@@ -84,7 +86,7 @@ def plan_for(view: NetworkView, epoch: int = 1, own: PeerId = A) -> Plan:
 
 
 def test_adverts_survive_and_garbage_is_left_out() -> None:
-    good = advert(stats=EngineStats(1, 2, 0.5, 100), rtt_s={"peer-b": 0.01})
+    good = advert(stats=EngineStats(1, 2, 0.5, 100))
     entries = {A: msgspec.msgpack.encode(good), B: b"\xc1", C: msgspec.msgpack.encode({"version": 2})}
     assert decode_adverts(entries) == {A: good}
 
@@ -101,9 +103,6 @@ def test_adverts_survive_and_garbage_is_left_out() -> None:
         advert(memory_gbps=-1.0),
         advert(kv_tokens=-1),
         advert(max_model_len=-1),
-        advert(rtt_s={"peer-b": -0.1}),
-        advert(rtt_s={"peer-b": float("nan")}),
-        advert(rtt_s={"": 0.1}),
         advert(service=""),
         msgspec.structs.replace(advert(), hardware=Hardware(cores=1, memory_gib=0.0, processor="x")),
         msgspec.structs.replace(
@@ -138,7 +137,7 @@ def test_emulated_gpus_that_are_none_are_refused_as_well(names: tuple[str, ...])
 
 def test_whatever_is_accepted_can_be_planned_and_routed_with() -> None:
     extreme = [
-        advert(tflops=1e12, memory_gbps=1e-6, kv_tokens=0, rtt_s={"peer-b": 1e6, "peer-z": 0.0}),
+        advert(tflops=1e12, memory_gbps=1e-6, kv_tokens=0),
         advert(tflops=1e-300, memory_gbps=1e12),
         advert(tflops=1e12, memory_gbps=1e-300),
         advert(tflops=0.0, memory_gbps=0.0),
@@ -290,28 +289,39 @@ def test_boxes_and_links_are_what_was_advertised() -> None:
     gpus = (Gpu(name="g", memory_gib=40.0, uuid="1"), Gpu(name="g", memory_gib=40.0, uuid="2"))
     hardware = Hardware(cores=1, memory_gib=9.0, processor="x", gpus=gpus)
     both = msgspec.structs.replace(advert(), hardware=hardware, tp=2)
-    view = view_of(a=both, b=advert(rtt_s={"peer-a": 0.25}), c=advert(service="other"))
+    view = view_of(a=both, b=advert(), c=advert(service="other"))
+    view.links_told = {B: LinkTable(links={A: link_of(0.25)})}
     boxes = {box.peer: box for box in view.boxes(SERVICE)}
     assert set(boxes) == {A, B}
     assert (boxes[A].memory_gib, boxes[B].memory_gib) == (80.0, 8.0)
     assert [(box.tp, box.fits, box.layers) for box in (boxes[A], boxes[B])] == [(2, 4, 4), (1, 4, 4)]
-    assert view.links() == [LinkView(source=B, target=A, rtt_s=0.25)]
+    assert view.links() == [LinkView(source=B, target=A, rtt_s=0.25, gbps=8.0)]
     assert view.services() == ("other", SERVICE)
 
 
 def test_rates_and_prices_of_links_are_what_is_known_of_both_ends() -> None:
-    view = view_of(a=advert(rtt_s={B: 0.1, C: 0.2}), b=advert(rtt_s={A: 0.1}), c=advert())
-    link = LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=8.0)
+    view = view_of(a=advert(), b=advert(), c=advert())
+    link = link_of(0.1)
     view.links_told = {
         A: LinkTable(
             box=BoxFigures(up_gbps=2.0, up_usd_per_gb=0.1),
-            links={B: link, C: msgspec.structs.replace(link, usd_per_gb=0.01)},
+            links={B: link, C: msgspec.structs.replace(link_of(0.2), usd_per_gb=0.01)},
         ),
         B: LinkTable(links={A: msgspec.structs.replace(link, reachable=False)}),
         C: LinkTable(box=BoxFigures(down_gbps=1.0, down_usd_per_gb=0.05)),
     }
     found = {(link.source, link.target): (link.rtt_s, link.gbps, link.usd_per_gb) for link in view.links()}
     assert found == {(A, B): (0.1, 2.0, 0.1), (A, C): (0.2, 1.0, 0.01), (B, A): (0.1, SLOWEST_GBPS, 0.0)}
+
+
+def test_boxes_of_a_site_that_a_box_tells_nothing_of_are_linked_as_the_first_of_their_site() -> None:
+    view = view_of(a=advert(), b=advert(), c=advert())
+    view.links_told = {
+        A: LinkTable(links={B: link_of(0.1)}),
+        B: LinkTable(site="x", box=BoxFigures(down_gbps=2.0)),
+        C: LinkTable(site="x", box=BoxFigures(down_gbps=4.0)),
+    }
+    assert {(link.source, link.target, link.gbps) for link in view.links()} == {(A, B, 2.0), (A, C, 4.0)}
 
 
 def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_report() -> None:
@@ -381,9 +391,11 @@ def test_a_plan_is_made_once_and_again_only_for_a_change() -> None:
 
 
 def test_load_and_small_moves_of_round_trips_are_no_reason_for_a_plan() -> None:
-    coordinator, view = Coordinator(A, "raw"), view_of(a=advert(), b=advert(rtt_s={A: 0.010}), c=advert())
+    coordinator, view = Coordinator(A, "raw"), view_of(a=advert(), b=advert(), c=advert())
+    view.links_told = {B: LinkTable(links={A: link_of(0.010)})}
     assert publish(view, coordinator, 1) is not None
-    view.adverts[B] = advert(rtt_s={A: 0.012}, stats=EngineStats(9, 9, 0.9, 1))
+    view.links_told = {B: LinkTable(links={A: link_of(0.012)})}
+    view.adverts[B] = advert(stats=EngineStats(9, 9, 0.9, 1))
     assert publish(view, coordinator, 1) is None
 
 

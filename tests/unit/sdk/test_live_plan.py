@@ -36,7 +36,6 @@ def node(peer: str, card: str, service: str = "llama", **changes: Any) -> NodeSt
         ),
         draining=False, model=model(service), fits=32,
         engine=EngineAdvert(state="ready", tflops=100.0, memory_gbps=1000.0, kv_tokens=60_000),
-        rtt_s={other: 0.001 for other in (FAST, SLOW) if other != peer},
     )  # fmt: skip
     return NodeStatus(
         peer=peer, role="worker", state="alive", address="1.2.3.4:5", rtt_s=0.01,

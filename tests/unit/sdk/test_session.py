@@ -165,7 +165,8 @@ def test_a_client_does_not_ask_more_at_once_than_gateways_take() -> None:
         nonlocal asking, most
         asking += 1
         most = max(most, asking)
-        await trio.sleep(0.1)
+        with trio.move_on_after(0.1):
+            await trio.sleep_forever()
         asking -= 1
         return await whole(gateway, client, body)
 

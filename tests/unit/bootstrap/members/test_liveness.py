@@ -179,7 +179,8 @@ def test_a_pause_of_this_node_blames_nobody() -> None:
 
 
 def test_pings_keep_to_their_times() -> None:
-    liveness = World().open(A).liveness  # "a" < "me": the other end pings first
+    liveness = Liveness(ME, NetworkSettings(ping_s=1.0, rtt_s=2.5))
+    liveness.on_opened(A, 0.0, counts=True)  # "a" < "me": the other end pings first
     assert liveness.take_pings(0.0) == (A,)
     assert liveness.take_pings(1.2) == ()
     assert liveness.take_pings(1.5) == (A,)

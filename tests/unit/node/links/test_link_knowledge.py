@@ -116,3 +116,15 @@ def test_what_a_node_has_told_of_itself_is_no_news_to_it() -> None:
     known.learn({OWN: told, A: table(site="oslo", b=0.3), B: table(site="rome")}, [])
     known.fill_in([B], 0.0)
     assert known.estimator(B).figures(0.0).capacity_gbps == pytest.approx(0.3, rel=0.5)
+
+
+def test_of_several_alike_at_one_site_one_is_told_and_relays_know_the_others() -> None:
+    known = knowledge(a=1.0, b=1.05, c=3.0)
+    known.learn({A: table(site="x", own=1.0), B: table(site="x"), C: table(site="x")}, [])
+    told = known.table(None, 0.0).links
+    assert {peer: link.capacity_gbps for peer, link in told.items()} == {A: 1.0, C: 3.0}
+    known.learn({A: table(site="y", b=1.0), B: table(site="x"), C: table(site="x")}, [])
+    assert known.relays_to(C) == {A}
+    links = known.network((), 0.0).links
+    assert links[A, C].capacity_gbps == 1.0
+    assert (A, A) not in links
