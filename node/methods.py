@@ -38,6 +38,9 @@ STAGE_TRANSFER: Final = Notice("stage.transfer", m.StageTransfer)
 STAGE_ABORT: Final = Notice("stage.abort", m.StageAbort)
 STAGE_HUNG: Final = Notice("stage.hung", m.ReplicaHung)
 
+# Any two nodes, for plans.
+PLAN_PIECE: Final = Method("plan.piece", m.PlanPieceQuery, m.PlanPiece)
+
 # Any two nodes, for KV.
 LINK_OPEN: Final = Method("link.open", m.LinkOpen, m.LinkOpened)
 RELAY_OPEN: Final = Method("relay.open", m.RelayOpen, m.RelayOpened)
