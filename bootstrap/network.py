@@ -89,10 +89,8 @@ class Network:
     that an earlier run has seen: asked when the others do not answer, or, when there are no others,
     in the background. Entering returns once one has admitted us, or at once when there are no
     ``bootstraps``. It raises Unreachable, Refused, IdentityInUse, TokenError, PortInUse or
-    AddressError; IdentityInUse may end the block later, too.
-
-    Leaving the block without :meth:`leave` looks like a crash to
-    others, which is safe: they notice within a second.
+    AddressError; IdentityInUse may end the block later, too. Leaving the block without
+    :meth:`leave` looks like a crash to others, which is safe: they notice within a second.
     """
 
     transport: Transport
@@ -224,6 +222,11 @@ class Network:
         if kind in OWN_KINDS:
             raise ValueError(f"kind {kind!r} belongs to the network itself; choose another name")
         self._peering.publish(kind, payload)
+        self._wake()
+
+    def object_to(self, leader: PeerId, epoch: int) -> None:
+        """Tell all that this node refuses what the coordinator of this epoch plans."""
+        self._peering.object_to(leader, epoch)
         self._wake()
 
     def entries(self, kind: str) -> dict[PeerId, bytes]:

@@ -21,7 +21,7 @@ from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
 from ..bootstrap.state_file import StateFile
-from ..coordinator import PlanError
+from ..coordinator import Plan, PlanError
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
 from ..kvtransport.probing.probe import Activity
@@ -37,6 +37,8 @@ from .joining import Invitation, accept_invitation, issue_tokens, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
 from .planning.coordination import Coordinator
+from .planning.manifest import PLAN_RULES, describe_plan
+from .planning.plan_exchange import PlanExchange
 from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
@@ -107,6 +109,7 @@ async def _join(
             state_file=StateFile(settings.home, membership.network),
             release=__version__,
             rng=random.Random(),
+            rules=PLAN_RULES,
             clock=time.time,
             settings=replace(NetworkSettings(), join_s=settings.join_timeout_s),
             say=say,
@@ -142,6 +145,9 @@ class Node:
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._looked = trio.Event()  # set when the view of the network is another
         self._draining = False
+        self._plans = PlanExchange(
+            network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
+        )
         self._relay_desk = RelayDesk(
             relay,
             settings.links,
@@ -169,7 +175,7 @@ class Node:
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
-        for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate):
+        for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate, self._judge):
             nursery.start_soon(task)
 
     def _hurry(self) -> None:
@@ -221,6 +227,8 @@ class Node:
             if serving is not None:
                 joined.warn_of_other_services(serving.service)
             joined.follow()
+            if joined.leader is not None:
+                self._plans.want(joined.intake.wanted, joined.leader[0])
             self._relay_desk.keep(joined.present)
             self._looked.set()
             self._apply_view()
@@ -255,10 +263,40 @@ class Node:
                     continue
                 plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
                 if plan is not None:
-                    payload = joined.publish(messages.PLAN, plan)
-                    view.consider_plan(joined.own, plan.epoch, payload)  # our own word counts without its echo
-                    joined.say_plan()
-                    self._apply_view()
+                    self._publish_plan(plan)
+
+    def _publish_plan(self, plan: Plan) -> None:
+        """Tell all, and follow it as they do: one that could not be told is not followed here either."""
+        joined = self._joined
+        try:
+            manifest, payload = describe_plan(plan)
+        except PlanError as error:
+            joined.say(f"the plan was not published: {error}")
+            return
+        self._plans.hold(manifest.digest, payload)
+        joined.publish(messages.PLAN, manifest)
+        joined.follow()
+        self._on_plan_bytes(manifest, payload)
+
+    def _on_plan_bytes(self, manifest: messages.PlanManifest, payload: bytes) -> None:
+        self._joined.intake.on_bytes(manifest, payload)
+        self._joined.take_plan()
+        self._looked.set()
+        self._apply_view()
+
+    async def _judge(self) -> None:
+        """Object to a coordinator whose plans make no sense, or are not for this box."""
+        joined, objected = self._joined, None
+        while True:
+            await trio.sleep(self._tuning.judge_s)
+            leader = joined.leader
+            if leader is None or leader == objected:
+                continue
+            reason = joined.intake.find_objection(self._advert(), joined.view.adverts, trio.current_time())
+            if reason:
+                objected = leader
+                joined.network.object_to(*leader)
+                joined.say(f"this node objects to the plan of coordinator {leader[0]}: {reason}")
 
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""

@@ -14,8 +14,8 @@ The head of a replica that spans boxes speaks for all its stages. It has each of
 `stage.outlets` for their ends of the KV transfer, is told by `stage.transfer` how their part of it ended, and calls it
 off with `stage.abort`.
 
-The coordinator publishes each plan as a manifest. A plan that is not in it is fetched in pieces, with `plan.piece`, from
-the coordinator or from any node that has it.
+The coordinator publishes each plan as a manifest. A plan that is not in it is fetched in pieces, with `plan.piece`,
+from the coordinator or from any node that has it.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class PlanPieceQuery(Message, frozen=True, kw_only=True):
 
 
 class PlanPiece(Message, frozen=True, kw_only=True):
-    """These bytes; none from who does not have the plan, or gives it to others now. `holders` have got it from there."""
+    """These bytes; none from who does not have the plan, or gives it to others now. `holders` have got it there."""
 
     data: Annotated[bytes, msgspec.Meta(max_length=PLAN_PIECE_BYTES)] = b""
     holders: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)] = ()

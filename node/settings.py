@@ -119,14 +119,14 @@ class NodeTuning:
     they can do are planned with at once."""
 
     # Plans on their way from the coordinator, and what this node says against them.
-    plan_piece_s: float = 10.0  # for a piece of a plan; longer: slow links bring it; shorter: a hung node is left sooner
-    plan_pieces: int = 2  # asked for at once; more: faster over long paths, and others' messages wait behind them
+    plan_piece_s: float = 10.0  # for a piece; longer: slow links bring it; shorter: a hung node is left sooner
     plan_turns: int = 3  # nodes that get pieces from here at once; more: each of them is slower, and asks nobody else
     plan_turn_s: float = 3.0  # who asks for no further piece for so long has lost its turn
     plan_retry_s: float = 0.5  # before a node that had nothing is asked again; doubles with each time
     plan_last_retry_s: float = 4.0  # at most
     plan_missing_s: float = 60.0  # after which a coordinator is objected to whose plan nobody has
-    plan_strange_s: float = 10.0  # the same, for a plan without any box that is known here to serve; adverts take seconds
+    plan_strange_s: float = 10.0  # the same, for a plan without a box that is known here; adverts take seconds
+    judge_s: float = 2.0  # between two looks at whether there is something against it
     plan_stale_s: float = 45.0
     """The same, from when this box last told what it is: until then a plan that does not fit it may be honest, and made
     before. Longer than two plans take. Shorter: a coordinator that plans nonsense is passed over sooner."""

@@ -31,7 +31,6 @@ UNMEASURED_CPU = (0.5, 10.0)
 
 _adverts = msgspec.msgpack.Decoder(Advert)
 _tables = msgspec.msgpack.Decoder(LinkTable)
-_plans = msgspec.msgpack.Decoder(Plan)
 
 _NO_LINKS = LinkTable()
 
@@ -62,14 +61,6 @@ def decode_adverts(entries: Mapping[PeerId, bytes]) -> dict[PeerId, Advert]:
         with suppress(*DECODE_ERRORS):
             adverts[peer] = _adverts.decode(payload)
     return adverts
-
-
-def decode_plan(payload: bytes) -> Plan | None:
-    """A plan, or None for bytes that are none."""
-    try:
-        return _plans.decode(payload)
-    except (*DECODE_ERRORS, ValueError):
-        return None
 
 
 @final
@@ -116,12 +107,8 @@ class NetworkView:
                     continue
         self.links_told, self._table_payloads = kept, dict(entries)
 
-    def consider_plan(self, author: PeerId, epoch: int, payload: bytes) -> bool:
-        """Follow a plan if its author won the epoch it names, by membership's `author` and `epoch`,
-        and it is newer. Returns whether it was taken."""
-        plan = decode_plan(payload)
-        if plan is None or plan.epoch != epoch:
-            return False
+    def consider_plan(self, plan: Plan) -> bool:
+        """Follow the coordinator's plan if it is newer than the one that is followed; whether it is."""
         if self.plan is not None and plan.service == self.plan.service and not plan.newer_than(self.plan):
             return False
         self.plan = plan

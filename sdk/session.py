@@ -43,6 +43,7 @@ from ..node.messages import (
     StopRequest,
 )
 from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP, STATUS
+from ..node.planning.manifest import read_manifest
 from ..node.view import NetworkView
 from . import environment
 from .errors import (
@@ -189,6 +190,7 @@ class Session:
         self._timeout_s = timeout_s
         self._view = NetworkView()
         self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
+        self._planned: str | None = None  # its service
         self._inboxes: dict[str, _Inbox] = {}
         self._openings = trio.CapacityLimiter(OPENINGS)
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
@@ -369,11 +371,13 @@ class Session:
     def _planned_service(self) -> str | None:
         """The service that the coordinator has a plan for, as far as this client has heard of it."""
         leader = self._network.coordinator
-        payload = self._network.entries(PLAN).get(leader[0]) if leader is not None else None
-        if leader is not None and payload is not None and (leader, payload) != self._considered:
-            self._considered = leader, payload
-            self._view.consider_plan(*leader, payload)
-        return self._view.plan.service if self._view.plan is not None else None
+        entry = self._network.entries(PLAN).get(leader[0]) if leader is not None else None
+        if leader is not None and entry is not None and (leader, entry) != self._considered:
+            self._considered = leader, entry
+            manifest = read_manifest(entry)
+            if manifest is not None and manifest.epoch == leader[1]:
+                self._planned = manifest.service
+        return self._planned
 
     def _candidates(self) -> list[GatewayCandidate]:
         self._view.update(self._network.entries(ADVERT))

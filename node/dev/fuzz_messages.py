@@ -26,7 +26,7 @@ from .. import messages, methods
 from ..engine.protocol import KvSlice
 from ..models.text import PromptError
 from ..requests import acceptance
-from .fuzz_planning import make_advert, make_links, make_plan
+from .fuzz_planning import make_advert, make_links, make_manifest, make_plan
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _KEPT: Final = 64
@@ -58,7 +58,7 @@ def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
         kinds[each.body] = None
         if isinstance(each, Method):
             kinds[each.answer] = None
-    return (*kinds, messages.Advert, messages.LinkTable, Plan)
+    return (*kinds, messages.Advert, messages.LinkTable, messages.PlanManifest, Plan)
 
 
 class MessageMaker:
@@ -88,7 +88,12 @@ class MessageAttack:
         self._rng = rng
         self._report = report
         # What is hardly ever right by chance begins with what is.
-        makers = {messages.Advert: make_advert, messages.LinkTable: make_links, Plan: make_plan}
+        makers = {
+            messages.Advert: make_advert,
+            messages.LinkTable: make_links,
+            messages.PlanManifest: make_manifest,
+            Plan: make_plan,
+        }
         self._kinds = [MessageMaker(kind, makers.get(kind)) for kind in said_by_peers()]
 
     def run(self) -> None:

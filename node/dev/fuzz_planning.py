@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from functools import cache
+from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,6 @@ from ...bootstrap import DECODE_ERRORS, PeerId
 from ...bootstrap.dev.fuzz_report import ControlFuzzReport
 from ...bootstrap.dev.mutations import TypeMaker, mutated_encoding, varied
 from ...bootstrap.members.peering import Peering
-from ...bootstrap.members.table import EntryRules
 from ...bootstrap.trust.entries import MAX_PAYLOAD
 from ...coordinator import Demand, LatencyProfile, Phase, Plan, Router
 from ...coordinator.costs.model_shape import ModelShape
@@ -23,11 +23,14 @@ from ...coordinator.routing.interface import NoRoute
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..box.hardware import Gpu, Hardware
 from ..engine.protocol import EngineStats
-from ..messages import ADVERT, LINKS, PLAN, Advert, EngineAdvert, LinkTable
+from ..messages import ADVERT, INLINE_PLAN_BYTES, LINKS, PLAN, Advert, EngineAdvert, LinkTable, PlanManifest
 from ..models import ModelInfo, WeightSizes
 from ..planning.coordination import Coordinator, PlanningTask
+from ..planning.manifest import describe_plan, read_manifest
+from ..planning.plan_intake import PlanIntake
 from ..planning.worker import PlannerAnswer, PlannerTask, answer
-from ..view import NetworkView, Queue, decode_plan
+from ..settings import WAN
+from ..view import NetworkView, Queue
 
 _SEARCH_S: Final = 0.02
 _ATTEMPTS: Final = 12
@@ -118,14 +121,34 @@ def make_plan(rng: random.Random) -> bytes:
     return _encode(plan)
 
 
-def _plan_number(payload: bytes) -> object | None:
-    plan = decode_plan(payload)
-    return None if plan is None else plan.number
+def make_manifest(rng: random.Random) -> bytes:
+    """What a coordinator publishes of a plan; the plan may be anything."""
+    payload = make_plan(rng)
+    plan = msgspec.msgpack.decode(payload, type=Plan)
+    if rng.random() < 0.3:
+        payload = mutated_encoding(rng, payload, INLINE_PLAN_BYTES) or b"?"
+    manifest = PlanManifest(
+        epoch=plan.epoch,
+        version=plan.version,
+        service=plan.service,
+        size=len(payload),
+        digest=sha256(payload).digest(),
+        plan=payload if rng.random() < 0.8 else b"",
+    )
+    return _encode(manifest)
 
 
-def plan_rules() -> EntryRules:
-    """Plans are told at once, and each number counts once."""
-    return EntryRules(urgent=frozenset({PLAN}), numbered={PLAN: _plan_number})
+def follow_entry(view: NetworkView, leader: tuple[PeerId, int], entry: bytes) -> None:
+    """What a node makes of what its coordinator publishes."""
+    intake = PlanIntake(_OWN, WAN)
+    intake.see(leader, entry, 0.0)
+    wanted = intake.wanted
+    if wanted is not None:
+        intake.on_bytes(wanted, entry)
+    if intake.plan is not None:
+        view.consider_plan(intake.plan)
+    for advert in view.adverts.values():
+        intake.find_objection(advert, view.adverts.keys(), 1000.0)
 
 
 def read_entries(peering: Peering) -> None:
@@ -136,7 +159,7 @@ def read_entries(peering: Peering) -> None:
     view.update_links({peer: entry.payload for peer, entry in entries[LINKS].items()})
     leader = peering.coordinator
     if leader is not None and leader[0] in entries[PLAN]:
-        view.consider_plan(leader[0], leader[1], entries[PLAN][leader[0]].payload)
+        follow_entry(view, leader, entries[PLAN][leader[0]].payload)
     _use(view, None)
 
 
@@ -184,15 +207,15 @@ class PlanningAttack:
             view = self._view = NetworkView()
         peer = PeerId(f"p{rng.randrange(6)}")
         kind = rng.randrange(3)
-        data = mutated_encoding(rng, (make_advert, make_links, make_plan)[kind](rng), MAX_PAYLOAD)
+        data = mutated_encoding(rng, (make_advert, make_links, make_manifest)[kind](rng), MAX_PAYLOAD)
         began = self._report.begin()
         if kind == 0:
             view.update({**{p: _encode(a) for p, a in view.adverts.items()}, peer: data})
         elif kind == 1:
             view.update_links({**{p: _encode(t) for p, t in view.links_told.items()}, peer: data})
         else:
-            plan = decode_plan(data)
-            view.consider_plan(peer, rng.choice((1, 2, 5)) if plan is None else plan.epoch, data)
+            manifest = read_manifest(data)
+            follow_entry(view, (peer, rng.choice((1, 2, 5)) if manifest is None else manifest.epoch), data)
         _use(view, self._report)
         self._report.note("views of adverts, links and plans", time.thread_time() - began)
 
@@ -222,7 +245,7 @@ class PlanningAttack:
             report.outcomes["planned"] += 1
             plan = coordinator.settle(task, said.plan, view, leader, now)
             if plan is not None:
-                view.consider_plan(_OWN, 5, _encode(plan))
+                follow_entry(view, leader, _encode(describe_plan(plan)[0]))
                 _use(view, report)
             if not coordinator.next(view, leader, now):
                 break

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from hashlib import sha256
 from typing import Final
 
 import msgspec
 
 from ...bootstrap import DECODE_ERRORS
+from ...bootstrap.members.table import EntryRules
 from ...coordinator import Plan, PlanError
 from ..messages import INLINE_PLAN_BYTES, MAX_PLAN_BYTES, PLAN, PlanManifest
 
@@ -64,5 +64,5 @@ def is_promised(manifest: PlanManifest, payload: bytes) -> bool:
     return len(payload) == manifest.size and sha256(payload).digest() == manifest.digest
 
 
-URGENT: Final = frozenset({PLAN})
-NUMBERED: Final[Mapping[str, object]] = {PLAN: read_number}
+PLAN_RULES: Final = EntryRules(urgent=frozenset({PLAN}), numbered={PLAN: read_number})
+"""What members do with each other's manifests."""
