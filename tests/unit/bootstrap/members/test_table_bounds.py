@@ -134,7 +134,7 @@ def test_what_is_no_lie_expels_nobody(one: Entry, other: Entry) -> None:
     assert held.take_lies((Lie(one, word(CAT, "plan", b"2:other", version=9)),)) or one.payload == b"none"
 
 
-# -- so much per second, and a burst ------------------------------------------------------------------------------------
+# -- so much per second, and a burst -----------------------------------------------------------------------------------
 
 
 def test_a_burst_can_be_had_at_once_and_no_more() -> None:
