@@ -121,7 +121,7 @@ def test_pieces_are_filled_to_the_last_byte(more: int, pieces: list[int]) -> Non
     assert [len(message.entries) for _, message in made.take((), 0.0)] == pieces
 
 
-def test_what_is_small_is_told_in_one_piece() -> None:
+def test_what_is_small_is_told_all_at_once() -> None:
     made = spread()
     made.tell((ANN,), [entry(CAT, f"kind{number}") for number in range(10)])
     assert [len(message.entries) for _, message in made.take((), 0.0)] == [10]
