@@ -47,6 +47,7 @@ class Issued(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     grant: Grant
     created_at: float
+    life_s: float  # from when it was made, or renewed by hand, to its end
     renews: bool = True
     greets_as: str = ""
 
@@ -134,6 +135,7 @@ def issue(
         name=wish.name,
         grant=JoinToken.parse(text).grant,
         created_at=now,
+        life_s=wish.expires_at - now,
         renews=wish.renews,
         greets_as=greets_as,
     )
@@ -172,6 +174,7 @@ def renew(
     _check_end(expires_at, now)
     if token.id in catalogue.orders.revoked:
         raise TokenError(f"id: {token.id} was revoked, which is for good; make another one: p2pserve token create")
+    token = msgspec.structs.replace(token, life_s=expires_at - now)
     catalogue, token = _replace_certificate(key, catalogue, token, tuple(addresses), expires_at)
     return _with_renewals(key, catalogue, {token.id: (expires_at, ())}, now), token
 
@@ -185,14 +188,13 @@ def renew_members(key: NetworkKey, catalogue: Catalogue, members: Mapping[str, I
         here = set(members.get(token.id, ()))
         if not token.renews or not here or token.id in catalogue.orders.revoked:
             continue
-        life_s = max(token.grant.expires_at - token.created_at, 1.0)
-        margin_s = min(life_s / 3, MAX_MARGIN_S)
+        margin_s = min(token.life_s / 3, MAX_MARGIN_S)
         if now < token.grant.expires_at - margin_s:
             continue
         renewal = catalogue.orders.renewed.get(token.id)
         ends = find_members_end(catalogue, token)
         if now >= ends - margin_s:
-            due[token.id] = (max(now, ends) + life_s, tuple(sorted(here)))
+            due[token.id] = (max(now, ends) + token.life_s, tuple(sorted(here)))
         elif renewal is not None and not here <= set(renewal.peers) and renewal.peers:
             due[token.id] = (ends, tuple(sorted(here | set(renewal.peers))))
     return _with_renewals(key, catalogue, due, now) if due else catalogue
