@@ -60,7 +60,7 @@ class Owner:
                 self.catalogue = catalogues.renew_members(KEY, self.catalogue, boxes, now())
                 if self.catalogue.orders.number > network.orders.number:
                     network.order(sign_orders(KEY, self.catalogue.orders))
-            await trio.sleep(1.0)
+            await elapse(1.0)
 
 
 def now() -> float:
