@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from .errors import AddressError
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _FORM = "write host:port, such as 203.0.113.7:4001 or [2001:db8::7]:4001"
 
 
@@ -48,11 +49,24 @@ def parse_address(text: str) -> Address:
 def names_one_place(host: str) -> bool:
     """Whether boxes with this address are in one place: behind one public address, or on one machine. Private addresses
     and names say nothing: each provider has its own 172.17.0.2."""
-    try:
-        found = ipaddress.ip_address(host)
-    except ValueError:
+    found = plain_ip(host)
+    return found is not None and (found.is_global or found.is_loopback)
+
+
+def may_be_relayed_to(host: str, own: str, *, private: bool) -> bool:
+    """Whether a box that announces ``own`` may connect others with this address: what they cannot reach themselves may
+    be none of their business. So it is public, or of the same kind as its own, or ``private`` and its owner says so."""
+    there, here = plain_ip(host), plain_ip(own)
+    if there is None or there.is_multicast or there.is_unspecified or there.is_reserved:
         return False
-    return found.is_global or found.is_loopback
+    if there.is_global:
+        return True
+    is_same_kind = (
+        here is not None
+        and not here.is_global
+        and (here.is_loopback, here.is_link_local) == (there.is_loopback, there.is_link_local)
+    )
+    return is_same_kind or (private and not there.is_link_local)  # where providers keep a box's credentials
 
 
 def announced_address(
@@ -87,6 +101,19 @@ def default_route_address() -> str:
             return "127.0.0.1"
         host: str = probe.getsockname()[0]
         return host
+
+
+def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The IP address that is reached in the end: IPv6 forms may hold one of IPv4. None for a name."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(found, ipaddress.IPv4Address):
+        return found
+    if found in _NAT64:
+        return ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)
+    return found.ipv4_mapped or found.sixtofour or found
 
 
 def _port(text: str, whole: str) -> int:

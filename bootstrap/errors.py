@@ -64,6 +64,10 @@ class ProtocolError(NetworkError):
     """A message breaks the protocol: too large, malformed, or of another version."""
 
 
+class OtherProtocol(ProtocolError):
+    """The peer speaks another version of the protocol: one of the two boxes has to be upgraded."""
+
+
 class RemoteError(NetworkError):
     """The peer's handler refused the request: ``code`` is for programs, ``message`` for people.
 

@@ -11,7 +11,7 @@ moves messages between them and the control streams::
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -41,6 +41,7 @@ from .members.own_certificate import OwnCertificate
 from .members.peering import OWN_KINDS, Peering
 from .members.states import Compare, GossipMessage, Member, MemberState, NetworkState, Part, Summary, Tell
 from .members.table import EntryRules
+from .members.watch import AnswerWatch
 from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .settings import NetworkSettings
@@ -90,10 +91,9 @@ class Network:
     that an earlier run has seen: asked when the others do not answer, or, when there are no others,
     in the background. Entering returns once one has admitted us, or at once when there are no
     ``bootstraps``. It raises Unreachable, Refused, IdentityInUse, TokenError, PortInUse or
-    AddressError; IdentityInUse may end the block later, too, and TokenSpent: the owner has revoked this node's token.
-
-    Leaving the block without :meth:`leave` looks like a crash to
-    others, which is safe: they notice within a second.
+    AddressError; IdentityInUse may end the block later, too, and TokenSpent: the owner has revoked
+    this node's token. Leaving the block without :meth:`leave` looks like a crash to others, which
+    is safe: they notice within a second.
     """
 
     transport: Transport
@@ -153,7 +153,9 @@ class Network:
         self._handlers.add_notice(_SUMMARY, self._on_gossip)
         self._handlers.add_notice(_COMPARE, self._on_gossip)
         self._handlers.add_notice(_PART, self._on_gossip)
+        self._watch = AnswerWatch(self.settings)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
+        self._hung_callbacks: list[Callable[[PeerId, bool], None]] = []
         self._revision = 0
         self._changed = trio.Event()
         self._kick = trio.Event()
@@ -228,6 +230,11 @@ class Network:
         self._peering.publish(kind, payload)
         self._wake()
 
+    def object_to(self, leader: PeerId, epoch: int) -> None:
+        """Tell all that this node refuses what the coordinator of this epoch plans."""
+        self._peering.object_to(leader, epoch)
+        self._wake()
+
     def entries(self, kind: str) -> dict[PeerId, bytes]:
         """What the live members say, those of this node included."""
         return self._peering.roster.entries(kind)
@@ -287,7 +294,7 @@ class Network:
         else:
             deadline = trio.current_time() + timeout
             session = await self._sessions.session_with(peer, timeout)
-            answer = await session.control.request(method.name, encoded, max(deadline - trio.current_time(), 0.0))
+            answer = await session.control.request(method.name, encoded, deadline - trio.current_time())
         try:
             return msgspec.msgpack.decode(answer, type=method.answer)
         except DECODE_ERRORS as error:
@@ -322,6 +329,21 @@ class Network:
     def on_peer_lost(self, callback: Callable[[PeerId], None]) -> None:
         """Call this, without blocking, whenever the connection to a peer is lost."""
         self._lost_callbacks.append(callback)
+
+    def expect(self, waiter: str, peers: Collection[PeerId]) -> None:
+        """This `waiter` awaits something of these peers now, and of no others: :meth:`on_hung` tells when one does not
+        answer."""
+        if self._watch.expect(waiter, frozenset(peers) - {self.peer_id}):
+            self._wake()
+
+    def on_hung(self, callback: Callable[[PeerId, bool], None]) -> None:
+        """Call this, without blocking, when a peer that is awaited does not answer (True), and does again (False)."""
+        self._hung_callbacks.append(callback)
+
+    async def prove(self, peer: PeerId, address: Address, is_allowed: Callable[[str], bool]) -> Address:
+        """Dial an address that a peer announces: the IP address, of those that are allowed, at which it has proved its
+        key. Raises NetworkError."""
+        return await self._sessions.prove(peer, address, is_allowed)
 
     def connected(self) -> frozenset[PeerId]:
         """The peers with an admitted control stream now."""
@@ -419,7 +441,20 @@ class Network:
             self._touch()
         for dial in actions.dial:
             self._nursery.start_soon(self._redial, dial)
-        return actions.wake_at
+        self._watch_awaited(heard)
+        return min(actions.wake_at, self._watch.wake_at)
+
+    def _watch_awaited(self, heard: dict[PeerId, float]) -> None:
+        """Ping those that are awaited, and tell who does not answer."""
+        slowest = {peer: max(each.control.rtts) for peer, each in self._sessions.by_peer.items() if each.control.rtts}
+        before = self._watch.hung
+        pinged = ((peer, each.control.unanswered_at) for peer, each in self._sessions.by_peer.items())
+        unanswered = {peer: at for peer, at in pinged if at is not None}
+        for peer in self._watch.tick(trio.current_time(), heard, slowest, unanswered):
+            self._ping(peer)
+        for peer in before ^ self._watch.hung:
+            for callback in self._hung_callbacks:
+                callback(peer, peer in self._watch.hung)
 
     def _send(self, peer: PeerId, message: GossipMessage) -> None:
         """Tell a peer something; one that is too slow hears of it when the two compare what they hold."""
@@ -473,7 +508,7 @@ class Network:
         self._wake()
 
     async def _request_locally(self, method: str, body: bytes, timeout: float) -> bytes:
-        with trio.move_on_after(timeout):
+        with trio.move_on_after(max(timeout, 0.0)):
             return await self._handlers.serve(self.peer_id, self.role, method, body)
         raise RequestTimeout(f"this node did not answer {method!r} within {timeout:g} s; its own handler is too slow")
 

@@ -4,11 +4,22 @@ admission a stranger's single greeting, of bounded size and time, is all that is
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
+from typing import Final
 
 import trio
 
-from .addresses import Address
-from .errors import IdentityInUse, NetworkError, PeerLost, ProtocolError, Refused, TokenError, Unreachable
+from .addresses import Address, plain_ip
+from .errors import (
+    IdentityInUse,
+    NetworkError,
+    OtherProtocol,
+    PeerLost,
+    ProtocolError,
+    Refused,
+    TokenError,
+    Unreachable,
+)
 from .handlers import Handlers
 from .members.admission import Admission, is_client
 from .members.mesh import should_replace
@@ -24,6 +35,7 @@ from .streams.control import (
     decode_greeting,
     encode_greeting,
 )
+from .streams.hosts import resolve_host
 from .streams.transport import PeerConnection, Transport, run_handler
 from .trust.entries import Entry, MemberRecord, read_record
 from .trust.keys import PeerId
@@ -31,6 +43,8 @@ from .trust.orders import SignedOrders
 from .trust.tokens import Bootstrap, Role
 
 _log = logging.getLogger(__name__)
+
+_HOSTS_EVERY_S: Final = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +94,8 @@ class PeerSessions:
         self._born = born
         self._release = release
         self._settings = settings
+        self._hosts: frozenset[IPv4Address | IPv6Address] = frozenset()
+        self._hosts_at = -float("inf")
         self._connecting: dict[PeerId, trio.Event] = {}
         self._banned: dict[PeerId, float] = {}
         self._nursery: trio.Nursery | None = None
@@ -88,8 +104,14 @@ class PeerSessions:
     async def start(self, nursery: trio.Nursery) -> Address:
         """Begin to accept; returns the address to announce."""
         self._nursery = nursery
-        bound: Address = await nursery.start(self._transport.serve, self._on_inbound)
+        bound: Address = await nursery.start(self._transport.serve, self._on_inbound, self.is_member_host)
         return bound
+
+    def is_member_host(self, host: str) -> bool:
+        """Whether a box that is a member announces this IP address, or has come from it."""
+        if trio.current_time() - self._hosts_at >= _HOSTS_EVERY_S:
+            self._hosts, self._hosts_at = self._find_hosts(), trio.current_time()
+        return plain_ip(host) in self._hosts
 
     async def find_peer(self, member: Bootstrap) -> PeerId:
         """Who is at this member's address; not yet whether it is ours, as greeting it shows. Raises
@@ -100,6 +122,14 @@ class PeerSessions:
         if peer == self._table.peer_id:
             raise Unreachable(f"this node itself, or a copy of it, answers at {member}; name another member")
         return peer
+
+    async def prove(self, peer: PeerId, address: Address, is_allowed: Callable[[str], bool]) -> Address:
+        """The IP address at which this peer has just proved its key, of those that are allowed. Raises Unreachable."""
+        for host in filter(is_allowed, await resolve_host(address)):
+            there = Address(host, address.port)
+            if await self._transport.identify(there) == peer:
+                return there
+        raise Unreachable(f"{peer} is not at {address}, or may not be dialled there for others")
 
     async def connect(self, peer: PeerId, address: Address) -> PeerSession:
         """The session with this peer, dialled if need be; several callers share one dial. Raises
@@ -131,7 +161,7 @@ class PeerSessions:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
         address = Address(record.host, record.port)
         try:
-            with trio.move_on_after(timeout):
+            with trio.move_on_after(max(timeout, 0.0)):
                 return await self.connect(peer, address)
         except NetworkError as error:
             raise PeerLost(f"{peer} is not connected and cannot be reached now: {error}") from error
@@ -187,6 +217,8 @@ class PeerSessions:
         try:
             await connection.send(encode_greeting(self._greeting(Hello)))
             answer = await self._receive_greeting(connection)
+        except OtherProtocol as error:
+            raise Refused(f"the node at {address} is not one of ours: {error}") from error
         except (PeerLost, ProtocolError) as error:
             raise Unreachable(f"{peer} at {address} hung up during the greeting: {error}") from error
         if isinstance(answer, Rejected) and answer.holder_born:
@@ -208,7 +240,11 @@ class PeerSessions:
         """A stranger until its greeting is checked. Returning closes, once what was sent is out."""
         peer = connection.peer
         try:
-            greeting = await self._receive_greeting(connection)
+            try:
+                greeting = await self._receive_greeting(connection)
+            except OtherProtocol as error:  # of a later release, perhaps, which can tell its owner
+                await connection.send(encode_greeting(Rejected(str(error))))
+                raise
             if not isinstance(greeting, Hello):
                 self.refused += 1
                 return
@@ -265,6 +301,13 @@ class PeerSessions:
             f"another node{where} is in the network with this node's identity (..{peer[-6:]}), as after a box was "
             "copied; delete identity.key in the home folder of one of the two and start it again: it makes its own"
         )
+
+    def _find_hosts(self) -> frozenset[IPv4Address | IPv6Address]:
+        records = (self._table.record(peer) for peer in self._table.origins() if peer != self._table.peer_id)
+        announced = (record.host for record in records if record is not None and not is_client(record))
+        seen = (s.control.connection.remote for s in self.by_peer.values() if s.role is not Role.CLIENT)
+        found = {plain_ip(host) for host in (*announced, *(each.host for each in seen if each is not None))}
+        return frozenset(each for each in found if each is not None)
 
     def _is_banned(self, peer: PeerId) -> bool:
         self._banned = {each: until for each, until in self._banned.items() if until > trio.current_time()}

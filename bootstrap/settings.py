@@ -7,7 +7,12 @@ Each knob says its unit and what pulling it costs. Sizes of the wire format are 
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
+
+from .streams.strangers import StrangerLimits
+
+UNDECIDED: Final = StrangerLimits(total=512, each=256, for_members=64)
+STRANGERS: Final = StrangerLimits(total=128, each=64, for_members=32, spared_s=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +23,12 @@ class TransportSettings:
     upgrade_s: int = 5  # Noise, yamux and the opening of the control stream, each
     stalled_s: float = 5.0  # a peer that takes no byte for so long is given up
     peek_s: float = 10.0  # until an accepted socket has said what it is
-    max_strangers: int = 64  # inbound connections not let in yet; more let slow ones in, and cost memory
-    max_undecided: int = 512  # accepted sockets that have not said what they are; more are closed at once
+
+    # How many at once, of all and of one address. More: larger crowds get in at a time, and strangers may hold more.
+    undecided: StrangerLimits = UNDECIDED
+    """Accepted sockets that have not said what they are; each takes a file."""
+    strangers: StrangerLimits = STRANGERS
+    """Inbound connections that were not let in yet; each takes a file and some 60 KB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +41,8 @@ class NetworkSettings:
     rtt_s: float = 10.0  # everyone is pinged so often, for the round trip; shorter costs messages
     suspect_s: float = 3.0  # silence after which a member is suspect
     dead_s: float = 8.0  # silence after which it is dead, and hung up on
+    watch_ping_s: float = 0.5  # a peer from which something is awaited is pinged after so much silence
+    hung_s: float = 1.5  # ... and when it has not answered that for so long, it is looked for elsewhere
     redial_s: float = 3.0  # a connection that closed may be a broken link: so long to dial anew before it is a death
     beat_s: float = 10.0  # every member says something so often; who does not for three times that, and is not heard
     # here, is dead. Shorter finds liars sooner, who say that they hear others; costs messages
@@ -104,6 +115,8 @@ class NetworkSettings:
             rtt_s=2.0,
             suspect_s=1.5,
             dead_s=4.0,
+            watch_ping_s=0.3,
+            hung_s=0.9,
             head_start_s=0.3,
             first_backoff_s=0.2,
             last_backoff_s=5.0,

@@ -18,7 +18,8 @@ from .addresses import Address
 from .errors import PeerLost, PortInUse, Unreachable
 from .settings import TransportSettings
 from .streams.frames import MAX_STRANGER_FRAME, check_frame
-from .streams.transport import ConnectionHandler, run_handler
+from .streams.strangers import IsMemberHost
+from .streams.transport import ConnectionHandler, knows_nobody, run_handler
 from .trust.identity import Identity
 from .trust.keys import PeerId
 
@@ -338,7 +339,11 @@ class MemoryTransport:
         raise self._network.no_answer(address)
 
     async def serve(
-        self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
+        self,
+        on_connection: ConnectionHandler,
+        is_member_host: IsMemberHost = knows_nobody,
+        *,
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """See :class:`p2pserve.bootstrap.streams.transport.Transport`."""
         self.announced = self._network.bind(self, self.announced)

@@ -6,7 +6,9 @@ can be followed; bytes from a peer that break a rule never become a `Plan`. Fiel
 does not know are ignored: a network is upgraded box by box, and its coordinator may be the first.
 """
 
+from collections.abc import Iterable
 from enum import StrEnum
+from itertools import pairwise
 from math import isclose, isfinite
 from typing import Annotated, Self
 
@@ -93,7 +95,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
                 f"expected {expected}",
             )
             expected = stage.last_layer
-        _require(len(set(self.gpus)) == len(self.gpus), f"replica {self.id} names a GPU of a box twice")
+        _require(_find_shared_gpu([self]) is None, f"replica {self.id} names a GPU of a box twice")
 
     @property
     def gpus(self) -> tuple[tuple[str, int], ...]:
@@ -226,20 +228,30 @@ def _require(holds: bool, text: str) -> None:
 
 def _check_replicas(replicas: tuple[Replica, ...]) -> None:
     """Ids unique, a GPU in one stage, one model, and every request can be served."""
-    owner: dict[tuple[str, int], str] = {}
     ids: set[str] = set()
     for replica in replicas:
         _require(replica.id not in ids, f"plan.replicas has {replica.id} twice")
         ids.add(replica.id)
-        for peer, gpu in replica.gpus:
-            other = owner.setdefault((peer, gpu), replica.id)
-            _require(other == replica.id, f"GPU {gpu} of box {peer} is in replicas {other} and {replica.id}")
         _require(
             replica.layers == replicas[0].layers,
             f"replica {replica.id} has {replica.layers} layers, {replicas[0].id} has {replicas[0].layers}",
         )
+    shared = _find_shared_gpu(replicas)
+    _require(shared is None, f"{shared}")
     _require(any(replica.prefills for replica in replicas), "no replica of the plan prefills")
     _require(any(replica.decodes for replica in replicas), "no replica of the plan decodes")
+
+
+def _find_shared_gpu(replicas: Iterable[Replica]) -> str | None:
+    """A GPU that is in two stages, as a text, if there is one. The work is that of sorting the
+    stages, whatever numbers of GPUs they name: plans come from peers."""
+    held = [(stage, replica.id) for replica in replicas for stage in replica.stages]
+    held.sort(key=lambda each: (each[0].peer, each[0].first_gpu))
+    # In this order a GPU of two stages is in two that follow each other.
+    for (stage, one), (following, other) in pairwise(held):
+        if following.peer == stage.peer and following.first_gpu < stage.first_gpu + stage.tp:
+            return f"GPU {following.first_gpu} of box {stage.peer} is in replicas {one} and {other}"
+    return None
 
 
 def _check_pairings(pairings: tuple[Pairing, ...], replicas: dict[str, Replica]) -> None:

@@ -21,11 +21,12 @@ from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
 from ..bootstrap.state_file import StateFile
-from ..coordinator import PlanError
+from ..coordinator import Plan, PlanError
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
 from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
+from ..kvtransport.wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC
 from . import messages
 from .box import hardware
 from .box.home import lock_home
@@ -36,6 +37,8 @@ from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
 from .planning.coordination import Coordinator
+from .planning.manifest import PLAN_RULES, describe_plan
+from .planning.plan_exchange import PlanExchange
 from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
@@ -92,7 +95,7 @@ async def _join(
     relay = Relay()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_close_in_the_end, relay)
-        port = DataPort(nursery, relay, settings.tuning)
+        port = DataPort(nursery, settings.tuning)
         network = Network(
             transport=Libp2pTransport(identity, settings.listen, announce, port.accept),
             identity=identity,
@@ -106,6 +109,7 @@ async def _join(
             state_file=StateFile(settings.home, membership.network, say),
             release=__version__,
             rng=random.Random(),
+            rules=PLAN_RULES,
             clock=time.time,
             settings=replace(NetworkSettings(), join_s=settings.join_timeout_s),
             say=say,
@@ -146,7 +150,18 @@ class Node:
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._looked = trio.Event()  # set when the view of the network is another
         self._draining = False
-        RelayDesk(relay, settings.links.box, messenger=network, where=joined.address_of, tuning=settings.tuning)
+        self._plans = PlanExchange(
+            network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
+        )
+        self._relay_desk = RelayDesk(
+            relay,
+            settings.links,
+            messenger=network,
+            where=joined.address_of,
+            prove=network.prove,
+            own=network.address.host,
+            tuning=settings.tuning,
+        )
         self._serving = (
             Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
         )
@@ -160,11 +175,12 @@ class Node:
             rng=random.Random(),
             tuning=settings.tuning,
         )
+        port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, relay.attach)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, prober.attach)
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
-        for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate):
+        for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate, self._judge):
             nursery.start_soon(task)
 
     def _hurry(self) -> None:
@@ -216,6 +232,9 @@ class Node:
             if serving is not None:
                 joined.warn_of_other_services(serving.service)
             joined.follow()
+            if joined.leader is not None:
+                self._plans.want(joined.intake.wanted, joined.leader[0])
+            self._relay_desk.keep(joined.present)
             self._looked.set()
             self._apply_view()
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
@@ -249,10 +268,40 @@ class Node:
                     continue
                 plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
                 if plan is not None:
-                    payload = joined.publish(messages.PLAN, plan)
-                    view.consider_plan(joined.own, plan.epoch, payload)  # our own word counts without its echo
-                    joined.say_plan()
-                    self._apply_view()
+                    self._publish_plan(plan)
+
+    def _publish_plan(self, plan: Plan) -> None:
+        """Tell all, and follow it as they do: one that could not be told is not followed here either."""
+        joined = self._joined
+        try:
+            manifest, payload = describe_plan(plan)
+        except PlanError as error:
+            joined.say(f"the plan was not published: {error}")
+            return
+        self._plans.hold(manifest.digest, payload)
+        joined.publish(messages.PLAN, manifest)
+        joined.follow()
+        self._on_plan_bytes(manifest, payload)
+
+    def _on_plan_bytes(self, manifest: messages.PlanManifest, payload: bytes) -> None:
+        self._joined.intake.on_bytes(manifest, payload)
+        self._joined.take_plan()
+        self._looked.set()
+        self._apply_view()
+
+    async def _judge(self) -> None:
+        """Object to a coordinator whose plans make no sense, or are not for this box."""
+        joined, objected = self._joined, None
+        while True:
+            await trio.sleep(self._tuning.judge_s)
+            leader = joined.leader
+            if leader is None or leader == objected:
+                continue
+            reason = joined.intake.find_objection(self._advert(), joined.view.adverts, trio.current_time())
+            if reason:
+                objected = leader
+                joined.network.object_to(*leader)
+                joined.say(f"this node objects to the plan of coordinator {leader[0]}: {reason}")
 
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""

@@ -16,6 +16,7 @@ from ..bootstrap.network import Network
 from . import messages, methods
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
+from .planning.plan_intake import PlanIntake
 from .settings import NodeSettings
 from .view import NetworkView
 
@@ -40,7 +41,7 @@ class Joined:
         self.leader: Leader | None = None
         self._addresses: dict[PeerId, Address] = {}
         self._present: set[PeerId] = set()
-        self._considered: tuple[Leader, bytes] | None = None  # the last plan looked at
+        self.intake = PlanIntake(self.own, settings.tuning)
         self._foreign: tuple[str, ...] = ()
         network.handle(methods.STATUS, self._on_status)
 
@@ -50,6 +51,11 @@ class Joined:
     def address_of(self, peer: PeerId) -> Address | None:
         """Where a member can be dialled."""
         return self._addresses.get(peer)
+
+    @property
+    def present(self) -> frozenset[PeerId]:
+        """The other nodes that may be alive and can be dialled."""
+        return frozenset(self._addresses)
 
     def neighbours(self) -> list[Neighbour]:
         """The other nodes that are alive."""
@@ -82,6 +88,8 @@ class Joined:
                 self.say(f"coordinator: {who} (epoch {leader[1]})")
         if leader is not None:
             self._consider_plan(leader)
+        else:
+            self.intake.on_leader_lost()
 
     def warn_of_other_services(self, own: str) -> None:
         """Say what else this network serves, once for each change."""
@@ -94,10 +102,10 @@ class Joined:
             )
         self._foreign = foreign
 
-    def say_plan(self) -> None:
-        """Tell the owner what the plan means for this node."""
-        plan = self.view.plan
-        if plan is not None:
+    def take_plan(self) -> None:
+        """Follow the coordinator's latest plan, if its bytes are here; the owner hears what it means for this node."""
+        plan = self.intake.plan
+        if plan is not None and self.view.consider_plan(plan):
             phase = plan.phase_of(self.own)
             role = f"this node: {phase.value}" if phase is not None else "this node has no part in it"
             self.say(f"plan {plan.epoch}.{plan.version} for {plan.service}: {len(plan.replicas)} replicas; {role}")
@@ -114,11 +122,10 @@ class Joined:
                 self.publish(messages.LINKS, table)
 
     def _consider_plan(self, leader: Leader) -> None:
-        payload = self.network.entries(messages.PLAN).get(leader[0])
-        if payload is not None and (leader, payload) != self._considered:
-            self._considered = leader, payload
-            if self.view.consider_plan(leader[0], leader[1], payload):
-                self.say_plan()
+        entry = self.network.entries(messages.PLAN).get(leader[0])
+        if entry is not None:
+            self.intake.see(leader, entry, trio.current_time())
+        self.take_plan()
 
     def _say_members(self, alive: set[PeerId]) -> None:
         for peer in sorted(alive - self._present):

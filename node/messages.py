@@ -13,6 +13,9 @@ The head of a replica that spans boxes speaks for all its stages. It has each of
 `stage.open`, and says `stage.loaded` when the model is ready; for each request it asks them with `stage.inlets` and
 `stage.outlets` for their ends of the KV transfer, is told by `stage.transfer` how their part of it ended, and calls it
 off with `stage.abort`.
+
+The coordinator publishes each plan as a manifest. A plan that is not in it is fetched in pieces, with `plan.piece`,
+from the coordinator or from any node that has it.
 """
 
 from __future__ import annotations
@@ -43,6 +46,11 @@ MAX_CONTINUED_TOKENS: Final = 1 << 17  # of 5 bytes each: beside a prompt of tha
 MAX_TURNS: Final = 4096  # of a conversation
 MAX_PEERS: Final = 4096  # that one node says something of
 MAX_SLICES: Final = 4096
+MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
+INLINE_PLAN_BYTES: Final = 32 << 10  # a plan up to this size is in its manifest: everybody is told it at once
+PLAN_PIECE_BYTES: Final = 256 << 10
+MAX_HOLDERS: Final = 8  # of a plan, that one answer names
+PLAN_DIGEST_BYTES: Final = 32  # SHA-256
 MAX_LABELS: Final = 256  # stop texts, paths that a request's KV took, times that it was recovered
 
 Label = Annotated[str, msgspec.Meta(max_length=128)]
@@ -53,6 +61,7 @@ AnyNumber = Annotated[float, msgspec.Meta(extra={"checked_by": "node.requests.ac
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 LinkId = Annotated[bytes, msgspec.Meta(min_length=LINK_ID_BYTES, max_length=LINK_ID_BYTES)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
+PlanDigest = Annotated[bytes, msgspec.Meta(min_length=PLAN_DIGEST_BYTES, max_length=PLAN_DIGEST_BYTES)]
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 NewTokens = Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_CONTINUED_TOKENS)]
@@ -119,6 +128,37 @@ class LinkTable(Message, frozen=True, kw_only=True):
     site: Label = ""
     box: BoxFigures = BoxFigures()
     links: Annotated[dict[Name, LinkFigures], msgspec.Meta(max_length=MAX_PEERS)] = {}
+
+
+class PlanManifest(Message, frozen=True, kw_only=True):
+    """What a coordinator publishes of a plan: which one it is, its size and SHA-256, and `plan` itself where it is
+    small; else it is fetched with `plan.piece`."""
+
+    epoch: Counter
+    version: Counter
+    service: ModelName
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLAN_BYTES)]
+    digest: PlanDigest
+    plan: Annotated[bytes, msgspec.Meta(max_length=INLINE_PLAN_BYTES)] = b""
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """`(epoch, version)`, as of the plan."""
+        return (self.epoch, self.version)
+
+
+class PlanPieceQuery(Message, frozen=True, kw_only=True):
+    """Ask for the bytes of a plan from `offset` on, at most PLAN_PIECE_BYTES."""
+
+    digest: PlanDigest
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLAN_BYTES)]
+
+
+class PlanPiece(Message, frozen=True, kw_only=True):
+    """These bytes; none from who does not have the plan, or gives it to others now. `holders` have got it there."""
+
+    data: Annotated[bytes, msgspec.Meta(max_length=PLAN_PIECE_BYTES)] = b""
+    holders: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)] = ()
 
 
 class RankSlice(Message, frozen=True, kw_only=True):
@@ -314,6 +354,12 @@ class Tokens(Message, frozen=True, kw_only=True):
     cached_tokens: Count = 0
     failed: Text = ""
     refused: Text = ""
+
+
+class ReplicaHung(Message, frozen=True, kw_only=True):
+    """This replica, or (to its head) this stage of it, does not get on with its work, or (`hung` False) does again."""
+
+    hung: bool
 
 
 class FirstToken(Message, frozen=True, kw_only=True):

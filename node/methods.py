@@ -25,6 +25,7 @@ DECODE_FIRST: Final = Notice("decode.first", m.FirstToken)
 PREFILL_OPEN: Final = Method("prefill.open", m.PrefillOpen, m.Opened)
 PREFILL_ENDED: Final = Notice("prefill.ended", m.PrefillEnded)
 TOKENS: Final = Notice("tokens", m.Tokens)
+REPLICA_HUNG: Final = Notice("replica.hung", m.ReplicaHung)
 REQUEST_STOP: Final = Notice("request.stop", m.StopRequest)
 TRANSFER_STOP: Final = Notice("transfer.stop", m.StopTransfer)
 
@@ -35,6 +36,10 @@ STAGE_INLETS: Final = Method("stage.inlets", m.StageInlets, m.StageInletsOpened)
 STAGE_OUTLETS: Final = Method("stage.outlets", m.StageOutlets, m.StageOutletsOpened)
 STAGE_TRANSFER: Final = Notice("stage.transfer", m.StageTransfer)
 STAGE_ABORT: Final = Notice("stage.abort", m.StageAbort)
+STAGE_HUNG: Final = Notice("stage.hung", m.ReplicaHung)
+
+# Any two nodes, for plans.
+PLAN_PIECE: Final = Method("plan.piece", m.PlanPieceQuery, m.PlanPiece)
 
 # Any two nodes, for KV.
 LINK_OPEN: Final = Method("link.open", m.LinkOpen, m.LinkOpened)

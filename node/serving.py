@@ -9,6 +9,7 @@ import msgspec
 import trio
 
 from ..bootstrap import PeerId
+from ..bootstrap.network import Network
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .box.hardware import Hardware
@@ -18,6 +19,8 @@ from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
+
+LEAST_LOOK_S = 0.02
 
 
 @final
@@ -76,7 +79,10 @@ class Serving:
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
         network.on_notice(methods.TOKENS, self.gateway.on_tokens)
         network.on_notice(methods.PREFILL_ENDED, self.gateway.on_prefill_ended)
+        network.on_notice(methods.REPLICA_HUNG, self.gateway.on_replica_hung)
+        network.on_hung(self._peer_hung)
         nursery.start_soon(self.host.run)
+        nursery.start_soon(self._expect_answers, network, settings.tuning.expect_interval_s)
 
     def __repr__(self) -> str:
         return f"<Serving {self.host.worker} {self.gateway}>"
@@ -118,6 +124,19 @@ class Serving:
         """The connection to a node or a client has ended."""
         self.host.worker.peer_lost(peer)
         self.gateway.peer_lost(peer)
+
+    def _peer_hung(self, peer: PeerId, hung: bool) -> None:
+        self.host.worker.peer_hung(peer, hung)
+        self.gateway.peer_hung(peer, hung)
+
+    async def _expect_answers(self, network: Network, interval_s: float) -> None:
+        """Keep the network told of whom requests wait for, and see whether the own engine gets on."""
+        while True:
+            network.expect("gateway", self.gateway.queues)
+            network.expect("head", self.host.worker.awaited)
+            now = trio.current_time()
+            look_at = self.host.worker.look_at_engine(now)
+            await trio.sleep_until(min(now + interval_s, max(look_at, now + LEAST_LOOK_S)))
 
     def _on_engine(self, engine: messages.EngineAdvert) -> None:
         before, self.engine = self.engine, engine

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from ..bootstrap import Address, Bootstrap
+from ..bootstrap.streams.strangers import StrangerLimits
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
 from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
+from ..kvtransport.wire.permits import MAX_PERMITS
 from .requests.retry_times import RetrySettings
 
 
@@ -24,6 +26,7 @@ class BoxLinkSettings:
     """What the box's owner says of its links: its site, its caps and prices, and what a path may cost."""
 
     site: str = ""
+    relay_private: bool = False  # forward for others to addresses that only this box and its neighbours can reach
     box: BoxFigures = field(default_factory=BoxFigures)
     usd_per_s: float | None = None  # what a second saved is worth; None: paths are chosen by time alone
     max_usd_per_gb: float | None = None  # dearer paths are not taken; None: any
@@ -88,6 +91,9 @@ class ClientLimits:
     retry: RetrySettings = field(default_factory=RetrySettings)
 
 
+PENDING_HELLOS: Final = StrangerLimits(total=256, each=128, for_members=64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeTuning:
     """Seconds, unless a name says otherwise. Each says which way it pulls."""
@@ -100,6 +106,8 @@ class NodeTuning:
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
     link_news: float = 0.2  # figures of a link are told again when they have moved by this fraction
 
+    expect_interval_s: float = 0.25  # between two looks at who is waited for; shorter: one that hangs is found sooner
+
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan
     planning_limit_s: float = (
@@ -110,6 +118,19 @@ class NodeTuning:
     """Figures of boxes and links move all the time: they are planned with so often. Boxes that come, go or change what
     they can do are planned with at once."""
 
+    # Plans on their way from the coordinator, and what this node says against them.
+    plan_piece_s: float = 10.0  # for a piece; longer: slow links bring it; shorter: a hung node is left sooner
+    plan_turns: int = 3  # nodes that get pieces from here at once; more: each of them is slower, and asks nobody else
+    plan_turn_s: float = 3.0  # who asks for no further piece for so long has lost its turn
+    plan_retry_s: float = 0.5  # before a node that had nothing is asked again; doubles with each time
+    plan_last_retry_s: float = 4.0  # at most
+    plan_missing_s: float = 60.0  # after which a coordinator is objected to whose plan nobody has
+    plan_strange_s: float = 10.0  # the same, for a plan without a box that is known here; adverts take seconds
+    judge_s: float = 2.0  # between two looks at whether there is something against it
+    plan_stale_s: float = 45.0
+    """The same, from when this box last told what it is: until then a plan that does not fit it may be honest, and made
+    before. Longer than two plans take. Shorter: a coordinator that plans nonsense is passed over sooner."""
+
     # Questions to other nodes. Longer: a slow peer is waited for; shorter: a request finds another route sooner.
     ask_s: float = 5.0  # for a link, a permit or a burst; also for dialling a burst
     stage_ask_s: float = 8.0  # a head its stages for their ends of a transfer; less than a gateway waits
@@ -118,7 +139,8 @@ class NodeTuning:
     pipe_lease_s: float = 86_400.0  # of a pipe's ticket: its connection is made once, and it is of no use afterwards
     hello_s: float = 5.0  # for the first bytes of a connection
     hello_poll_s: float = 0.02  # between two looks for the rest of them; shorter: slow links start sooner, for more CPU
-    max_pending_hellos: int = 256  # connections whose first bytes are waited for; more: strangers may hold more sockets
+    pending_hellos: StrangerLimits = PENDING_HELLOS
+    """Bulk connections whose first bytes are waited for. More: strangers may hold more sockets."""
 
     # KV transfers.
     max_transfer_s: float = 120.0
@@ -134,6 +156,9 @@ class NodeTuning:
     unmeasured_gbps: float = 1.0
     permit_life_s: float = 3600.0  # for which this node lets others use it as a relay
     permit_bytes: int = 1 << 40  # that it forwards for one permit, where its owner sets no budget
+    permits: int = MAX_PERMITS  # of all nodes; and
+    permits_each: int = 128  # of one, for other targets each; more: it reaches more through here at a time
+    proof_s: float = 60.0  # for which an address is known to be its node's, or not; shorter: more dials for askers
     permit_margin_s: float = 30.0  # before its end a relay's permit is asked for anew
     relay_refused_s: float = 60.0  # a relay that has refused is not asked again for so long
 

@@ -16,6 +16,7 @@ from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
+from ..kvtransport.probing.figures import LinkFigures
 from ..kvtransport.probing.sites import SiteLinks
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
@@ -30,7 +31,6 @@ UNMEASURED_CPU = (0.5, 10.0)
 
 _adverts = msgspec.msgpack.Decoder(Advert)
 _tables = msgspec.msgpack.Decoder(LinkTable)
-_plans = msgspec.msgpack.Decoder(Plan)
 
 _NO_LINKS = LinkTable()
 
@@ -61,14 +61,6 @@ def decode_adverts(entries: Mapping[PeerId, bytes]) -> dict[PeerId, Advert]:
         with suppress(*DECODE_ERRORS):
             adverts[peer] = _adverts.decode(payload)
     return adverts
-
-
-def decode_plan(payload: bytes) -> Plan | None:
-    """A plan, or None for bytes that are none."""
-    try:
-        return _plans.decode(payload)
-    except (*DECODE_ERRORS, ValueError):
-        return None
 
 
 @final
@@ -115,12 +107,8 @@ class NetworkView:
                     continue
         self.links_told, self._table_payloads = kept, dict(entries)
 
-    def consider_plan(self, author: PeerId, epoch: int, payload: bytes) -> bool:
-        """Follow a plan if its author won the epoch it names, by membership's `author` and `epoch`,
-        and it is newer. Returns whether it was taken."""
-        plan = decode_plan(payload)
-        if plan is None or plan.epoch != epoch:
-            return False
+    def consider_plan(self, plan: Plan) -> bool:
+        """Follow the coordinator's plan if it is newer than the one that is followed; whether it is."""
         if self.plan is not None and plan.service == self.plan.service and not plan.newer_than(self.plan):
             return False
         self.plan = plan
@@ -196,7 +184,7 @@ class NetworkView:
 
     def links(self) -> list[LinkView]:
         """Links as the boxes at their beginnings tell of them: round trips, rates and prices."""
-        told = {
+        told: dict[tuple[str, str], LinkFigures] = {
             (source, target): figures
             for source in self.adverts
             for target, figures in self._table(source).links.items()
@@ -205,7 +193,8 @@ class NetworkView:
         known = SiteLinks(told, {peer: self._table(peer).site for peer in self.adverts})
         labelled = [peer for peer in self.adverts if self._table(peer).site]
         found = []
-        for source, target in {*told, *product(self.adverts, labelled)}:
+        pairs = ((PeerId(source), PeerId(target)) for source, target in {*told, *product(self.adverts, labelled)})
+        for source, target in pairs:
             figures = known.get((source, target))
             if figures is None:
                 continue

@@ -393,6 +393,11 @@ def _add_links(parser: argparse.ArgumentParser) -> None:
     links.add_argument(
         "--usd-per-hour", type=figure, default=0.0, metavar="USD", help="what the box costs, for reports (default: 0)"
     )
+    links.add_argument(
+        "--relay-private",
+        action="store_true",
+        help="forward for others to private addresses, too (default: only where this box has such a one itself)",
+    )
     links.add_argument("--up-gbps", type=figure, metavar="G", help="what the box can send (default: as measured)")
     links.add_argument("--down-gbps", type=figure, metavar="G", help="what it can receive (default: as measured)")
     links.add_argument(

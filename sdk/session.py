@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ from ..node.messages import (
     StopRequest,
 )
 from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP, STATUS
+from ..node.planning.manifest import read_manifest
 from ..node.view import NetworkView
 from . import environment
 from .errors import (
@@ -62,6 +63,7 @@ STATUS_TIMEOUT_S = 5.0
 DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can
 LEAVE_S = 2.0
 OPENINGS = 64  # requests that wait to be accepted at once; gateways accept them in turn, and refuse too many of them
+HUNG_RETRY_S = 5.0  # a gateway that did not answer is asked again after so long, where no other is left
 RACERS = 3  # a client knows how far its bootstrap is; of the rest it tries so many at once
 ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_method"})  # another node may do better
 
@@ -165,10 +167,13 @@ class _Loss:
 @final
 @dataclass(frozen=True, slots=True)
 class _Inbox:
-    """Where the chunks of one attempt go; None is the loss of its gateway."""
+    """Where the chunks of one attempt go; None is the loss of its gateway. `opening` is the wait for its acceptance,
+    and cancelled when the gateway is hung; `others` are those that could be asked instead."""
 
     gateway: PeerId
     send: trio.MemorySendChannel[AnswerUpdate | None]
+    opening: trio.CancelScope
+    others: Callable[[], list[PeerId]]
 
 
 @final
@@ -185,14 +190,21 @@ class Session:
         self._timeout_s = timeout_s
         self._view = NetworkView()
         self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
+        self._planned: str | None = None  # its service
         self._inboxes: dict[str, _Inbox] = {}
         self._openings = trio.CapacityLimiter(OPENINGS)
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
         network.on_notice(ANSWER, self._on_update)
         network.on_peer_lost(self._on_peer_lost)
+        network.on_hung(self._on_hung)
 
     def __repr__(self) -> str:
         return f"<Session requests={len(self._inboxes)} connected={len(self._network.connected())}>"
+
+    @property
+    def asked(self) -> frozenset[PeerId]:
+        """The gateways that requests wait for now."""
+        return frozenset(inbox.gateway for inbox in self._inboxes.values())
 
     async def status(self) -> Status:
         """The network as the nearest node sees it. Raises ConnectionFailed."""
@@ -222,7 +234,7 @@ class Session:
                 left = max(0.05, deadline - trio.current_time())
                 attempt = msgspec.structs.replace(body, request=new_request_id(), deadline_s=left, service=service)
                 try:
-                    return await self._attempt(gateway, attempt, replay, deliver)
+                    return await self._attempt(gateway, attempt, replay, deliver, lost)
                 except Diverged:
                     raise RequestFailed(
                         f"gateway {_short(gateway)} answers otherwise than the lost one began; ask again"
@@ -234,19 +246,35 @@ class Session:
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
 
     async def _attempt(
-        self, gateway: PeerId, body: Generate, replay: Replay, deliver: Callable[[TextDelta], None]
+        self,
+        gateway: PeerId,
+        body: Generate,
+        replay: Replay,
+        deliver: Callable[[TextDelta], None],
+        lost: Mapping[PeerId, _Loss],
     ) -> Generation:
         send, receive = trio.open_memory_channel[AnswerUpdate | None](float("inf"))
-        self._inboxes[body.request] = _Inbox(gateway, send)
+
+        def others() -> list[PeerId]:
+            ranked = gateways(self._candidates(), body.service, self._planned_service())
+            return [peer for peer in ranked if peer != gateway and peer not in lost]
+
+        inbox = self._inboxes[body.request] = _Inbox(gateway, send, trio.CancelScope(), others)
+        self._expect()
         running = True
         try:
             try:
                 async with self._openings:
-                    replay.service = (await self._open(gateway, body, replay)).service
+                    with inbox.opening:
+                        replay.service = (await self._open(gateway, body, replay)).service
             except (_GatewayRefuses, ClientError):
                 running = False
                 raise
+            if inbox.opening.cancelled_caught:
+                raise _GatewayLost("it did not answer", HUNG_RETRY_S)
             async for update in receive:
+                if update is None and inbox.opening.cancel_called:
+                    raise _GatewayLost("it did not answer", HUNG_RETRY_S)
                 if update is None:
                     running = False
                     raise _GatewayLost("the connection to it broke")
@@ -258,6 +286,7 @@ class Session:
                     return _finished(update, replay)
         finally:
             del self._inboxes[body.request]
+            self._expect()
             if running:
                 self._stop(gateway, body.request)
         raise AssertionError("an open channel does not end")
@@ -342,11 +371,13 @@ class Session:
     def _planned_service(self) -> str | None:
         """The service that the coordinator has a plan for, as far as this client has heard of it."""
         leader = self._network.coordinator
-        payload = self._network.entries(PLAN).get(leader[0]) if leader is not None else None
-        if leader is not None and payload is not None and (leader, payload) != self._considered:
-            self._considered = leader, payload
-            self._view.consider_plan(*leader, payload)
-        return self._view.plan.service if self._view.plan is not None else None
+        entry = self._network.entries(PLAN).get(leader[0]) if leader is not None else None
+        if leader is not None and entry is not None and (leader, entry) != self._considered:
+            self._considered = leader, entry
+            manifest = read_manifest(entry)
+            if manifest is not None and manifest.epoch == leader[1]:
+                self._planned = manifest.service
+        return self._planned
 
     def _candidates(self) -> list[GatewayCandidate]:
         self._view.update(self._network.entries(ADVERT))
@@ -364,6 +395,16 @@ class Session:
         inbox = self._inboxes.get(update.request)
         if inbox is not None and inbox.gateway == peer:
             inbox.send.send_nowait(update)
+
+    def _expect(self) -> None:
+        self._network.expect("requests", self.asked)
+
+    def _on_hung(self, peer: PeerId, hung: bool) -> None:
+        """A gateway does not answer: its requests go to another one, where there is one."""
+        for inbox in self._inboxes.values() if hung else ():
+            if inbox.gateway == peer and inbox.others():
+                inbox.opening.cancel()
+                inbox.send.send_nowait(None)
 
     def _on_peer_lost(self, peer: PeerId) -> None:
         for inbox in self._inboxes.values():

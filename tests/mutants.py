@@ -2,7 +2,8 @@
 
 Samples small faults (a flipped comparison, a constant off by one, a dropped `not`, `min` for `max`, a condition that
 always holds), makes them one at a time in a copy of the checkout, and runs the module's own unit tests there: those in
-`tests/unit` and `tests/sim/bootstrap` that import it. A fault that no test notices is printed with its line.
+`tests/unit` and `tests/sim/bootstrap` that import it, and for the machines of membership their scripts, which say what
+a whole network does. A fault that no test notices is printed with its line.
 
     $ make mutants
     bootstrap/members/election.py:71: Lt -> LtE: survived
@@ -46,7 +47,7 @@ MODULES = [
         "bootstrap": ("address_book",),
         "bootstrap/members": (
             "admission", "allowance", "election", "gossip", "leading", "liveness", "mesh", "neighbours", "overlay",
-            "peering", "roster", "table",
+            "peering", "roster", "table", "watch",
         ),
         "bootstrap/trust": ("entries", "orders", "targets", "tokens"),
         "coordinator": (
@@ -73,12 +74,15 @@ MODULES = [
         "node/engine/transfers": ("idle", "pacing", "wait_limits"),
         "node/links": ("link_knowledge", "path_selection"),
         "node/planning": ("coordination", "set_aside"),
-        "node/replica": ("place",),
+        "node/replica": ("hung", "place"),
         "node/requests": ("acceptance", "fair_queue", "live_request", "retry_times", "routes"),
     }.items()
     for name in names
 ]  # fmt: skip
 """Modules that decide: no clock, no task, no socket."""
+
+SCRIPTS = {"bootstrap/members": ["tests/sim/bootstrap/test_scripts.py"]}
+"""By folder: tests that run its modules together, and say what must follow."""
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -211,7 +215,7 @@ def is_above(folder: Path, module: str) -> bool:
 @cache
 def find_tests(module: str) -> list[str]:
     """The unit tests that import `module` and are in the folder that mirrors its own or above that, those of its name
-    first; where there are none, all that import it, or else all of that folder or of its room."""
+    first; where there are none, all that import it, or else all of that folder or of its room. Then the scripts."""
     room, _, name = module.replace("/", ".").rpartition(".")
     direct = (f"p2pserve.{room}.{name} import", f"p2pserve.{room} import {name}\n")
     texts = read_tests()
@@ -219,7 +223,8 @@ def find_tests(module: str) -> list[str]:
     mirror = [path for path in texts if Path(path).parent == Path("tests/unit") / Path(module).parent]
     near = [path for path in found if is_above(Path(path).parent, module)]
     in_room = [path for path in texts if path.startswith(f"tests/unit/{module.partition('/')[0]}/")]
-    return sorted(near or found or mirror or in_room, key=lambda path: Path(path).stem != f"test_{name}")
+    own = sorted(near or found or mirror or in_room, key=lambda path: Path(path).stem != f"test_{name}")
+    return own + [path for path in SCRIPTS.get(module.rpartition("/")[0], []) if path not in own]
 
 
 class Outcome(Enum):

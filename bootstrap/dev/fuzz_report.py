@@ -34,10 +34,15 @@ class ControlFuzzReport:
     peak_mib: float = field(default_factory=peak_memory_mib)
     seconds: float = 0.0
 
+    def begin(self) -> float:
+        """What was needed to make an input does not count: returns the time now, for `note`."""
+        self.peak_mib = peak_memory_mib()
+        return time.thread_time()
+
     @contextmanager
     def one(self, target: str) -> Iterator[None]:
         """Count one input, and see that it takes neither too long nor too much memory."""
-        began = time.thread_time()
+        began = self.begin()
         yield
         self.note(target, time.thread_time() - began)
 

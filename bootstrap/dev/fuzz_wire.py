@@ -193,7 +193,7 @@ class StreamAttack:
         """One stream, of many inputs."""
         frames = [self._make_frame() for _ in range(_FRAMES_OF_A_STREAM)]
         script, role = _Script(frames), self._rng.choice(tuple(Role))
-        began = time.thread_time()
+        began = self._report.begin()
 
         async def serve(method: str, body: msgspec.Raw) -> bytes:
             return await self._handlers.serve(_WHO.peer_id, role, method, body)

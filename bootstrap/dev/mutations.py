@@ -101,7 +101,7 @@ def _mutated_dict(rng: random.Random, value: dict[Any, Any]) -> Any:
         return {(rng.choice(TEXTS) if key == renamed else key): each for key, each in value.items()}
     if kind == 2 and keys:
         like = value[rng.choice(keys)]
-        return {**value, **{f"p{number}": like for number in range(rng.choice((1, 5, 300)))}}
+        return {**value, **{f"p{number}": like for number in range(_fitting(like, rng.choice((1, 5, 300))))}}
     if kind == 3:
         return {**value, rng.choice(TEXTS): rng.choice(_OTHERS)(rng)}
     return {}
@@ -115,7 +115,7 @@ def _mutated_list(rng: random.Random, value: list[Any]) -> Any:
         value.append(rng.choice(value))
     elif kind == 2 and value:
         count = rng.choice((2, 65, 300, _LONG)) if rng.random() < 0.1 else 2
-        value = (value * (count // len(value) + 1))[:count]
+        value = (value * (_fitting(value, count // len(value)) + 1))[:count]
     elif kind == 3:
         value.append(rng.choice(_OTHERS)(rng))
     elif kind == 4:
@@ -123,6 +123,11 @@ def _mutated_list(rng: random.Random, value: list[Any]) -> Any:
     else:
         value = []
     return value
+
+
+def _fitting(value: Any, times: int) -> int:
+    """So often, or as often as a frame may hold this: what does not arrive need not be made."""
+    return times if times < 50 else min(times, MAX_FRAME // len(_encode(value)))
 
 
 _OTHERS: Final[tuple[Callable[[random.Random], Any], ...]] = (

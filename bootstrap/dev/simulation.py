@@ -84,6 +84,7 @@ class SimulatedNode:
     is_joined: bool = False
     paused_until: float = 0.0
     behind_s: float = 0.0  # how long its clock has stood still
+    wall_s: float = 0.0  # how far its wall clock is ahead of the others'
     waiting: list[Callable[[], None]] = field(default_factory=list)  # what came while it was paused
     next_tick: float = _NEVER
     bytes_heard: int = 0
@@ -164,7 +165,7 @@ class Simulation:
             contacts=Contacts(named=named, standby=tuple(standby)),
             rules=self._rules,
         )
-        node = SimulatedNode(name, identity, place, token.role, token, born, admission, peering)
+        node = SimulatedNode(name, identity, place, token.role, token, born, admission, peering, wall_s=wall_s)
         node.is_joined = not named
         self.nodes[name] = self._places[place] = node
         self.publish_record(node)
@@ -413,7 +414,7 @@ class Simulation:
         hello = Hello(PROTOCOL_VERSION, node.token.network, node.peering.table.own_entries()[0], node.born)
         known = target.peering.table.record(node.peer)
         try:
-            target.admission.check_greeting(hello, node.peer, known, EPOCH_S + self.now)
+            target.admission.check_greeting(hello, node.peer, known, EPOCH_S + self.now + target.wall_s)
             self.check_life(node, target)
         except NetworkError as error:
             self._refuse(node, target, str(error).split(";")[0])

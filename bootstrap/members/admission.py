@@ -8,7 +8,7 @@ that show it are those.
 from collections.abc import Iterable, Mapping
 
 from ..errors import ProtocolError, TokenError, TokenSpent
-from ..streams.control import PROTOCOL_VERSION, Hello, Welcome
+from ..streams.control import Hello, Welcome, check_version
 from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..trust.keys import PeerId
 from ..trust.orders import Orders, SignedOrders, read_orders
@@ -63,12 +63,13 @@ class Admission:
     def check_record(self, peer: str, record: MemberRecord, now: float | None = None) -> Grant:
         """What ``peer``, which has signed this record, is granted from now on. Raises TokenError unless it may have
         this role. Without ``now`` expired tokens pass: expiry bounds joining, and the records of
-        those who joined in time are gossiped for as long as they stay."""
+        those who joined in time are gossiped for as long as they stay. Who was admitted before, comes back with the
+        same certificate, however long it was away."""
         grant = self.read_grant(peer, record)
         self.check_revoked(grant)
-        if now is not None:
-            self.check_end(peer, grant, now)
         holders = self._holders.setdefault(grant.certificate, set())
+        if now is not None and peer not in holders:
+            self.check_end(peer, grant, now)
         if peer not in holders and len(holders) >= grant.uses:
             boxes = "one box" if grant.uses == 1 else f"{grant.uses} boxes"
             raise TokenSpent(
@@ -117,11 +118,7 @@ class Admission:
     ) -> MemberRecord:
         """The record of a peer that may come in; ``known`` is the one we hold. Raises TokenError or
         ProtocolError."""
-        if greeting.version != PROTOCOL_VERSION:
-            raise ProtocolError(
-                f"the peer ({greeting.release or 'an older release'}) speaks protocol version {greeting.version} and "
-                f"this node version {PROTOCOL_VERSION}; use releases with the same one"
-            )
+        check_version(greeting.version, greeting.release)
         if greeting.network != self.network:
             raise TokenError(
                 f"the peer belongs to another network ({greeting.network.hex()[:8]}, "

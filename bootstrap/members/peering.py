@@ -338,8 +338,9 @@ class Peering:
         own = [entry for entry in result.changed if entry.origin == self._me]
         if own:
             self._tell_own(own)
-        passed = [e for e in result.changed if e.origin != self._me and self.table.is_shared(e.origin)]
-        self._spread.pass_on(passed, sender, self._boxes, self._clients, now)
+        if self._role is not Role.CLIENT:  # which would be blamed for it
+            passed = [e for e in result.changed if e.origin != self._me and self.table.is_shared(e.origin)]
+            self._spread.pass_on(passed, sender, self._boxes, self._clients, now)
         self._expel(result.lies, sender)
 
     def _expel(self, lies: Collection[Lie], sender: PeerId) -> None:

@@ -11,14 +11,15 @@ the connection.
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 import trio
 from msgspec import Meta
 
-from ..errors import DECODE_ERRORS, NetworkError, PeerLost, ProtocolError, RemoteError, RequestTimeout
+from ..errors import DECODE_ERRORS, NetworkError, OtherProtocol, PeerLost, ProtocolError, RemoteError, RequestTimeout
 from ..settings import NetworkSettings
 from ..trust.entries import Entry
 from ..trust.keys import PeerId
@@ -105,12 +106,20 @@ class ControlPong(msgspec.Struct, frozen=True, array_like=True, tag="o"):
     nonce: int
 
 
+class _AnyHello(msgspec.Struct, frozen=True, array_like=True):
+    """How `Hello` and `Welcome` begin in every version of the protocol, whatever follows."""
+
+    kind: Literal["h", "w"]
+    version: int
+
+
 Greeting = Hello | Welcome | Rejected
 Message = Request | Reply | Failure | NoticeFrame | ControlPing | ControlPong
 
 _KINDS: Final = frozenset("qrfnio")
 _encoder = msgspec.msgpack.Encoder()
 _greetings: msgspec.msgpack.Decoder[Greeting] = msgspec.msgpack.Decoder(Greeting)
+_any_hellos: msgspec.msgpack.Decoder[_AnyHello] = msgspec.msgpack.Decoder(_AnyHello)
 _messages: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 RequestHandler = Callable[[str, msgspec.Raw], Awaitable[bytes]]
@@ -133,11 +142,23 @@ def encode_greeting(greeting: Greeting) -> bytes:
 
 
 def decode_greeting(frame: bytes) -> Greeting:
-    """Read a greeting, or :class:`ProtocolError`."""
+    """Read a greeting, or :class:`ProtocolError`, which is OtherProtocol where that is why it cannot be read."""
     try:
         return _greetings.decode(frame)
     except DECODE_ERRORS as error:
+        with suppress(*DECODE_ERRORS):
+            check_version(_any_hellos.decode(frame).version)
         raise ProtocolError(f"the peer's greeting is malformed ({error}); run the same p2pserve release") from error
+
+
+def check_version(version: int, release: str = "") -> None:
+    """Raise OtherProtocol unless a peer of this release speaks this node's version. The text is for both ends."""
+    if version != PROTOCOL_VERSION:
+        theirs = f"{version} (release {release})" if release else f"{version}"
+        raise OtherProtocol(
+            f"protocol versions {theirs} and {PROTOCOL_VERSION} do not understand each other; upgrade the box that "
+            f"speaks version {min(version, PROTOCOL_VERSION)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +218,11 @@ class ControlStream:
         return min(self.rtts) if self.rtts else None
 
     @property
+    def unanswered_at(self) -> float | None:
+        """When it was first pinged after it was last heard; None when it was not."""
+        return min((at for at in self._pings.values() if at > self.heard_at), default=None)
+
+    @property
     def offences(self) -> int:
         """How often the peer misbehaved."""
         return self._offences
@@ -248,7 +274,7 @@ class ControlStream:
         # The timeout covers sending, too: the queue to a peer that does not read may stay full. It is
         # never the connection's timeout: the answer that comes too late finds no waiter, and is dropped.
         try:
-            with trio.move_on_after(timeout):
+            with trio.move_on_after(max(timeout, 0.0)):
                 await self.connection.send(_encoder.encode(Request(number, method, msgspec.Raw(body))))
                 self._sent += 1
                 await waiter.event.wait()
@@ -292,7 +318,7 @@ class ControlStream:
         waiter = self._waiters[self._next_id] = _Waiter()
         nonce = self._next_id
         try:
-            with trio.move_on_after(timeout):
+            with trio.move_on_after(max(timeout, 0.0)):
                 await waiter.event.wait()
         finally:
             del self._waiters[nonce]

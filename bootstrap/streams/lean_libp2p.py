@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NoReturn
+from typing import Final, NoReturn, cast
 
 UNUSED: Final = (
     "aioquic",
@@ -52,7 +52,7 @@ class Unavailable(metaclass=_Refusing):
 
 
 def _stand_in(name: str, module: str) -> type[Unavailable]:
-    return _Refusing(name, (Unavailable,), {"__module__": module, "__qualname__": name})
+    return cast(type[Unavailable], _Refusing(name, (Unavailable,), {"__module__": module, "__qualname__": name}))
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -3,8 +3,8 @@
 One TCP port serves two kinds of connections. The first eight bytes, peeked at and never consumed, tell
 them apart::
 
-    accept -> peek -> "p2p....."    -> on_data_socket(sock, peeked)      bulk data, our own wire formats
-                   -> anything else -> Noise -> yamux -> /p2pserve/ctl/1   the control stream
+    accept -> peek -> "p2p....."    -> on_data_socket(sock, peeked, origin)   bulk data, our own formats
+                   -> anything else -> Noise -> yamux -> /p2pserve/ctl/1      the control stream
 
 Only the swarm of libp2p is used, without its host: identify, identify-push and ping would run for
 strangers before they are admitted, and cost a second stream per connection. Each libp2p
@@ -59,7 +59,8 @@ from ..trust.keys import PeerId
 from .framed import ByteStream, FramedConnection
 from .hosts import try_hosts
 from .shared_port import DataSocketHandler, SharedPort
-from .transport import CONTROL_PROTOCOL, ConnectionHandler, run_handler
+from .strangers import IsMemberHost, Origin, Strangers
+from .transport import CONTROL_PROTOCOL, ConnectionHandler, knows_nobody, run_handler
 from .yamux import OneStream
 
 _log = logging.getLogger(__name__)
@@ -72,8 +73,8 @@ class Libp2pTransport:
     """See :class:`.transport.Transport`.
 
     ``listen`` is where to bind (``None``: dial only); port 0 of ``announce`` stands for the bound
-    one. ``on_data_socket(sock, peeked)`` owns the unread blocking socket; it must neither block nor
-    raise."""
+    one. ``on_data_socket(sock, peeked, origin)`` owns the unread blocking socket; it must neither
+    block nor raise."""
 
     def __init__(
         self,
@@ -99,7 +100,11 @@ class Libp2pTransport:
         self._tcp: _SharedPortTcp | None = None
 
     async def serve(
-        self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
+        self,
+        on_connection: ConnectionHandler,
+        is_member_host: IsMemberHost = knows_nobody,
+        *,
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """See :class:`.transport.Transport`."""
         _quieten_libp2p()
@@ -107,7 +112,7 @@ class Libp2pTransport:
         port = None
         if self.listen is not None:
             port = await SharedPort.open(self.listen, self._on_data_socket, self.settings)
-        tcp = self._tcp = _SharedPortTcp(port, self.settings)
+        tcp = self._tcp = _SharedPortTcp(port, is_member_host, self.settings)
         self.swarm = swarm = _build_swarm(self._identity, tcp, self.new_muxer(), self.settings)
         swarm.set_stream_handler(self._on_stream)
         ready, stop = trio.Event(), trio.Event()
@@ -214,7 +219,7 @@ class Libp2pTransport:
         connection = FramedConnection(peer, None if remote is None else Address(*remote), _bytes_of(stream), conn.close)
         assert self._tcp is not None
         strangers = self._tcp.strangers
-        connection.restrict(lambda: strangers.discard(watched))
+        connection.restrict(lambda: strangers.remove(watched))
         watched.speaks.set()
         if self._nursery is not None:
             self._nursery.start_soon(self._run_inbound, connection)
@@ -252,12 +257,13 @@ class Libp2pTransport:
 class _SharedPortTcp(TCP):
     """TCP whose listener is a socket we bound ourselves; ``port`` is None where nobody listens."""
 
-    def __init__(self, port: SharedPort | None, settings: TransportSettings) -> None:
+    def __init__(self, port: SharedPort | None, is_member_host: IsMemberHost, settings: TransportSettings) -> None:
         super().__init__()
         self.port = port
+        self.is_member_host = is_member_host
         self.settings = settings
         self.nursery: trio.Nursery | None = None
-        self.strangers: set[_WatchedStream] = set()
+        self.strangers = Strangers[_WatchedStream](settings.strangers)
 
     def create_listener(self, handler_function: THandler) -> IListener:  # type: ignore[override]
         """Called by the swarm once, for the one address we listen on."""
@@ -281,7 +287,7 @@ class _SharedPortListener(IListener):
 
     async def _serve(self, nursery: trio.Nursery) -> None:
         with self._scope:
-            await self._port.serve(self._serve_libp2p, nursery)
+            await self._port.serve(self._serve_libp2p, self._tcp.is_member_host, nursery)
 
     def get_addrs(self) -> tuple[Multiaddr, ...]:
         """Where we are bound."""
@@ -292,16 +298,18 @@ class _SharedPortListener(IListener):
         self._scope.cancel()
         self._port.close()
 
-    async def _serve_libp2p(self, stream: trio.SocketStream) -> None:
+    async def _serve_libp2p(self, stream: trio.SocketStream, origin: Origin) -> None:
         """Run libp2p's handler. It would wait for the end of the swarm, holding one of its
         limited inbound slots for every connection there ever was; so it is released when the
-        socket closes, or when nobody has opened a control stream in time."""
+        socket closes, when nobody has opened a control stream in time, or for somebody else."""
         strangers = self._tcp.strangers
-        if len(strangers) >= self._tcp.settings.max_strangers:
-            _log.debug("a stranger was turned away: %d others are not let in yet", len(strangers))
-            return
         watched = _WatchedStream(stream)
-        strangers.add(watched)
+        victim = strangers.add(watched, origin, trio.current_time())
+        if victim is not None:
+            _log.debug("one of %r was turned away", strangers)
+            victim.end()
+        if victim is watched:
+            return
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._handle, watched)
@@ -311,7 +319,7 @@ class _SharedPortListener(IListener):
                     await watched.closed.wait()
                 nursery.cancel_scope.cancel()
         finally:
-            strangers.discard(watched)
+            strangers.remove(watched)
 
     async def _handle(self, watched: "_WatchedStream") -> None:
         try:

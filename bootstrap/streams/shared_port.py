@@ -5,21 +5,25 @@ import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, NoReturn
 
 import trio
 
 from ..addresses import Address
 from ..errors import AddressError, PortInUse
 from ..settings import TransportSettings
+from .strangers import IsMemberHost, Origin, Strangers, source_of
 from .transport import DATA_HEAD_BYTES, DATA_PREFIX
 
 _log = logging.getLogger(__name__)
 
 _PEEK_RETRY_SECONDS: Final = 0.02
+_FULL_RETRY_SECONDS: Final = 0.1
+_COMPLAINT_SECONDS: Final = 60.0
+_FULL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 
-DataSocketHandler = Callable[[socket.socket, bytes], None]
-StreamHandler = Callable[[trio.SocketStream], Awaitable[None]]
+DataSocketHandler = Callable[[socket.socket, bytes, Origin], None]
+StreamHandler = Callable[[trio.SocketStream, Origin], Awaitable[None]]
 
 
 class SharedPort:
@@ -33,7 +37,8 @@ class SharedPort:
         self.bound = Address(host, port)
         self._listener = listener
         self._on_data_socket = on_data_socket
-        self._undecided = 0
+        self._undecided = Strangers[trio.CancelScope](settings.undecided)
+        self._complained_at = -float("inf")
 
     @classmethod
     async def open(
@@ -42,50 +47,74 @@ class SharedPort:
         """Bind; raises PortInUse or AddressError."""
         return cls(await _open_listener(listen), on_data_socket, settings)
 
-    async def serve(self, on_other: StreamHandler, nursery: trio.Nursery) -> None:
+    async def serve(self, on_other: StreamHandler, is_member_host: IsMemberHost, nursery: trio.Nursery) -> NoReturn:
         """Accept for ever, each socket in a task of ``nursery``; the rest goes to ``on_other``."""
 
         async def accepted(stream: trio.SocketStream) -> None:
             try:
-                await self._dispatch(stream, on_other)
+                await self._dispatch(stream, on_other, is_member_host)
             finally:
                 await trio.aclose_forcefully(stream)
 
-        await trio.serve_listeners(accepted, [self._listener], handler_nursery=nursery)
+        while True:
+            try:
+                stream = await self._listener.accept()
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                self._make_room(error)
+                await trio.sleep(_FULL_RETRY_SECONDS)
+            else:
+                nursery.start_soon(accepted, stream)
 
     def close(self) -> None:
         """Stop listening. Safe to call again."""
         self._listener.socket.close()
 
     def __repr__(self) -> str:
-        return f"SharedPort({self.bound}, undecided={self._undecided})"
+        return f"SharedPort({self.bound}, undecided={len(self._undecided)})"
 
-    async def _dispatch(self, stream: trio.SocketStream, on_other: StreamHandler) -> None:
-        if self._undecided >= self._settings.max_undecided:
-            return
-        self._undecided += 1
+    def _make_room(self, error: OSError) -> None:
+        """No file or memory is left for another socket: give up one that has said nothing."""
+        scope = self._undecided.evict()
+        if scope is not None:
+            scope.cancel()
+        now = trio.current_time()
+        if now - self._complained_at >= _COMPLAINT_SECONDS:
+            self._complained_at = now
+            _log.warning(
+                "nobody can connect to port %d for now: %s; let this process open more files (ulimit -n)",
+                self.bound.port,
+                error.strerror or error,
+            )
+
+    async def _dispatch(self, stream: trio.SocketStream, on_other: StreamHandler, is_member_host: IsMemberHost) -> None:
+        scope, head = trio.CancelScope(), b""
         try:
-            head = await _peek(stream.socket, self._settings.peek_s)
+            host = str(stream.socket.getpeername()[0])
+            origin = Origin(source_of(host), is_member_host(host))
+            victim = self._undecided.add(scope, origin, trio.current_time())
+            if victim is not None:
+                victim.cancel()
+            with scope:
+                head = await _peek(stream.socket, self._settings.peek_s)
         except OSError as error:
             _log.debug("an accepted socket broke: %s", error)
             return
         finally:
-            self._undecided -= 1
+            self._undecided.remove(scope)
         if len(head) == DATA_HEAD_BYTES and head.startswith(DATA_PREFIX):
-            self._pass_on(stream, head)
+            self._pass_on(stream, head, origin)
         elif head:
-            await on_other(stream)
+            await on_other(stream, origin)
 
-    def _pass_on(self, stream: trio.SocketStream, head: bytes) -> None:
-        if self._on_data_socket is None:
-            return
-        try:
-            raw = socket.fromfd(stream.socket.fileno(), stream.socket.family, stream.socket.type)  # a duplicate
+    def _pass_on(self, stream: trio.SocketStream, head: bytes, origin: Origin) -> None:
+        if self._on_data_socket is not None:
+            sock = stream.socket
+            # The same file under another object: a duplicate would need a number, and there may be none left.
+            raw = socket.socket(sock.family, sock.type, sock.proto, fileno=sock.detach())
             raw.setblocking(True)
-        except OSError as error:  # no file descriptor left
-            _log.warning("a data socket was dropped: %s", error)
-            return
-        self._on_data_socket(raw, head)
+            self._on_data_socket(raw, head, origin)
 
 
 async def _peek(sock: trio.socket.SocketType, within_s: float) -> bytes:

@@ -10,6 +10,7 @@ import trio
 
 from ..addresses import Address
 from ..trust.keys import PeerId
+from .strangers import IsMemberHost
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,11 @@ class PeerConnection(Protocol):
 ConnectionHandler = Callable[[PeerConnection], Awaitable[None]]
 
 
+def knows_nobody(host: str) -> bool:
+    """An :data:`.strangers.IsMemberHost` to whom everybody is a stranger."""
+    return False
+
+
 class Transport(Protocol):
     """Dials and accepts. One object is served once."""
 
@@ -84,10 +90,14 @@ class Transport(Protocol):
         ...
 
     async def serve(
-        self, on_connection: ConnectionHandler, *, task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED
+        self,
+        on_connection: ConnectionHandler,
+        is_member_host: IsMemberHost = knows_nobody,
+        *,
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Accept connections until cancelled; ``task_status`` gets the address to announce, its
-        port never 0.
+        port never 0. When too many strangers are connected, room is kept for hosts of members.
 
         Opens its own nursery. ``on_connection`` runs in a task of its own for each connection
         that somebody else dialled, and that connection is closed when it returns. Its errors are

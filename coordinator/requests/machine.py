@@ -10,7 +10,10 @@ Engines come and go; the gateway keeps the prompt and the answer so far. A reque
 after the other, each on a route of its own, until its answer is complete. When the decode replica
 of an attempt is lost, the next attempt has the answer so far as part of its prompt, and the
 client's stream goes on. When the prefill replica is lost, the decode replica is told to compute the
-prompt itself, and the attempt goes on. ::
+prompt itself, and the attempt goes on.
+
+A replica that does not answer may be hung, or only its link slow. A decode replica in doubt keeps
+its attempt until there is another route; if it answers before that, nothing has happened. ::
 
     start -> ROUTING --routed--> SERVING --answer complete--> CLOSING --figures, or not--> OVER
                 ^                   |                (only while the KV transfer's report is awaited)
@@ -66,7 +69,10 @@ class _State(Enum):
 class _Attempt:
     """One try at a request, on one route."""
 
-    __slots__ = ("decoding", "opening", "prefill_over", "prefilling", "shown", "tokens", "without_kv")
+    __slots__ = (
+        "decoding", "in_doubt", "opening", "prefill_hung", "prefill_over", "prefilling", "shown", "tokens",
+        "without_kv",
+    )  # fmt: skip
 
     def __init__(self, opening: OpenDecode, tokens: int) -> None:
         self.opening = opening
@@ -76,6 +82,8 @@ class _Attempt:
         self.shown: Tokens = ()  # the first token, told by the prefill replica before that
         self.prefill_over = opening.prefill is None  # nothing is expected of it any more
         self.without_kv = self.prefill_over  # the decode replica computes all of the prompt
+        self.in_doubt = False  # the decode replica does not answer
+        self.prefill_hung = False  # nor does the prefill replica, which has not been asked yet
 
 
 @final
@@ -155,6 +163,11 @@ class RequestMachine:
 
     def routed(self, route: Route, now: float) -> Ready:
         """This is the route that was asked for."""
+        left: Ready = ()
+        if self._attempt is not None and self._attempt.in_doubt:
+            decode = self._attempt.opening.decode
+            self._recovered = (*self._recovered, f"decode node {_short(decode)}: it did not answer")
+            left, self._state = self._leave(), _State.ROUTING
         if self._state is not _State.ROUTING:
             return ()
         answer, settings = self._answer, self._settings
@@ -165,7 +178,7 @@ class RequestMachine:
         )
         self._opening, self._attempt = opening, _Attempt(opening, tokens)
         self._state, self.wake_at = _State.SERVING, self._deadline
-        return (opening,)
+        return (*left, opening)
 
     def held(self, now: float) -> Ready:
         """Its turn has not come: no route is looked for until `network_changed` says that it has."""
@@ -176,9 +189,11 @@ class RequestMachine:
     def not_routed(self, reason: str, now: float, *, is_hopeful: bool) -> Ready:
         """There is no route now; `is_hopeful`: an engine is being started, so that waiting makes
         sense."""
+        settings = self._settings
+        if self._is_in_doubt:
+            self.wake_at = min(self._deadline, now + settings.route_retry_s)
         if self._state is not _State.ROUTING:
             return ()
-        settings = self._settings
         if is_hopeful or self._give_up_at == inf:
             self._give_up_at = now + settings.no_engine_grace_s
         elif now >= self._give_up_at:
@@ -189,7 +204,7 @@ class RequestMachine:
 
     def network_changed(self, now: float) -> Ready:
         """There may be a route where there was none."""
-        if self._state is not _State.ROUTING:
+        if self._state is not _State.ROUTING and not self._is_in_doubt:
             return ()
         return (self._wanted(),)
 
@@ -220,6 +235,8 @@ class RequestMachine:
             return ()
         # From now on it may be at work, whether or not its answer gets here.
         current.prefilling = True
+        if current.prefill_hung:
+            return (self._go_without_kv(current, "it did not answer", None),)
         opening = OpenPrefill(current.opening.attempt, where.prefill, where.split, where.first_token)
         return (opening,)
 
@@ -265,6 +282,7 @@ class RequestMachine:
         current = self._current(attempt)
         if current is None or finish == "deadline":
             return ()  # the request's own deadline is the same moment, and says it better
+        self._trust(current)
         if tokens and not current.decoding:
             current.decoding = True
             shown = len(current.shown)
@@ -326,6 +344,29 @@ class RequestMachine:
             return (self._go_without_kv(current, "it was lost", engine),)
         return ()
 
+    def peer_hung(self, replica: str, now: float) -> Ready:
+        """A replica's head does not answer, or one of its stages or its engine does not."""
+        current = self._attempt
+        if current is None or self._state is not _State.SERVING:
+            return ()
+        if replica == current.opening.decode and not current.in_doubt:
+            current.in_doubt = True
+            return (self._wanted(),)
+        if replica == current.opening.prefill and current.prefilling:
+            forget = CancelWork(current.opening.attempt, replica)
+            return (forget, self._go_without_kv(current, "it did not answer", None))
+        current.prefill_hung = current.prefill_hung or replica == current.opening.prefill
+        return ()
+
+    def peer_answers(self, replica: str, now: float) -> Ready:
+        """It does again."""
+        current = self._attempt
+        if current is not None and replica == current.opening.decode:
+            self._trust(current)
+        if current is not None and replica == current.opening.prefill:
+            current.prefill_hung = False
+        return ()
+
     def stop(self, now: float) -> Ready:
         """The client is gone, or wants no more of it."""
         if self._state is _State.OVER:
@@ -341,8 +382,18 @@ class RequestMachine:
             return None
         return attempt
 
+    @property
+    def _is_in_doubt(self) -> bool:
+        return self._state is _State.SERVING and self._attempt is not None and self._attempt.in_doubt
+
+    def _trust(self, attempt: _Attempt) -> None:
+        """Its decode replica works."""
+        if attempt.in_doubt:
+            attempt.in_doubt, self.wake_at = False, self._deadline
+
     def _wanted(self) -> FindRoute:
-        return FindRoute(self._prompt + self._answer.count, self._blamed)
+        leaving = self._attempt.opening.decode if self._attempt is not None and self._attempt.in_doubt else ""
+        return FindRoute(self._prompt + self._answer.count, self._blamed, leaving)
 
     def _look_for_route(self, now: float) -> Ready:
         self._state = _State.ROUTING
@@ -363,12 +414,15 @@ class RequestMachine:
         self._blamed = {**self._blamed, replica: engine}
         self._recovered = (*self._recovered, what)
 
-    def _go_without_kv(self, attempt: _Attempt, reason: str, engine: int) -> CancelTransfer:
-        """The prefill replica has failed: let the decode replica compute what it did not get."""
+    def _go_without_kv(self, attempt: _Attempt, reason: str, engine: int | None) -> CancelTransfer:
+        """The prefill replica has failed: let the decode replica compute what it did not get. `engine` None: another
+        attempt may use it."""
         prefill = attempt.opening.prefill
         assert prefill is not None
         attempt.prefilling, attempt.prefill_over, attempt.without_kv = False, True, True
-        self._blame(prefill, engine, f"prefill node {_short(prefill)}: {reason}")
+        if engine is not None:
+            self._blamed = {**self._blamed, prefill: engine}
+        self._recovered = (*self._recovered, f"prefill node {_short(prefill)}: {reason}")
         return CancelTransfer(attempt.opening.attempt, attempt.opening.decode, reason)
 
     def _leave(self, *, is_decode_over: bool = False) -> Ready:

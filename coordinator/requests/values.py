@@ -64,11 +64,13 @@ class FindRoute(msgspec.Struct, frozen=True, gc=False):
     """Look for a route for so many tokens; answer with `routed`, `not_routed` or `held`.
 
     `blamed`: the engines that have failed this request, by replica; the number is the one that the
-    failure's event had.
+    failure's event had. `leaving`: the replica that has it and does not answer now: only another
+    one will do.
     """
 
     tokens: int
     blamed: Mapping[str, int]
+    leaving: str = ""
 
 
 class OpenDecode(msgspec.Struct, frozen=True, gc=False):

@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from ..errors import ConnectionClosed, RelayRefused, TransferError
-from ..wire.permits import RELAY_HELLO_BYTES, Permit, Refusal, RelayLedger, RelayUse, pack_relay_answer
-from ..wire.sockets import hang_up, receive_exactly, tune
+from ..wire.permits import Permit, Refusal, RelayLedger, RelayUse, pack_relay_answer
+from ..wire.sockets import hang_up, tune
 from .settings import LinkSettings
 
 _PIPE_BYTES = 1 << 20
@@ -30,7 +30,7 @@ _MAX_CONNECTIONS = 256
 
 
 class Relay:
-    """Forwards connections with a permit: accepted sockets that begin with `RELAY_MAGIC`."""
+    """Forwards connections with a permit: accepted sockets that begin with a relay hello."""
 
     def __init__(self) -> None:
         self._ledger = RelayLedger()
@@ -49,10 +49,10 @@ class Relay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def admit(self, permit: Permit) -> None:
-        """Let a permit be used. Raises TicketError if there are too many."""
+    def admit(self, permit: Permit, owner: str = "") -> None:
+        """Let a permit be used, which was given to this owner. Raises TicketError if there are too many."""
         with self._lock:
-            self._ledger.admit(permit, time.monotonic())
+            self._ledger.admit(permit, time.monotonic(), owner)
 
     def revoke(self, permit: bytes) -> None:
         """Forward nothing more under a permit; its connections end with their next bytes."""
@@ -64,14 +64,14 @@ class Relay:
         with self._lock:
             return self._ledger.statistics()
 
-    def attach(self, sock: socket.socket) -> None:
-        """Take over an accepted socket from which nothing has been read."""
+    def attach(self, hello: bytes, sock: socket.socket) -> bool:
+        """Take over an accepted socket whose hello was read; whether there is room."""
         with self._lock:
-            if self._closing.is_set() or len(self._sockets) >= 2 * _MAX_CONNECTIONS:
-                sock.close()
-                return
-            self._sockets.add(sock)
-            self._start(self._serve, sock)
+            has_room = not self._closing.is_set() and len(self._sockets) < 2 * _MAX_CONNECTIONS
+            if has_room:
+                self._sockets.add(sock)
+                self._start(self._serve, sock, hello)
+        return has_room
 
     def close(self) -> None:
         """End every connection and thread."""
@@ -96,13 +96,14 @@ class Relay:
         thread.start()
         return thread
 
-    def _serve(self, client: socket.socket) -> None:
+    def _serve(self, client: socket.socket, hello: bytes) -> None:
         """One connection, from its hello to its end."""
         onward: socket.socket | None = None
         permit: Permit | None = None
         try:
             tune(client)
-            permit = self._enter(client)
+            with self._lock:
+                permit = self._ledger.enter(hello, time.monotonic())
             onward = self._dial(permit)
             client.settimeout(self._authenticate_s)
             client.sendall(pack_relay_answer(Refusal.ACCEPTED))
@@ -120,11 +121,6 @@ class Relay:
             client.close()
             if onward is not None:
                 onward.close()
-
-    def _enter(self, client: socket.socket) -> Permit:
-        hello = receive_exactly(client, RELAY_HELLO_BYTES, time.monotonic() + self._authenticate_s)
-        with self._lock:
-            return self._ledger.enter(hello, time.monotonic())
 
     def _dial(self, permit: Permit) -> socket.socket:
         try:

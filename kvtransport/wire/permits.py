@@ -28,8 +28,9 @@ RELAY_MAGIC = b"p2pKR/1\n"
 _SECRET_BYTES, _NONCE_BYTES, _MAC_BYTES = 32, 16, 16
 _HELLO = struct.Struct("<8s16s16s16s")
 RELAY_HELLO_BYTES = _HELLO.size
-_MAX_CONNECTIONS = 256
-_MAX_PERMITS = 4096
+_MAX_CONNECTIONS = 64  # of one owner: the streams of a link at most, and a quarter of what a relay holds
+_MAX_NONCES = 4096
+MAX_PERMITS = 4096
 _BURST_S = 0.05
 
 
@@ -102,6 +103,7 @@ class RelayUse:
 @dataclass(slots=True)
 class _Account:
     permit: Permit
+    owner: str
     nonces: set[bytes]
     connections: int
     forwarded: int
@@ -112,7 +114,8 @@ class _Account:
 
 
 class RelayLedger:
-    """Which permits hold, and what is left of each. `now` is seconds since 1970."""
+    """Which permits hold, and what is left of each. `now` is seconds of the relay's
+    steady clock."""
 
     def __init__(self) -> None:
         self._accounts: OrderedDict[bytes, _Account] = OrderedDict()
@@ -123,8 +126,9 @@ class RelayLedger:
             f"<RelayLedger permits={len(self._accounts)} forwarded={sum(a.forwarded for a in self._accounts.values())}>"
         )
 
-    def admit(self, permit: Permit, now: float) -> None:
-        """Let a permit be used. A known one keeps its books; its budget and expiry may grow."""
+    def admit(self, permit: Permit, now: float, owner: str = "") -> None:
+        """Let a permit be used. A known one keeps its books; its budget and expiry may grow. Permits of one owner share
+        the connections that it may have."""
         self._sweep(now)
         known = self._accounts.get(permit.permit)
         if known is not None:
@@ -132,10 +136,10 @@ class RelayLedger:
                 raise TicketError(f"permit {permit.permit.hex()} is known with another secret")
             known.permit = permit
             return
-        if len(self._accounts) >= _MAX_PERMITS:
-            raise TicketError(f"{_MAX_PERMITS} permits are in use: none can be added")
+        if len(self._accounts) >= MAX_PERMITS:
+            raise TicketError(f"{MAX_PERMITS} permits are in use: none can be added")
         burst = permit.bytes_per_s * _BURST_S
-        self._accounts[permit.permit] = _Account(permit, set(), 0, 0, burst, now, 0)
+        self._accounts[permit.permit] = _Account(permit, owner, set(), 0, 0, burst, now, 0)
 
     def revoke(self, permit: bytes) -> None:
         """Forward nothing more under a permit."""
@@ -204,8 +208,9 @@ class RelayLedger:
             return RelayRefused(Refusal.EXPIRED, "the permit has expired")
         if account.spent_at >= account.permit.byte_budget:
             return RelayRefused(Refusal.SPENT, f"the budget of {account.permit.byte_budget} bytes is spent")
-        if account.connections >= _MAX_CONNECTIONS or len(account.nonces) > _MAX_PERMITS:
-            return RelayRefused(Refusal.BUSY, "too many connections under this permit")
+        connections = sum(each.connections for each in self._accounts.values() if each.owner == account.owner)
+        if connections >= _MAX_CONNECTIONS or len(account.nonces) > _MAX_NONCES:
+            return RelayRefused(Refusal.BUSY, "too many connections of whoever has this permit")
         return None
 
     def _sweep(self, now: float) -> None:

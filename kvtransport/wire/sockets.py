@@ -12,7 +12,7 @@ import time
 from ..errors import ConnectionClosed, RelayRefused, TransferError, TransferTimeout
 from .channel import LINK_HELLO_BYTES, NONCE_BYTES, Channel, LinkHello, parse_link_hello
 from .dial_path import DialPath
-from .permits import pack_relay_hello
+from .permits import RELAY_HELLO_BYTES, pack_relay_hello
 from .signals import LinkGreeting
 
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module has no name for it
@@ -73,6 +73,14 @@ def read_link_hello(sock: socket.socket, timeout: float) -> LinkHello:
     except OSError as error:
         raise ConnectionClosed(f"the connection failed before its hello: {error.strerror or error}") from None
     return parse_link_hello(data)
+
+
+def read_relay_hello(sock: socket.socket, timeout: float) -> bytes:
+    """The same for a connection that is to be forwarded."""
+    try:
+        return receive_exactly(sock, RELAY_HELLO_BYTES, time.monotonic() + timeout)
+    except OSError as error:
+        raise ConnectionClosed(f"the connection failed before its hello: {error.strerror or error}") from None
 
 
 def receive_exactly(sock: socket.socket, count: int, until: float) -> bytes:

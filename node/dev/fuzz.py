@@ -30,8 +30,9 @@ from ...bootstrap.dev.fuzz_members import MemberAttack, membership_payloads
 from ...bootstrap.dev.fuzz_report import ControlFuzzReport
 from ...bootstrap.dev.fuzz_wire import StreamAttack, WireAttack
 from ..messages import ADVERT, LINKS, PLAN
+from ..planning.manifest import PLAN_RULES
 from .fuzz_messages import MessageAttack, add_catalogue, bodies_of_catalogue
-from .fuzz_planning import PlanningAttack, make_advert, make_links, make_plan, plan_rules, read_entries
+from .fuzz_planning import PlanningAttack, make_advert, make_links, make_manifest, read_entries
 
 # Of turns: one against members is of 60 inputs, one of a stream of 120.
 _WEIGHTS = (("messages", 60), ("wire", 25), ("members", 0.3), ("stream", 0.1), ("views", 8), ("planning", 0.1))
@@ -43,13 +44,13 @@ def fuzz(count: int, seed: int, progress: Callable[[int], None] | None = None) -
     import_module("...coordinator.network_plan", __package__)  # its 60 MB are no input's fault
     rng = random.Random(seed)
     report = ControlFuzzReport()
-    payloads = {**membership_payloads(), ADVERT: make_advert, LINKS: make_links, PLAN: make_plan}
+    payloads = {**membership_payloads(), ADVERT: make_advert, LINKS: make_links, PLAN: make_manifest}
     messages, wire = MessageAttack(rng, report), WireAttack(rng, report)
     stream = StreamAttack(rng, report, bodies_of_catalogue(), add_catalogue)
     planning = PlanningAttack(rng, report)
 
     def attack_members() -> None:
-        MemberAttack(rng, report, payloads, plan_rules(), read_entries).run()
+        MemberAttack(rng, report, payloads, PLAN_RULES, read_entries).run()
 
     attacks = {
         "messages": messages.run,

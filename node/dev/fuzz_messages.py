@@ -26,7 +26,7 @@ from .. import messages, methods
 from ..engine.protocol import KvSlice
 from ..models.text import PromptError
 from ..requests import acceptance
-from .fuzz_planning import make_advert, make_links, make_plan
+from .fuzz_planning import make_advert, make_links, make_manifest, make_plan
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 _KEPT: Final = 64
@@ -45,6 +45,7 @@ _SAMPLES: Final = {
         KvSlice(first_layer=3, last_layer=4, first_head=0, last_head=2),
     )
 }
+_SHOWN: Final = 1 << 16  # bytes: nothing shows a large message, whose control characters take 40 bytes each to show
 _FRESH: Final = 0.1  # of all inputs that begin with a new message: making one takes longer than mutating one
 
 CATALOGUE: Final = tuple(each for each in vars(methods).values() if isinstance(each, Method | Notice))
@@ -57,7 +58,7 @@ def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
         kinds[each.body] = None
         if isinstance(each, Method):
             kinds[each.answer] = None
-    return (*kinds, messages.Advert, messages.LinkTable, Plan)
+    return (*kinds, messages.Advert, messages.LinkTable, messages.PlanManifest, Plan)
 
 
 class MessageMaker:
@@ -87,7 +88,12 @@ class MessageAttack:
         self._rng = rng
         self._report = report
         # What is hardly ever right by chance begins with what is.
-        makers = {messages.Advert: make_advert, messages.LinkTable: make_links, Plan: make_plan}
+        makers = {
+            messages.Advert: make_advert,
+            messages.LinkTable: make_links,
+            messages.PlanManifest: make_manifest,
+            Plan: make_plan,
+        }
         self._kinds = [MessageMaker(kind, makers.get(kind)) for kind in said_by_peers()]
 
     def run(self) -> None:
@@ -97,19 +103,20 @@ class MessageAttack:
         data = kind.make(rng)
         if rng.random() < 0.9:
             data = mutated_encoding(rng, data)
-        began = time.thread_time()
+        began = self._report.begin()
         try:
             message = kind.decoder.decode(data)
         except DECODE_ERRORS:
             self._report.refused += 1
         else:
             self._report.outcomes["messages read"] += 1
-            self._look_at(message, kind.decoder)
+            self._look_at(message, kind.decoder, len(data))
         self._report.note(f"message {kind.kind.__name__}", time.thread_time() - began)
 
-    def _look_at(self, message: Any, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+    def _look_at(self, message: Any, decoder: msgspec.msgpack.Decoder[Any], size: int) -> None:
         """What is taken can be shown, said again, and means the same then."""
-        repr(message)
+        if size <= _SHOWN:
+            repr(message)
         again = decoder.decode(_encode(message))
         if again != message and not _has_nan(message):
             raise AssertionError(f"{message!r} was read as {again!r} when it was said again")
@@ -137,7 +144,7 @@ def bodies_of_catalogue() -> Sequence[tuple[str, Callable[[random.Random], bytes
 
 
 def add_catalogue(handlers: Handlers) -> None:
-    """Handlers that read what they are asked, and answer nothing of substance."""
+    """Handlers that take what they are asked, and answer nothing of substance."""
     for each in CATALOGUE:
         if isinstance(each, Method):
             handlers.add_request(each, _answer)
@@ -146,9 +153,8 @@ def add_catalogue(handlers: Handlers) -> None:
 
 
 async def _answer(peer: PeerId, role: Role, body: msgspec.Struct) -> msgspec.Struct:
-    repr(body)
     return messages.Opened()
 
 
 def _take(peer: PeerId, role: Role, body: msgspec.Struct) -> None:
-    repr(body)
+    """It was decoded: nothing more is to be done."""

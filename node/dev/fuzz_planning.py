@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from functools import cache
+from hashlib import sha256
 from typing import Any, Final
 
 import msgspec
@@ -13,7 +14,6 @@ from ...bootstrap import DECODE_ERRORS, PeerId
 from ...bootstrap.dev.fuzz_report import ControlFuzzReport
 from ...bootstrap.dev.mutations import TypeMaker, mutated_encoding, varied
 from ...bootstrap.members.peering import Peering
-from ...bootstrap.members.table import EntryRules
 from ...bootstrap.trust.entries import MAX_PAYLOAD
 from ...coordinator import Demand, LatencyProfile, Phase, Plan, Router
 from ...coordinator.costs.model_shape import ModelShape
@@ -23,11 +23,14 @@ from ...coordinator.routing.interface import NoRoute
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..box.hardware import Gpu, Hardware
 from ..engine.protocol import EngineStats
-from ..messages import ADVERT, LINKS, PLAN, Advert, EngineAdvert, LinkTable
+from ..messages import ADVERT, INLINE_PLAN_BYTES, LINKS, PLAN, Advert, EngineAdvert, LinkTable, PlanManifest
 from ..models import ModelInfo, WeightSizes
 from ..planning.coordination import Coordinator, PlanningTask
+from ..planning.manifest import describe_plan, read_manifest
+from ..planning.plan_intake import PlanIntake
 from ..planning.worker import PlannerAnswer, PlannerTask, answer
-from ..view import NetworkView, Queue, decode_plan
+from ..settings import WAN
+from ..view import NetworkView, Queue
 
 _SEARCH_S: Final = 0.02
 _ATTEMPTS: Final = 12
@@ -59,12 +62,12 @@ def make_advert(rng: random.Random) -> bytes:
     """What a box says of itself: plausible, or anything within the bounds."""
     if rng.random() < 0.1:
         return _WILD.make(rng)
-    honest = _plausible(rng.randrange(6), rng.randrange(4))
+    honest = plausible_advert(rng.randrange(6), rng.randrange(4))
     return _encode(varied(rng, Advert, _decode(honest), rng.choice((0.0, 0.05, 0.2))))
 
 
 @cache
-def _plausible(box: int, kind: int) -> bytes:
+def plausible_advert(box: int, kind: int) -> bytes:
     """Of a CPU or GPU box that serves alone (0, 1), one that holds some layers (2), one with demand and a phase (3)."""
     gpus = (Gpu(name="NVIDIA A40", memory_gib=45.0, uuid="u"),) * 2 if kind == 1 else ()
     demand = Demand(requests_s=3.0, arrival_cv=1.0, lengths=((100, 20), (30, 60)))
@@ -118,14 +121,34 @@ def make_plan(rng: random.Random) -> bytes:
     return _encode(plan)
 
 
-def _plan_number(payload: bytes) -> object | None:
-    plan = decode_plan(payload)
-    return None if plan is None else plan.number
+def make_manifest(rng: random.Random) -> bytes:
+    """What a coordinator publishes of a plan; the plan may be anything."""
+    payload = make_plan(rng)
+    plan = msgspec.msgpack.decode(payload, type=Plan)
+    if rng.random() < 0.3:
+        payload = mutated_encoding(rng, payload, INLINE_PLAN_BYTES) or b"?"
+    manifest = PlanManifest(
+        epoch=plan.epoch,
+        version=plan.version,
+        service=plan.service,
+        size=len(payload),
+        digest=sha256(payload).digest(),
+        plan=payload if rng.random() < 0.8 else b"",
+    )
+    return _encode(manifest)
 
 
-def plan_rules() -> EntryRules:
-    """Plans are told at once, and each number counts once."""
-    return EntryRules(urgent=frozenset({PLAN}), numbered={PLAN: _plan_number})
+def follow_entry(view: NetworkView, leader: tuple[PeerId, int], entry: bytes) -> None:
+    """What a node makes of what its coordinator publishes."""
+    intake = PlanIntake(_OWN, WAN)
+    intake.see(leader, entry, 0.0)
+    wanted = intake.wanted
+    if wanted is not None:
+        intake.on_bytes(wanted, entry)
+    if intake.plan is not None:
+        view.consider_plan(intake.plan)
+    for advert in view.adverts.values():
+        intake.find_objection(advert, view.adverts.keys(), 1000.0)
 
 
 def read_entries(peering: Peering) -> None:
@@ -136,7 +159,7 @@ def read_entries(peering: Peering) -> None:
     view.update_links({peer: entry.payload for peer, entry in entries[LINKS].items()})
     leader = peering.coordinator
     if leader is not None and leader[0] in entries[PLAN]:
-        view.consider_plan(leader[0], leader[1], entries[PLAN][leader[0]].payload)
+        follow_entry(view, leader, entries[PLAN][leader[0]].payload)
     _use(view, None)
 
 
@@ -184,22 +207,25 @@ class PlanningAttack:
             view = self._view = NetworkView()
         peer = PeerId(f"p{rng.randrange(6)}")
         kind = rng.randrange(3)
-        data = mutated_encoding(rng, (make_advert, make_links, make_plan)[kind](rng), MAX_PAYLOAD)
-        began = time.thread_time()
+        data = mutated_encoding(rng, (make_advert, make_links, make_manifest)[kind](rng), MAX_PAYLOAD)
+        began = self._report.begin()
         if kind == 0:
             view.update({**{p: _encode(a) for p, a in view.adverts.items()}, peer: data})
         elif kind == 1:
             view.update_links({**{p: _encode(t) for p, t in view.links_told.items()}, peer: data})
         else:
-            plan = decode_plan(data)
-            view.consider_plan(peer, rng.choice((1, 2, 5)) if plan is None else plan.epoch, data)
+            manifest = read_manifest(data)
+            follow_entry(view, (peer, rng.choice((1, 2, 5)) if manifest is None else manifest.epoch), data)
         _use(view, self._report)
         self._report.note("views of adverts, links and plans", time.thread_time() - began)
 
     def plan(self) -> None:
-        """Plan for a few boxes, one or two of which lie within the bounds; who makes it fail is set aside by name."""
+        """Plan for a few boxes, one or two of which lie within the bounds."""
+        self.plan_with(self._hostile_view())
+
+    def plan_with(self, view: NetworkView) -> None:
+        """Plan with what these adverts and link tables say; who makes it fail is set aside by name."""
         report = self._report
-        view = self._hostile_view()
         coordinator = Coordinator(_OWN, "kv4", quiet_s=0.0)
         leader, now = (_OWN, 5), 0.0
         for _ in range(_ATTEMPTS):
@@ -219,7 +245,7 @@ class PlanningAttack:
             report.outcomes["planned"] += 1
             plan = coordinator.settle(task, said.plan, view, leader, now)
             if plan is not None:
-                view.consider_plan(_OWN, 5, _encode(plan))
+                follow_entry(view, leader, _encode(describe_plan(plan)[0]))
                 _use(view, report)
             if not coordinator.next(view, leader, now):
                 break
@@ -238,7 +264,7 @@ class PlanningAttack:
         count = rng.randrange(1, 5)
         kind = rng.randrange(4)
         said = {
-            PeerId(f"p{box}"): _decode(_plausible(box, kind if rng.random() < 0.7 else rng.randrange(4)))
+            PeerId(f"p{box}"): _decode(plausible_advert(box, kind if rng.random() < 0.7 else rng.randrange(4)))
             for box in range(count)
         }
         for peer in rng.sample(sorted(said), min(rng.choice((1, 1, 2)), count)):

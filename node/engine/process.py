@@ -91,7 +91,14 @@ def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EnginePr
     outbox = Outbox(sockets.messages)
     started = time.monotonic()
     program = make_program(outbox)
-    listen(sockets.messages, program.take)
+
+    def take(message: protocol.ToEngine) -> None:
+        if isinstance(message, protocol.AskBeat):
+            outbox.send(protocol.Beat())  # by this thread: the others may compute for long
+        else:
+            program.take(message)
+
+    listen(sockets.messages, take)
     accept = (sockets.connections, program.attach)
     threading.Thread(target=_accept, args=accept, name="kv-acceptor", daemon=True).start()
     try:

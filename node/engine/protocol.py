@@ -254,6 +254,10 @@ class Stop(EngineMessage, frozen=True, kw_only=True, tag="stop"):
     """Leave at once."""
 
 
+class AskBeat(EngineMessage, frozen=True, kw_only=True, tag="ask-beat"):
+    """Give a sign of life, whatever you compute."""
+
+
 class EngineReady(EngineMessage, frozen=True, kw_only=True, tag="ready"):
     """The model is loaded. Figures are the engine's own; `tflops` and `memory_gbps` were measured just now. A stage
     that is not the head says it before it loads, without figures."""
@@ -331,6 +335,10 @@ class Step(EngineMessage, frozen=True, kw_only=True, tag="step"):
     iterations: Iterations | None = None
 
 
+class Beat(EngineMessage, frozen=True, kw_only=True, tag="beat"):
+    """The engine process lives."""
+
+
 class TransferReport(EngineMessage, frozen=True, kw_only=True, tag="transfer"):
     """How a transfer ended, from the sending engine.
 
@@ -376,8 +384,8 @@ class LinkReport(EngineMessage, frozen=True, kw_only=True, tag="link"):
     blocked: bool
 
 
-ToEngine = Submit | SetFirstToken | Cancel | AbortTransfer | SetLinkPaths | CloseLink | LimitSteps | Stop
-FromEngine = EngineReady | StartFailed | EngineFailed | Step | TransferReport | LinkReport
+ToEngine = Submit | SetFirstToken | Cancel | AbortTransfer | SetLinkPaths | CloseLink | LimitSteps | AskBeat | Stop
+FromEngine = EngineReady | StartFailed | EngineFailed | Step | TransferReport | LinkReport | Beat
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -8,69 +8,129 @@ p2pBW   one of a bandwidth burst    -> the prober
 
 from __future__ import annotations
 
+import logging
 import secrets
 import select
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from typing import NamedTuple, final
 
 import trio
 
-from ...bootstrap import Address, PeerId, RemoteError, Role
+from ...bootstrap import Address, NetworkError, PeerId, RemoteError, Role
+from ...bootstrap.addresses import may_be_relayed_to
 from ...bootstrap.methods import Messenger
+from ...bootstrap.streams.strangers import Origin, Strangers
 from ...kvtransport.errors import TransferError
 from ...kvtransport.link.relay import Relay
-from ...kvtransport.probing.figures import BoxFigures, bytes_per_s
-from ...kvtransport.wire.permits import PERMIT_ID_BYTES, RELAY_MAGIC, Permit
+from ...kvtransport.probing.figures import bytes_per_s
+from ...kvtransport.wire.permits import PERMIT_ID_BYTES, Permit
 from .. import messages
 from ..methods import RELAY_OPEN
-from ..settings import WAN, NodeTuning
+from ..settings import WAN, BoxLinkSettings, NodeTuning
+from .permit_book import PermitBook
+
+_log = logging.getLogger(__name__)
 
 UNBOUNDED_BYTES_S = 1e12
 _SECRET_BYTES = 32
 
+ProveAddress = Callable[[PeerId, Address, Callable[[str], bool]], Awaitable[Address]]
+
+
+class _Proof(NamedTuple):
+    announced: Address
+    proved: Address | None  # None: its node was not there
+    until: float
+
 
 @final
 class RelayDesk:
-    """Hands out permits for this node's relay, to members and for members only."""
+    """Hands out permits for this node's relay, to members and for members only: to where they have proved their keys,
+    and nowhere into what only this box can reach. `own`: the host that this box announces."""
 
     def __init__(
         self,
         relay: Relay,
-        box: BoxFigures,
+        links: BoxLinkSettings,
         *,
         messenger: Messenger,
         where: Callable[[PeerId], Address | None],
+        prove: ProveAddress,
+        own: str,
         tuning: NodeTuning = WAN,
     ) -> None:
         self._relay = relay
-        self._box = box
+        self._links = links
         self._where = where
+        self._prove = prove
+        self._own = own
         self._tuning = tuning
+        self._book = PermitBook(tuning.permits, tuning.permits_each)
+        self._proofs: dict[PeerId, _Proof] = {}
+        self._asking: set[PeerId] = set()  # those for whom an address is being proved
         messenger.handle(RELAY_OPEN, self.on_open)
+
+    def __repr__(self) -> str:
+        return f"<RelayDesk {self._book} proofs={len(self._proofs)}>"
 
     async def on_open(self, peer: PeerId, role: Role, body: messages.RelayOpen) -> messages.RelayOpened:
         """A node wants its KV forwarded to `body.target`."""
-        target = self._where(PeerId(body.target))
-        if target is None or not target.port:
-            raise RemoteError("unknown-target", f"this node knows no member {body.target} that could be dialled")
-        if self._box.relay_gbps == 0 or self._box.relay_budget_bytes == 0:
+        box, target = self._links.box, PeerId(body.target)
+        announced = self._where(target)
+        if announced is None or not announced.port:
+            raise RemoteError("unknown-target", f"this node knows no member {target} that could be dialled")
+        if box.relay_gbps == 0 or box.relay_budget_bytes == 0:
             raise RemoteError("no-relay", "this node forwards nothing for others")
+        proved = await self._proved_address(peer, target, announced)
+        now = time.monotonic()
         permit = Permit(
             permit=secrets.token_bytes(PERMIT_ID_BYTES),
             secret=secrets.token_bytes(_SECRET_BYTES),
-            next_host=target.host,
-            next_port=target.port,
-            byte_budget=self._box.relay_budget_bytes or self._tuning.permit_bytes,
-            bytes_per_s=bytes_per_s(self._box.relay_gbps) if self._box.relay_gbps else UNBOUNDED_BYTES_S,
-            expires_at=time.monotonic() + self._tuning.permit_life_s,
+            next_host=proved.host,
+            next_port=proved.port,
+            byte_budget=box.relay_budget_bytes or self._tuning.permit_bytes,
+            bytes_per_s=bytes_per_s(box.relay_gbps) if box.relay_gbps else UNBOUNDED_BYTES_S,
+            expires_at=now + self._tuning.permit_life_s,
         )
+        self._revoke(self._book.add(peer, target, permit.permit, permit.expires_at, now))
         try:
-            self._relay.admit(permit)
+            self._relay.admit(permit, owner=peer)
         except TransferError as error:
             raise RemoteError("busy", str(error)) from error
         return messages.RelayOpened(permit=permit)
+
+    def keep(self, present: Collection[PeerId]) -> None:
+        """These are the members now: permits of and to others end."""
+        self._revoke(self._book.keep(present))
+        self._proofs = {peer: proof for peer, proof in self._proofs.items() if peer in present}
+
+    async def _proved_address(self, asker: PeerId, target: PeerId, announced: Address) -> Address:
+        """Where the target was met. Whoever asks costs one dial at a time, and none for what is known."""
+        proof = self._proofs.get(target)
+        if proof is None or proof.announced != announced or trio.current_time() >= proof.until:
+            if asker in self._asking:
+                raise RemoteError("busy", "another address is being proved for you; ask again when that is answered")
+            self._asking.add(asker)
+            proved: Address | None = None
+            try:
+                proved = await self._prove(target, announced, self._is_allowed)
+            except NetworkError as error:
+                _log.info("nothing is forwarded to %s for %s: %s", target, asker, error)
+            finally:
+                self._asking.discard(asker)
+            proof = self._proofs[target] = _Proof(announced, proved, trio.current_time() + self._tuning.proof_s)
+        if proof.proved is None:
+            raise RemoteError("unreachable-target", f"{target} was not met at {announced}, or that address is private")
+        return proof.proved
+
+    def _is_allowed(self, host: str) -> bool:
+        return may_be_relayed_to(host, self._own, private=self._links.relay_private)
+
+    def _revoke(self, permits: Iterable[bytes]) -> None:
+        for permit in permits:
+            self._relay.revoke(permit)
 
 
 class _Door(NamedTuple):
@@ -83,44 +143,40 @@ class DataPort:
     """Sorts bulk connections by their first bytes; unexpected ones are closed. `accept` runs in the
     event loop and neither blocks nor raises."""
 
-    def __init__(self, nursery: trio.Nursery, relay: Relay, tuning: NodeTuning = WAN) -> None:
+    def __init__(self, nursery: trio.Nursery, tuning: NodeTuning = WAN) -> None:
         self._nursery = nursery
-        self._relay = relay
         self._tuning = tuning
         self._doors: dict[bytes, _Door] = {}
-        self._pending = 0
+        self._pending = Strangers[trio.CancelScope](tuning.pending_hellos)
 
     def __repr__(self) -> str:
-        return f"<DataPort undecided={self._pending} {self._relay}>"
+        return f"<DataPort undecided={len(self._pending)}>"
 
     def open_door(self, magic: bytes, hello_bytes: int, take: Callable[[bytes, socket.socket], bool]) -> None:
         """From now on `take(hello, connection)` gets connections that begin with this, and says whether it keeps them.
         It raises TransferError for a hello that is none."""
         self._doors[magic] = _Door(hello_bytes, take)
 
-    def accept(self, connection: socket.socket, head: bytes) -> None:
+    def accept(self, connection: socket.socket, head: bytes, origin: Origin) -> None:
         """A connection has arrived; `head` are its first eight bytes, peeked at. Its hello may take a while."""
-        if self._pending >= self._tuning.max_pending_hellos:
-            connection.close()
-            return
-        if head == RELAY_MAGIC:
-            self._relay.attach(connection)
-            return
-        self._pending += 1
-        self._nursery.start_soon(self._sort, connection, head)
+        scope = trio.CancelScope()
+        too_many = self._pending.add(scope, origin, trio.current_time())
+        if too_many is not None:
+            too_many.cancel()
+        self._nursery.start_soon(self._sort, connection, head, scope)
 
-    async def _sort(self, connection: socket.socket, head: bytes) -> None:
+    async def _sort(self, connection: socket.socket, head: bytes, scope: trio.CancelScope) -> None:
         is_taken = False
         try:
             door = self._doors.get(head)
-            with trio.move_on_after(self._tuning.hello_s):
+            with scope, trio.move_on_after(self._tuning.hello_s):
                 if door is not None:
                     hello = await read_hello(connection, door.hello_bytes, self._tuning.hello_poll_s)
                     is_taken = door.take(hello, connection)
         except (TransferError, OSError):
             pass  # whoever it was did not speak the protocol; a real peer reports the failure
         finally:
-            self._pending -= 1
+            self._pending.remove(scope)
             if not is_taken:
                 connection.close()
 

@@ -8,7 +8,7 @@ from typing import final
 
 import msgspec
 
-from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
+from ...bootstrap import NetworkError, NetworkSettings, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
 from ...kvtransport.errors import TransferError
 from ...kvtransport.wire.channel import parse_link_hello
@@ -18,6 +18,7 @@ from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineHandle, EngineLost
 from ..learning import Learner
 from ..settings import WAN, NodeTuning
+from .hung import ReplicaWatch
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 
@@ -46,6 +47,7 @@ class Worker:
         self._pipes: frozenset[bytes] = frozenset()
         self._decodes: dict[str, _Job] = {}
         self._prefills: dict[str, _Job] = {}
+        self._watch = ReplicaWatch(messenger.peer_id, NetworkSettings())
         self._accepting = True
         self._step_tokens = 0
         self.stats: protocol.EngineStats | None = None
@@ -57,6 +59,7 @@ class Worker:
         messenger.on_notice(methods.DECODE_FIRST, self.first_token)
         messenger.on_notice(methods.STAGE_TRANSFER, self.stage_transfer)
         messenger.on_notice(methods.STAGE_ABORT, self.stage_abort)
+        messenger.on_notice(methods.STAGE_HUNG, self.stage_hung)
 
     def __repr__(self) -> str:
         return f"<Worker {self._service} decoding={len(self._decodes)} prefilling={len(self._prefills)}>"
@@ -70,6 +73,8 @@ class Worker:
         """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
         self._engine, self._pipes = engine, pipes
         self._transfers.use(place, engine.ready.dtype if engine.ready is not None else "")
+        self._watch.forget()
+        self._tell_hung()
         if self._step_tokens:
             self._send(protocol.LimitSteps(tokens=self._step_tokens))
 
@@ -88,6 +93,8 @@ class Worker:
         self._engine, self._pipes = None, frozenset()
         self.stats = None
         self.learner.forget()
+        self._watch.forget()
+        self._tell_hung()
         self._transfers.engine_lost()
         decodes, self._decodes = self._decodes, {}
         prefills, self._prefills = self._prefills, {}
@@ -106,6 +113,44 @@ class Worker:
         for link in self._transfers.peer_lost(peer):
             self._send(protocol.CloseLink(link=link, reason="the node at the other end is gone"))
 
+    @property
+    def awaited(self) -> tuple[PeerId, ...]:
+        """The other boxes of this replica, while they work for a request."""
+        place = self._transfers.place
+        return place.others if place is not None and place.is_head and not self.idle else ()
+
+    def peer_hung(self, peer: PeerId, hung: bool) -> None:
+        """A box that is awaited does not answer, or does again."""
+        place = self._transfers.place
+        if hung and (place is None or not place.is_head or peer not in place.others):
+            return
+        self._watch.note(peer, hung)
+        self._tell_hung()
+
+    def stage_hung(self, stage: PeerId, role: Role, body: messages.ReplicaHung) -> None:
+        """A stage of this replica says that it does not get on, or does again."""
+        self.peer_hung(stage, body.hung)
+
+    def look_at_engine(self, now: float) -> float:
+        """See whether the engine gets on, where that is waited for; returns when to look again at the latest."""
+        place, engine = self._transfers.place, self._engine
+        is_used = place is not None and engine is not None and engine.running
+        if self._watch.look(now, has_work=is_used and place is not None and not (place.is_head and self.idle)):
+            self._send(protocol.AskBeat())
+        self._tell_hung()
+        return self._watch.wake_at
+
+    def _tell_hung(self) -> None:
+        """Whoever waits for this replica hears whether it gets on: gateways, and of a stage its head."""
+        place = self._transfers.place
+        listeners = {job.gateway for job in (*self._decodes.values(), *self._prefills.values())}
+        is_stage = place is not None and not place.is_head
+        if place is not None and is_stage:
+            listeners = {place.head}
+        for peer, hung in self._watch.take_news(listeners):
+            notice = methods.STAGE_HUNG if is_stage else methods.REPLICA_HUNG
+            self._tell(peer, notice, messages.ReplicaHung(hung=hung))
+
     def set_paths(self, link: bytes, paths: tuple[DialPath, ...]) -> None:
         """Take other paths for what the engine sends over a link."""
         self._send(protocol.SetLinkPaths(link=link, paths=paths))
@@ -120,6 +165,7 @@ class Worker:
             raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
         # Known from here on, so that it can be stopped while the other stages are being asked.
         job = self._decodes[body.request] = _Job(gateway, body.request)
+        self._tell_hung()
         inlets: tuple[protocol.Inlet, ...] = ()
         slices: tuple[messages.TicketedSlice, ...] = ()
         try:
@@ -156,6 +202,7 @@ class Worker:
         job = self._prefills[body.request] = _Job(
             gateway, body.request, transfer, wants_first_token=body.sampling is not None
         )
+        self._tell_hung()
         try:
             outlets = await self._transfers.send(body.slices, len(body.prompt))
             self._submit(
@@ -225,6 +272,7 @@ class Worker:
 
     def on_engine_message(self, message: protocol.FromEngine) -> None:
         """Pass on what the engine says."""
+        self._watch.on_engine_message()
         match message:
             case protocol.Step(outputs=outputs, stats=stats, iterations=iterations):
                 self.stats = stats
@@ -236,7 +284,7 @@ class Worker:
                 self._on_ended(self._transfers.on_report(message))
             case protocol.LinkReport():
                 self._transfers.on_link_report(message)
-            case protocol.EngineReady() | protocol.StartFailed():
+            case protocol.EngineReady() | protocol.StartFailed() | protocol.Beat():
                 pass  # the link has dealt with these
 
     def _on_tokens(self, output: protocol.NewTokens) -> None:

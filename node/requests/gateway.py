@@ -78,6 +78,8 @@ class Gateway:
         self._room = measure_room(
             view, model.service, limits
         )  # None: no engine is ready, so there is nothing to queue for
+        self._silent: set[PeerId] = set()  # they do not answer
+        self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
 
     def __repr__(self) -> str:
@@ -218,9 +220,28 @@ class Gateway:
 
     def peer_lost(self, peer: PeerId) -> None:
         """A client, or a node that worked for us, is gone."""
+        self._note_hung(self._stuck, peer, False)  # it cannot say otherwise any more
         self._tokenizing |= {key: False for key in self._tokenizing if key[0] == peer}
         for driver in list(self._requests.values()):
             driver.step(partial(driver.request.on_peer_lost, peer, self._view.starts(peer)))
+
+    def peer_hung(self, peer: PeerId, hung: bool) -> None:
+        """A node that works for us does not answer, or does again."""
+        self._note_hung(self._silent, peer, hung)
+
+    def on_replica_hung(self, peer: PeerId, role: Role, body: messages.ReplicaHung) -> None:
+        """The head of a replica says that it does not get on, or does again."""
+        self._note_hung(self._stuck, peer, body.hung)
+
+    def _note_hung(self, table: set[PeerId], peer: PeerId, hung: bool) -> None:
+        before = self._routes.hung
+        (table.add if hung else table.discard)(peer)
+        self._routes.hung = frozenset(self._silent | self._stuck)
+        if (peer in before) == (peer in self._routes.hung):
+            return
+        for driver in list(self._requests.values()):
+            machine = driver.request.machine
+            driver.step(partial(machine.peer_hung if hung else machine.peer_answers, peer))
 
     def on_tokens(self, peer: PeerId, role: Role, body: messages.Tokens) -> None:
         """News from a decode node, or the first token from a prefill node."""

@@ -27,6 +27,7 @@ class RouteFinder:
         self._settings = settings
         self._queues = queues
         self._router: Router | None = None  # of the latest plan
+        self.hung: frozenset[str] = frozenset()  # heads of replicas that do not answer: the last to be taken
 
     @property
     def is_hopeful(self) -> bool:
@@ -48,4 +49,9 @@ class RouteFinder:
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._settings)
         self._router.report(view.loads(self._queues()))
+        try:
+            return self._router.route(wanted.tokens, frozenset(unusable | self.hung | {wanted.leaving}), now=now)
+        except NoRoute:
+            if wanted.leaving or self.hung <= unusable:
+                raise
         return self._router.route(wanted.tokens, frozenset(unusable), now=now)

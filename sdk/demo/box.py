@@ -55,6 +55,7 @@ class _DemoProcess:
     process: trio.Process
     log: Path | None
     expected_to_end: bool = False
+    peer: str = ""  # of a node that has been admitted
 
 
 @final
@@ -106,19 +107,42 @@ class DemoBox:
 
         async def join(number: int) -> None:
             pin = ["--phase", phases[number % len(phases)].value] if phases else []
-            peers.append((await self._join(number, token, [*options, *pin])).peer)
+            peers.append((await self.join(number, token, [*options, *pin])).peer)
 
         async with trio.open_nursery() as nursery:
             for number in range(1, nodes + 1):
                 nursery.start_soon(join, number)
         return frozenset(peers)
 
-    async def _join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
+    async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
+        """Start a node with these `p2pserve join` options; no other has this number."""
         with self.take_channel() as channel:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]
             child = await self._start_node(f"node {number}", arguments, {"P2PSERVE_BOOTSTRAP": token}, (descriptor,))
-        return await self._greeting(child)
+        greeting = await self._greeting(child)
+        child.peer = greeting.peer
+        return greeting
+
+    def node_pid(self, peer: str) -> int:
+        """The process of a node that has joined; it may end from now on."""
+        child = next(child for child in self._children if child.peer == peer)
+        child.expected_to_end = True
+        return child.process.pid
+
+    def is_running(self, pid: int) -> bool:
+        """Whether a process runs because of us."""
+        return pid in {process.pid for process in self._tree()}
+
+    def signal(self, pid: int, number: signal.Signals) -> None:
+        """Send a signal to a process that runs because of us. Raises DemoFailed where it does not."""
+        ended = f"process {pid} is none of this run, or has ended"
+        if not self.is_running(pid):
+            raise DemoFailed(ended)
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError as error:
+            raise DemoFailed(ended) from error
 
     async def start_measurement(self, module: str, *options: str) -> trio.Process:
         """Run a module of ours at the lowest priority; it prints its result, and may fail."""

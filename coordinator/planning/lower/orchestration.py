@@ -218,7 +218,7 @@ def carried_rate(
     side, behind = (0, decoding - prefilling) if prefilling < decoding else (1, prefilling - decoding)
     own = 0.0
     for rates in sorted(mixed, key=lambda rates: rates[2] / rates[side]):
-        part = min(1.0, behind / rates[side])
+        part = behind / rates[side] if behind < rates[side] else 1.0  # the other quotient may overflow
         behind -= part * rates[side]
         own += (1.0 - part) * rates[2]
     return float(max(prefilling, decoding) - max(behind, 0.0) + own)

@@ -32,7 +32,7 @@ from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
 from ....kvtransport.wire.frames import KVFrame
 from ....kvtransport.wire.permits import RELAY_MAGIC
-from ....kvtransport.wire.sockets import read_link_hello, receive_exactly
+from ....kvtransport.wire.sockets import read_link_hello, read_relay_hello, receive_exactly
 from . import orders
 from .orders import Bulk, Order, OrderReply, TransferState
 
@@ -202,9 +202,9 @@ class KVBox:
             sock.settimeout(PEEK_S)
             magic = sock.recv(len(LINK_MAGIC), socket.MSG_PEEK | socket.MSG_WAITALL)
             sock.settimeout(None)
-            attach: dict[bytes, Callable[[socket.socket], None]] = {
+            attach: dict[bytes, Callable[[socket.socket], object]] = {
                 LINK_MAGIC: lambda sock: self._endpoint.attach(read_link_hello(sock, PEEK_S), sock),
-                RELAY_MAGIC: self._relay.attach,
+                RELAY_MAGIC: lambda sock: self._relay.attach(read_relay_hello(sock, PEEK_S), sock),
                 BURST_MAGIC: self._attach_burst,
                 PING_MAGIC: _echo,
             }

@@ -97,13 +97,14 @@ def build(
     role: Role = Role.WORKER,
     transport: type[Libp2pTransport] = Libp2pTransport,
     settings: NetworkSettings = PATIENT,
+    transport_settings: TransportSettings = UNHURRIED,
 ) -> Network:
     identity = identity or Identity.generate()
     if isinstance(bootstrap, Network):
         bootstrap = Bootstrap(bootstrap.address.host, bootstrap.address.port, bootstrap.peer_id)
     bootstraps = () if bootstrap is None else (bootstrap,)
     network = Network(
-        transport=transport(identity, listen, LOOPBACK, settings=UNHURRIED),
+        transport=transport(identity, listen, LOOPBACK, settings=transport_settings),
         identity=identity,
         token=token or key.issue(bootstraps, role, time.time() + 60, lead=role is not Role.CLIENT),
         network_key_public=key.public,

@@ -14,6 +14,7 @@ import trio
 from p2pserve.bootstrap import Address, PeerLost, Unreachable
 from p2pserve.bootstrap.streams.framed import FramedConnection
 from p2pserve.bootstrap.streams.shared_port import DataSocketHandler
+from p2pserve.bootstrap.streams.strangers import Origin, StrangerLimits
 from p2pserve.bootstrap.streams.yamux import OneStream
 
 from .libp2p_worlds import DATA_HEAD, UNHURRIED, echo_server, run, until, waiting_room
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.beside
 def collected() -> Iterator[tuple[list[socket.socket], DataSocketHandler]]:
     sockets: list[socket.socket] = []
 
-    def take(sock: socket.socket, peeked: bytes) -> None:
-        assert peeked == DATA_HEAD
+    def take(sock: socket.socket, peeked: bytes, origin: Origin) -> None:
+        assert (peeked, origin.source) == (DATA_HEAD, "127.0.0.1")
         sockets.append(sock)
 
     yield sockets, take
@@ -148,18 +149,25 @@ def test_little_is_taken_before_admission_and_all_after_it() -> None:
     run(main)
 
 
-def test_only_so_many_strangers_at_once() -> None:
+def test_of_too_many_strangers_the_one_that_waited_longest_goes() -> None:
     async def main() -> None:
-        async with waiting_room(replace(UNHURRIED, max_strangers=3)) as (address, listening, dialling, room):
-            held = [await dialling.dial(address, listening.peer_id) for _ in range(3)]
-            with pytest.raises(Unreachable):
-                await dialling.dial(address, listening.peer_id)
-            await until(lambda: len(room) == 3)
+        few = replace(UNHURRIED, strangers=StrangerLimits(total=3, each=3, for_members=0))
+        async with waiting_room(few) as (address, listening, dialling, room):
+            held = []
+            for _ in range(3):
+                held.append(await dialling.dial(address, listening.peer_id))
+                await until(lambda: len(room) == len(held))
             room[0].admit()
             held.append(await dialling.dial(address, listening.peer_id))
-            await held[1].aclose()  # who goes makes room, too
-            await until(lambda: listening.strangers < 3)
-            await dialling.dial(address, listening.peer_id)
+            await until(lambda: len(room) == 4)
+            held.append(await dialling.dial(address, listening.peer_id))
+            with pytest.raises(PeerLost):
+                await held[1].receive()
+            await until(lambda: len(room) == 5)
+            assert listening.strangers == 3
+            for near, far in zip(held[2:], room[2:], strict=True):
+                await near.send(b"still here")
+                assert await far.receive() == b"still here"
 
     run(main)
 

@@ -23,7 +23,7 @@ from p2pserve.kvtransport.link.transfers import EndState
 from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.frames import KVFrame
 from p2pserve.kvtransport.wire.permits import Permit
-from p2pserve.kvtransport.wire.sockets import read_link_hello
+from p2pserve.kvtransport.wire.sockets import read_link_hello, read_relay_hello
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_link, issue_transfer
 
 WINDOW = 16 << 20
@@ -34,7 +34,7 @@ WAIT_LIMIT_S = 30.0  # for what comes at once, unless the machine is very busy
 class Listener:
     """Accepts on loopback and hands every connection over; counts what it accepts."""
 
-    def __init__(self, handle: Callable[[socket.socket], None]) -> None:
+    def __init__(self, handle: Callable[[socket.socket], object]) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self._handle = handle
@@ -155,7 +155,7 @@ class Pair:
 
     def relay(self, *, budget: int = 1 << 30, rate: float = 1e9, expires_s: float = 60) -> tuple[Relay, DialPath]:
         relay = Relay()
-        listener = Listener(relay.attach)
+        listener = Listener(lambda sock: relay.attach(read_relay_hello(sock, WAIT_LIMIT_S), sock))
         self.others += [listener, relay]
         where = ("127.0.0.1", self.listener.port)
         permit = Permit(

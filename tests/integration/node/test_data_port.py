@@ -12,6 +12,8 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import Address, PeerId, RemoteError, Role
+from p2pserve.bootstrap.errors import Unreachable
+from p2pserve.bootstrap.streams.strangers import Origin
 from p2pserve.kvtransport.errors import TicketError
 from p2pserve.kvtransport.link.relay import Relay
 from p2pserve.kvtransport.probing.burst import BurstGate
@@ -25,10 +27,10 @@ from p2pserve.kvtransport.probing.burst_ticket import (
 from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC, LinkHello, parse_link_hello
 from p2pserve.kvtransport.wire.channel import LinkRole as LinkRole
-from p2pserve.kvtransport.wire.permits import RELAY_MAGIC, Permit
+from p2pserve.kvtransport.wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC, Permit
 from p2pserve.node import messages
 from p2pserve.node.links.data_port import DataPort, RelayDesk
-from p2pserve.node.settings import WAN, NodeTuning
+from p2pserve.node.settings import WAN, BoxLinkSettings, NodeTuning
 from p2pserve.node.testing import MemoryExchange
 
 pytestmark = pytest.mark.beside
@@ -50,8 +52,9 @@ class Takers:
     hosts_engine: bool = True
     tuning: NodeTuning = PATIENT
 
-    def attach_relay(self, connection: socket.socket) -> None:
+    def attach_relay(self, hello: bytes, connection: socket.socket) -> bool:
         self.relayed.append(connection)
+        return True
 
     def attach_burst(self, hello: bytes, connection: socket.socket) -> bool:
         burst = parse_hello(hello)
@@ -65,15 +68,14 @@ class Takers:
         return True
 
 
-class ScriptedRelay:
-    def __init__(self, takers: Takers) -> None:
-        self.attach = takers.attach_relay
+SOMEWHERE = Origin("192.0.2.1")
 
 
 @asynccontextmanager
 async def open_port(takers: Takers) -> AsyncIterator[DataPort]:
     async with trio.open_nursery() as nursery:
-        port = DataPort(nursery, cast(Relay, ScriptedRelay(takers)), takers.tuning)
+        port = DataPort(nursery, takers.tuning)
+        port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, takers.attach_relay)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, takers.attach_burst)
         if takers.hosts_engine:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, takers.attach)
@@ -109,11 +111,13 @@ async def hung_up(far: socket.socket) -> None:
             pass  # with bytes of ours unread
 
 
-def come(port: DataPort, said: bytes, magic: bytes | None = None) -> tuple[socket.socket, socket.socket]:
+def come(
+    port: DataPort, said: bytes, magic: bytes | None = None, origin: Origin = SOMEWHERE
+) -> tuple[socket.socket, socket.socket]:
     """A connection that says this; the listener has peeked at its magic."""
     near, far = socket.socketpair()
     far.sendall(said)
-    port.accept(near, said[:8] if magic is None else magic)
+    port.accept(near, said[:8] if magic is None else magic, origin)
     return near, far
 
 
@@ -134,7 +138,7 @@ def test_a_hello_may_come_byte_by_byte() -> None:
     async def scenario(port: DataPort, takers: Takers) -> None:
         near, far = socket.socketpair()
         far.sendall(LINK_HELLO[:8])
-        port.accept(near, LINK_MAGIC)
+        port.accept(near, LINK_MAGIC, SOMEWHERE)
         for byte in LINK_HELLO[8:]:
             await trio.sleep(0.001)
             assert takers.attached == []
@@ -146,11 +150,12 @@ def test_a_hello_may_come_byte_by_byte() -> None:
     play(scenario)
 
 
-def test_a_connection_of_a_relay_is_passed_on_unread() -> None:
+def test_a_connection_of_a_relay_comes_with_its_hello() -> None:
     async def scenario(port: DataPort, takers: Takers) -> None:
-        near, far = come(port, RELAY_MAGIC + b"whatever")
+        near, far = come(port, RELAY_MAGIC + bytes(RELAY_HELLO_BYTES - len(RELAY_MAGIC)) + b"whatever")
+        await until(lambda: takers.relayed)
         assert takers.relayed == [near]
-        assert near.recv(100) == RELAY_MAGIC + b"whatever"
+        assert near.recv(100) == b"whatever"
         far.close()
 
     play(scenario)
@@ -222,27 +227,28 @@ def test_a_stranger_that_says_nothing_more_is_not_waited_for() -> None:
     play(scenario, Takers(tuning=replace(WAN, hello_s=0.05)))
 
 
-def test_too_many_that_are_undecided_are_turned_away() -> None:
+def test_those_that_say_nothing_more_make_room_for_those_that_do() -> None:
+    limits = WAN.pending_hellos
+
     async def scenario(port: DataPort, takers: Takers) -> None:
-        fars = [come(port, LINK_MAGIC)[1] for _ in range(WAN.max_pending_hellos)]
-        assert f"undecided={WAN.max_pending_hellos}" in repr(port)
-        near, far = come(port, LINK_HELLO)
-        assert near.fileno() == -1
-        await hung_up(far)
-        fars.pop().close()
-        await until(lambda: f"undecided={WAN.max_pending_hellos - 1}" in repr(port))
-        _, far = come(port, LINK_HELLO)
-        await until(lambda: takers.attached)
+        fars = [come(port, LINK_MAGIC)[1] for _ in range(2 * limits.each)]
+        await until(lambda: f"undecided={limits.each}" in repr(port))
+        for _ in range(3):
+            _, far = come(port, LINK_HELLO)
+            fars.append(far)
+        _, far = come(port, LINK_HELLO, origin=Origin("192.0.2.2"))
+        await until(lambda: len(takers.attached) == 4)
         for each in (far, *fars):
             each.close()
 
     play(scenario)
 
 
-def test_a_node_without_an_engine_takes_no_links() -> None:
+def test_a_node_without_an_engine_takes_no_links_and_relays() -> None:
     async def scenario(port: DataPort, takers: Takers) -> None:
         await hung_up(come(port, LINK_HELLO)[1])
-        near, far = come(port, RELAY_MAGIC)
+        near, far = come(port, RELAY_MAGIC + bytes(RELAY_HELLO_BYTES - len(RELAY_MAGIC)))
+        await until(lambda: takers.relayed)
         assert takers.relayed == [near]
         far.close()
 
@@ -252,31 +258,63 @@ def test_a_node_without_an_engine_takes_no_links() -> None:
 # ---- the relay's desk ---------------------------------------------------------------------------------------
 
 PEER, TARGET, STRANGER = PeerId("asker"), PeerId("target"), PeerId("stranger")
-MEMBERS = {TARGET: Address("192.0.2.5", 7005), PeerId("nowhere"): Address("192.0.2.6", 0)}
+OWN = "192.0.2.1"
+MEMBERS = {
+    TARGET: Address("192.0.2.5", 7005),
+    PeerId("nowhere"): Address("192.0.2.6", 0),
+    PeerId("within"): Address("127.0.0.1", 22),
+    PeerId("elsewhere"): Address("192.0.2.9", 7009),
+    **{PeerId(f"target {number}"): Address("192.0.2.5", 8000 + number) for number in range(4096)},
+}
+NOT_THERE = {PeerId("elsewhere")}
 
 
 class Admitted:
-    """In place of a relay: the permits that it was told of."""
+    """In place of a relay: the permits that it was told of, and has not revoked."""
 
     def __init__(self) -> None:
         self.permits: list[Permit] = []
         self.full = False
 
-    def admit(self, permit: Permit) -> None:
+    def admit(self, permit: Permit, owner: str) -> None:
         if self.full:
             raise TicketError("4096 permits are in use: none can be added")
         self.permits.append(permit)
 
+    def revoke(self, permit: bytes) -> None:
+        self.permits = [each for each in self.permits if each.permit != permit]
 
-def desk_of(**box: Any) -> tuple[RelayDesk, Admitted]:
+
+@dataclass
+class Dials:
+    """In place of dialling: who has proved its key where."""
+
+    made: list[PeerId] = field(default_factory=list)
+
+    async def prove(self, peer: PeerId, address: Address, is_allowed: Callable[[str], bool]) -> Address:
+        if not is_allowed(address.host):
+            raise Unreachable("it may not be dialled for others")
+        self.made.append(peer)
+        await trio.lowlevel.checkpoint()
+        if peer in NOT_THERE:
+            raise Unreachable("somebody else answers there")
+        return address
+
+
+def desk_of(
+    dials: Dials | None = None, own: str = OWN, private: bool = False, **box: Any
+) -> tuple[RelayDesk, Admitted]:
     relay = Admitted()
     messenger = MemoryExchange().join(PeerId("relay"))
-    return RelayDesk(cast(Relay, relay), BoxFigures(**box), messenger=messenger, where=MEMBERS.get), relay
+    links = BoxLinkSettings(box=BoxFigures(**box), relay_private=private)
+    prove = (dials or Dials()).prove
+    desk = RelayDesk(cast(Relay, relay), links, messenger=messenger, where=MEMBERS.get, prove=prove, own=own)
+    return desk, relay
 
 
-def ask(desk: RelayDesk, target: str) -> Permit:
+def ask(desk: RelayDesk, target: str, asker: PeerId = PEER) -> Permit:
     async def main() -> messages.RelayOpened:
-        return await desk.on_open(PEER, Role.WORKER, messages.RelayOpen(target=target))
+        return await desk.on_open(asker, Role.WORKER, messages.RelayOpen(target=target))
 
     return trio.run(main).permit
 
@@ -305,6 +343,8 @@ def test_a_box_that_says_nothing_of_relaying_relays() -> None:
     [
         ({}, STRANGER, "unknown-target"),  # nobody makes this box dial wherever it is told
         ({}, "nowhere", "unknown-target"),
+        ({}, "within", "unreachable-target"),  # a tunnel into the box
+        ({}, "elsewhere", "unreachable-target"),  # or to somebody who has not asked for it
         ({"relay_gbps": 0.0}, TARGET, "no-relay"),
         ({"relay_budget_bytes": 0}, TARGET, "no-relay"),
     ],
@@ -325,6 +365,65 @@ def test_a_relay_that_is_full_says_so() -> None:
     assert caught.value.code == "busy"
     relay.full = False
     assert ask(desk, TARGET) in relay.permits
+
+
+def test_the_box_s_owner_may_allow_private_addresses() -> None:
+    desk, _ = desk_of(private=True)
+    assert ask(desk, "within").next_host == "127.0.0.1"
+    desk, _ = desk_of(own="127.0.0.1")
+    assert ask(desk, "within").next_port == 22
+
+
+def test_one_that_asks_4096_times_leaves_permits_to_others() -> None:
+    dials = Dials()
+    desk, relay = desk_of(dials)
+
+    async def main() -> tuple[Permit, Permit]:
+        async def permit(asker: str, target: str) -> Permit:
+            return (await desk.on_open(PeerId(asker), Role.WORKER, messages.RelayOpen(target=target))).permit
+
+        first = await permit("other", TARGET)
+        for number in range(4096):
+            await permit(PEER, f"target {number}")
+        for _ in range(4096):
+            await permit(PEER, TARGET)
+        return first, await permit("third", "target 7")
+
+    others = trio.run(main)
+    assert len(relay.permits) <= WAN.permits_each + 3
+    assert set(others) <= set(relay.permits)
+    assert len(dials.made) == 4097, "what is known is not dialled again"
+
+
+def test_permits_end_with_their_nodes() -> None:
+    desk, relay = desk_of()
+    ask(desk, TARGET, PeerId("gone"))
+    ask(desk, "target 1")
+    kept = ask(desk, TARGET)
+    desk.keep({PEER, TARGET})
+    assert relay.permits == [kept]
+    desk.keep({PEER})
+    assert relay.permits == []
+
+
+def test_an_asker_has_one_address_dialled_at_a_time() -> None:
+    dials = Dials()
+    desk, relay = desk_of(dials)
+    refused = []
+
+    async def one(target: str) -> None:
+        try:
+            await desk.on_open(PEER, Role.WORKER, messages.RelayOpen(target=target))
+        except RemoteError as error:
+            refused.append(error.code)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for number in range(50):
+                nursery.start_soon(one, f"target {number}")
+
+    trio.run(main)
+    assert (refused, len(dials.made), len(relay.permits)) == (["busy"] * 49, 1, 1)
 
 
 def test_hello_sizes_are_those_that_the_engine_reads() -> None:

@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from p2pserve.coordinator import Phase, Replica
+from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node import messages
 from p2pserve.node.models import BUNDLED
 from p2pserve.node.models.text import TextModel
@@ -106,6 +107,36 @@ def test_two_unequal_boxes_and_a_large_one_serve_together_and_survive_the_loss_o
     trio.run(main)
     for prompt, count, tokens in told:
         assert tokens == greedy(BUNDLED, text.encode(prompt), count)
+
+
+def test_a_stage_that_hangs_is_done_without(cluster: Any, tmp_path: Path) -> None:
+    text = TextModel(BUNDLED)
+    told: list[tuple[str, list[int]]] = []
+
+    async def main() -> None:
+        async with cluster(tmp_path, "bundled", 3, knobs=LIMITS, phases=PHASES) as network:
+            small = [node.peer for node in network.nodes[:2]]
+            await network.wait_plan(2)
+            await wait_engines(network, "ready", [node.peer for node in network.nodes])
+            gateway = network.nodes[2].peer
+            attempts = await network.ask_until_undisturbed(
+                lambda skip: prompts(text, (129,), skip=skip), gateways=[gateway], max_tokens=TOKENS
+            )
+            pid = await network.engine_pid(small[1])
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                for prompt in prompts(text, (5, 129), skip=len(attempts)):
+                    answer = await network.client.generate(gateway, prompt, max_tokens=TOKENS, deadline_s=WAIT_LIMIT_S)
+                    assert answer.error == ""
+                    assert answer.figures.decode_node == gateway
+                    assert answer.figures.ttft_s < RequestSettings().open_timeout_s
+                    told.append((prompt, answer.tokens))
+            finally:
+                os.kill(pid, signal.SIGCONT)
+
+    trio.run(main)
+    for prompt, tokens in told:
+        assert tokens == greedy(BUNDLED, text.encode(prompt), TOKENS)
 
 
 def test_a_box_of_two_workers_and_a_box_of_one_transfer_to_each_other(

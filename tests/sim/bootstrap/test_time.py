@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pserve.bootstrap import Address, Bootstrap, MemberState, PeerId
-from p2pserve.bootstrap.dev.simulation import SimulatedNode, Simulation, identity_of
+from p2pserve.bootstrap import Address, Bootstrap, JoinToken, MemberState, PeerId, Role
+from p2pserve.bootstrap.dev.simulation import EPOCH_S, SimulatedNode, Simulation, identity_of
 
 DAY_S = 86_400.0
 COUNT = 5
@@ -17,11 +17,14 @@ def place(name: str) -> Address:
     return Address("192.0.2.1", 4000 + int(name))
 
 
-def start(sim: Simulation, name: str, *, wall_s: float = 0.0) -> SimulatedNode:
+def bootstrap(name: str) -> Bootstrap:
+    return Bootstrap(place(name).host, place(name).port, identity_of(int(name)).peer_id)
+
+
+def start(sim: Simulation, name: str, *, wall_s: float = 0.0, token: JoinToken | None = None) -> SimulatedNode:
     """As after `join`: it asks the others by their addresses."""
-    named = [Bootstrap(place(n).host, place(n).port, identity_of(int(n)).peer_id) for n in NAMES if n != name]
-    first = not sim.running()
-    return sim.add(name, identity_of(int(name)), place(name), named=() if first else named, wall_s=wall_s)
+    named = [bootstrap(n) for n in NAMES if n != name] if sim.running() else []
+    return sim.add(name, identity_of(int(name)), place(name), named=named, wall_s=wall_s, token=token)
 
 
 @pytest.fixture
@@ -128,4 +131,82 @@ def test_a_network_whose_clocks_are_days_apart_is_one(days: float) -> None:
         start(sim, name, wall_s=days * DAY_S * int(name))
         sim.run(1.0)
     sim.run(20.0)
+    check_whole(sim)
+
+
+# -- wall clocks that jump, and certificates that end -----------------------------------------------------------------
+
+
+def expiring(sim: Simulation, seconds: float, *, uses: int = COUNT) -> JoinToken:
+    """One with which boxes may join for so long from now."""
+    return JoinToken.parse(sim.key.issue((), Role.WORKER, EPOCH_S + sim.now + seconds, lead=True, uses=uses))
+
+
+@pytest.mark.parametrize("days", [-1.0, 1.0])
+@pytest.mark.parametrize("names", [NAMES[:1], NAMES[2:4], NAMES], ids=len)
+def test_wall_clocks_that_jump_change_nothing_in_a_running_network(
+    sim: Simulation, names: tuple[str, ...], days: float
+) -> None:
+    before = leaders(sim)
+    for jump_s in (days * DAY_S, -days * DAY_S):
+        for name in names:
+            sim.nodes[name].wall_s += jump_s
+        for _ in range(60):
+            sim.run(0.5)
+            assert states(sim) == {MemberState.ALIVE}
+            assert leaders(sim) == before
+
+
+@pytest.mark.parametrize("days", [-1.0, 1.0])
+def test_a_node_whose_clock_jumped_gets_in_again_after_its_connections_were_lost(sim: Simulation, days: float) -> None:
+    sim.nodes["3"].wall_s += days * DAY_S
+    sim.split(["3"], [name for name in NAMES if name != "3"])
+    sim.run(30.0)
+    sim.heal()
+    sim.run(8.0)
+    check_whole(sim)
+
+
+def test_a_newcomer_is_let_in_until_its_certificate_ends_and_not_a_moment_longer(sim: Simulation) -> None:
+    token = expiring(sim, 10.0)
+    sim.run(9.8)
+    assert start(sim, "6", token=token).is_running
+    sim.run(0.5)
+    late = start(sim, "7", token=token)
+    sim.run(2.0)
+    assert sim.nodes["6"].is_joined
+    assert not late.is_running
+    check_whole(sim)
+
+
+@pytest.mark.parametrize(("ahead_s", "is_let_in"), [(-DAY_S, True), (DAY_S, False)])
+def test_each_box_judges_a_certificate_by_its_own_clock(sim: Simulation, ahead_s: float, is_let_in: bool) -> None:
+    token = expiring(sim, -60.0 if is_let_in else 3600.0)
+    sim.nodes["1"].wall_s += ahead_s
+    newcomer = sim.add("6", identity_of(6), place("6"), named=(bootstrap("1"),), token=token)
+    sim.run(3.0)
+    assert newcomer.is_running is is_let_in
+    if is_let_in:
+        sim.run(10.0)
+        assert "6" in {node.name for node in sim.running()}
+    else:
+        assert start(sim, "6", token=token).is_running  # another box's clock is right
+        sim.run(8.0)
+        check_whole(sim)
+
+
+@pytest.mark.parametrize("away_s", [5.0, 60.0, 700.0])
+@pytest.mark.parametrize("how", STOPS)
+def test_who_joined_in_time_comes_back_although_its_certificate_ended_meanwhile(how: str, away_s: float) -> None:
+    sim = Simulation()
+    token = expiring(sim, 30.0)
+    for name in NAMES:
+        start(sim, name, token=token)
+        sim.run(1.0)
+    sim.run(20.0)
+    check_whole(sim)
+    STOPS[how](sim, "3", away_s)
+    sim.run(away_s + 10.0)
+    check_whole(sim)
+    sim.run(60.0)
     check_whole(sim)

@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from p2pserve.bootstrap import Address, Bootstrap, Identity, Network, NetworkKey, PeerId, Role
 from p2pserve.bootstrap.methods import EVERYONE, MEMBERS, Method, Notice
 from p2pserve.bootstrap.state_file import StateFile
+from p2pserve.bootstrap.streams.transport import Transport
 from p2pserve.bootstrap.testing import MemoryNetwork
 
 KEY = NetworkKey(b"n" * 32)
@@ -70,10 +71,11 @@ class World:
         ask: tuple[Bootstrap, ...] | None = None,
         remembered: tuple[Bootstrap, ...] = (),
         state_file: StateFile | None = None,
+        wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> Network:
         address = Address("192.0.2.1", 4000 + index if port is None else port)
         network = Network(
-            transport=self.air.transport(PEOPLE[index], address),
+            transport=wrap(self.air.transport(PEOPLE[index], address)),
             identity=PEOPLE[index],
             token=token or self.token(role),
             network_key_public=KEY.public,
@@ -94,7 +96,8 @@ class World:
 
     async def start(self, index: int, **options: object) -> Network:
         """Start a node and wait until it has joined; node 0 is the bootstrap."""
-        network = self.build(index, alone=index == 0, **options)  # type: ignore[arg-type]
+        options.setdefault("alone", index == 0 and "ask" not in options)
+        network = self.build(index, **options)  # type: ignore[arg-type]
         await self.nursery.start(self._live, index, network)
         return network
 

@@ -3,6 +3,7 @@
 import pytest
 
 from p2pserve.bootstrap import Address, AddressError, announced_address, parse_address
+from p2pserve.bootstrap.addresses import may_be_relayed_to, names_one_place
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,39 @@ def test_a_bad_mapping_is_named() -> None:
 def test_a_bad_flag_is_named() -> None:
     with pytest.raises(AddressError, match="'nowhere' has no port"):
         announced_address("nowhere", {}, Address("0.0.0.0", 4001), lambda: "10.1.2.3")
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "private", "may"),
+    [
+        ("8.8.8.8", "9.9.9.9", False, True),
+        ("8.8.8.8", "10.0.0.1", False, True),
+        ("10.0.0.2", "9.9.9.9", False, False),
+        ("10.0.0.2", "9.9.9.9", True, True),
+        ("10.0.0.2", "192.168.0.1", False, True),
+        ("10.0.0.2", "127.0.0.1", False, False),
+        ("127.0.0.1", "10.0.0.1", False, False),
+        ("127.0.0.1", "127.0.0.1", False, True),
+        ("127.0.0.1", "9.9.9.9", True, True),
+        ("169.254.169.254", "9.9.9.9", True, False),
+        ("169.254.169.254", "10.0.0.1", True, False),
+        ("::ffff:127.0.0.1", "9.9.9.9", False, False),
+        ("64:ff9b::7f00:1", "9.9.9.9", False, False),
+        ("2002:7f00:1::", "9.9.9.9", False, False),
+        ("fd00::1", "2001:4860::1", False, False),
+        ("0.0.0.0", "0.0.0.0", True, False),
+        ("224.0.0.1", "9.9.9.9", True, False),
+        ("240.0.0.1", "9.9.9.9", True, False),
+        ("a.name", "9.9.9.9", True, False),
+    ],
+)
+def test_where_a_relay_may_lead(host: str, own: str, private: bool, may: bool) -> None:
+    assert may_be_relayed_to(host, own, private=private) is may
+
+
+@pytest.mark.parametrize(
+    ("host", "does"),
+    [("8.8.8.8", True), ("127.0.0.1", True), ("2001:4860::1", True), ("172.17.0.2", False), ("a.name", False)],
+)
+def test_which_addresses_name_a_place(host: str, does: bool) -> None:
+    assert names_one_place(host) is does

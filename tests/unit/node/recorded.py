@@ -28,8 +28,8 @@ from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, Lie, MemberReco
 from p2pserve.bootstrap.trust.orders import Orders, Renewal, SignedOrders, sign_orders
 from p2pserve.bootstrap.trust.tokens import Credential
 from p2pserve.node.dev.fuzz_messages import MessageMaker, said_by_peers
-from p2pserve.node.dev.fuzz_planning import make_advert, make_links, make_plan
-from p2pserve.node.messages import ADVERT, LINKS, PLAN
+from p2pserve.node.dev.fuzz_planning import make_advert, make_links, make_manifest, make_plan
+from p2pserve.node.messages import ADVERT, LINKS, PLAN, Advert
 
 FOLDER = Path(__file__).parent / "recorded"
 RELEASE = p2pserve.__version__
@@ -66,7 +66,7 @@ def record() -> dict[str, Any]:
 def _samples(rng: random.Random, kind: type[msgspec.Struct]) -> list[bytes]:
     if kind in WITH_BODIES:
         return [msgspec.msgpack.encode(WITH_BODIES[kind])]
-    makers = {"Advert": make_advert, "LinkTable": make_links, "Plan": make_plan}
+    makers = {"Advert": make_advert, "LinkTable": make_links, "PlanManifest": make_manifest, "Plan": make_plan}
     make = MessageMaker(kind, makers.get(kind.__name__)).make
     found: dict[bytes, None] = {}
     for _ in range(50):
@@ -94,9 +94,9 @@ def _join(rng: random.Random) -> dict[str, str]:
         CLAIM_KIND: encode_claim(3),
         HEARS_KIND: encode_heard((HERE.peer_id,)),
         OBJECTION_KIND: encode_objection(HERE.peer_id, 2),
-        ADVERT: make_advert(rng),
+        ADVERT: next(each for each in iter(lambda: make_advert(rng), b"") if _is_taken(each, Advert)),
         LINKS: make_links(rng),
-        PLAN: make_plan(rng),
+        PLAN: make_manifest(rng),
     }
     entries = [sign_entry(THERE, kind, 5, number, said[kind]) for number, kind in enumerate(said, 2)]
     hello = control.Hello(control.PROTOCOL_VERSION, KEY.public, member, 5, RELEASE)

@@ -19,7 +19,8 @@ from p2pserve.bootstrap.streams import control
 from p2pserve.bootstrap.trust.entries import sign_entry
 from p2pserve.node.dev.fuzz_messages import add_catalogue
 from p2pserve.node.messages import ADVERT, LINKS, PLAN, ExactMessage
-from p2pserve.node.view import NetworkView, decode_plan
+from p2pserve.node.planning.manifest import read_manifest
+from p2pserve.node.view import NetworkView
 
 from . import recorded
 from .recorded import HERE, KEY, KINDS, THERE, holds_all_of, make_node, with_more
@@ -114,7 +115,7 @@ def test_a_member_of_an_earlier_release_comes_in_and_what_it_says_counts(joining
     view.update(held[ADVERT])
     view.update_links(held[LINKS])
     assert set(view.adverts) == set(view.links_told) == {THERE.peer_id}
-    assert decode_plan(held[PLAN][THERE.peer_id]) is not None
+    assert read_manifest(held[PLAN][THERE.peer_id]) is not None
 
 
 @RELEASES
@@ -128,7 +129,7 @@ def test_a_state_file_of_an_earlier_release_is_taken_up(joining: dict[str, str])
 @RELEASES
 def test_who_speaks_another_protocol_is_refused_with_both_versions_and_its_release(joining: dict[str, str]) -> None:
     other = hello_of(joining, version=control.PROTOCOL_VERSION + 1, release="9.0")
-    expected = rf"9\.0\) speaks protocol version {other.version} and this node version {control.PROTOCOL_VERSION}"
+    expected = rf"versions {other.version} \(release 9\.0\) and {control.PROTOCOL_VERSION} do not understand each other"
     with pytest.raises(ProtocolError, match=expected):
         Admission(KEY.public).check_greeting(other, THERE.peer_id, None, 1e9)
 

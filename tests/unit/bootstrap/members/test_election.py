@@ -119,6 +119,22 @@ def test_a_living_leader_is_not_displaced_by_an_equal_claim() -> None:
     assert voter.at(0.1).leader == leader
 
 
+@pytest.mark.parametrize("epoch", range(3, 9))
+def test_of_two_leaders_of_one_epoch_a_newcomer_follows_the_first_in_its_order_and_the_other_yields(epoch: int) -> None:
+    first = first_in(epoch, A, B)
+    other = B if first == A else A
+    for me, said in ((C, None), (other, (Say.YIELD, epoch)), (first, None)):
+        voter = Voter(me)
+        if me != C:
+            voter.claim(me, epoch)
+            assert voter.at(0.0).leader == me
+        voter.claim(A, epoch)
+        voter.claim(B, epoch)
+        result = voter.at(0.1)
+        assert result.say == said
+        assert result.leader == (None if me == other else first)
+
+
 def test_of_two_leaders_that_meet_the_lower_epoch_yields() -> None:
     voter = Voter(A)
     voter.claim(A, 3)
@@ -141,6 +157,50 @@ def test_a_leader_refreshes_twice_a_second() -> None:
     assert len(said) == pytest.approx(5.0 / REFRESH_S, abs=1)
 
 
+def test_a_claim_is_refreshed_at_its_time_and_the_node_wakes_for_that() -> None:
+    voter = Voter(A, candidates=(A,))
+    assert voter.at(10.0).say == (Say.CLAIM, 1)
+    voter.claim(A, 1)
+    result = voter.at(10.0)
+    assert (result.say, result.wake_at) == (None, 10.0 + REFRESH_S)
+    assert voter.at(10.0 + REFRESH_S).say == (Say.REFRESH, 1)
+    assert voter.at(10.0 + REFRESH_S).say is None
+
+
+def test_who_claims_anew_after_a_partition_refreshes_that_at_its_time() -> None:
+    voter = Voter(A, candidates=(A,))
+    voter.claim(A, 3)
+    voter.at(0.0)
+    voter.witnessed = 5
+    assert voter.at(1.0).say == (Say.CLAIM, 6)
+    voter.claim(A, 6)
+    assert voter.at(1.0).wake_at == 1.0 + REFRESH_S
+
+
+@pytest.mark.parametrize(("yielded", "waits"), [(False, False), (True, True)])
+def test_who_has_let_its_claim_run_out_is_not_waited_for(yielded: bool, waits: bool) -> None:
+    """A hung leader is first in the order of the next epoch; one that has yielded may well claim it."""
+    hung = first_in(4, A, B)
+    me = B if hung == A else A
+    voter = Voter(me, candidates=(A, B))
+    voter.claim(hung, 3)
+    assert voter.at(0.0).leader == hung
+    voter.claims[hung] = Claim(3, voter.claims[hung].number, yielded)
+    assert voter.at(LEASE_S).leader is None
+    expected = LEASE_S + SETTLE_S + (STEP_S if waits else 0.0)
+    result = voter.at(LEASE_S + 0.01)
+    assert result.wake_at == pytest.approx(expected, abs=0.02)
+    assert voter.at(result.wake_at).say == (Say.CLAIM, 4)
+
+
+def test_who_let_its_own_claim_run_out_claims_again() -> None:
+    voter = Voter(A, candidates=(A,))
+    voter.claim(A, 3)
+    assert voter.at(0.0).leader == A
+    assert voter.at(LEASE_S).leader is None
+    assert voter.at(LEASE_S + SETTLE_S).say == (Say.CLAIM, 4)
+
+
 def test_a_pause_of_this_node_makes_leases_longer() -> None:
     patient, hasty = Voter(C), Voter(C)
     for voter in (patient, hasty):
@@ -161,6 +221,20 @@ def test_a_leader_whose_plans_are_refused_is_passed_over_for_a_minute() -> None:
     assert voter.at(1.0).leader is None, "it claims again, and is not followed"
     voter.claim(A, 5)
     assert voter.at(0.1 + SETTINGS.pass_over_s).leader == A
+
+
+@pytest.mark.parametrize("refused", [(B, 3), (A, 2), (A, 4)])
+def test_only_the_leader_and_for_this_epoch_is_passed_over(refused: tuple[PeerId, int]) -> None:
+    voter = Voter(C)
+    voter.claim(A, 3)
+    voter.at(0.0)
+    voter.refused = (refused,)
+    assert voter.at(0.1).leader == A
+    voter.refused = ()
+    voter.candidates = frozenset({B, C})
+    voter.at(0.2)
+    voter.claim(B, 4)
+    assert voter.at(0.3).leader == B
 
 
 def test_nobody_goes_back_to_an_earlier_epoch() -> None:
@@ -199,11 +273,48 @@ def test_an_epoch_that_there_was_never_comes_back() -> None:
         ({A: 10 * MAX_JUMP, B: 10 * MAX_JUMP + 1}, 0, "AB"),  # who joins late takes the network as it is
         ({B: MAX_EPOCH}, 0, ""),
         ({A: 2, B: 10 * MAX_JUMP}, 10 * MAX_JUMP, "AB"),  # what was believed once stays
+        ({A: MAX_EPOCH // 2}, 0, "A"),
+        ({A: MAX_EPOCH // 2 + 1}, 0, ""),
     ],
 )
 def test_a_claim_that_jumps_too_far_does_not_count(claims: dict[PeerId, int], seen: int, counting: str) -> None:
     found = select_plausible({peer: Claim(epoch, (1, 1)) for peer, epoch in claims.items()}, seen)
     assert set(found) == {PeerId(name.lower()) for name in counting}
+
+
+@pytest.mark.parametrize(("witnessed", "next_epoch"), [(3 + MAX_JUMP, 4 + MAX_JUMP), (4 + MAX_JUMP, 4)])
+def test_a_proof_of_an_epoch_counts_within_a_jump(witnessed: int, next_epoch: int) -> None:
+    voter = Voter(A, candidates=(A,))
+    voter.claim(B, 3)
+    voter.at(0.0)
+    voter.witnessed = witnessed
+    assert voter.at(10.0).say == (Say.CLAIM, next_epoch)
+
+
+@pytest.mark.parametrize(("witnessed", "said"), [(MAX_EPOCH - 1, (Say.CLAIM, MAX_EPOCH)), (MAX_EPOCH, None)])
+def test_there_is_a_last_epoch(witnessed: int, said: tuple[Say, int] | None) -> None:
+    voter = Voter(A, candidates=(A,))
+    voter.witnessed = witnessed
+    assert voter.at(0.0).say == said
+
+
+def test_what_is_heard_before_all_is_known_does_not_raise_the_epoch() -> None:
+    voter = Voter(A, candidates=(A,), synced=False)
+    voter.claim(B, 10)
+    assert voter.at(0.0) == ElectionResult()
+    del voter.claims[B]  # it was not allowed to
+    voter.synced = True
+    assert voter.at(1.0).say == (Say.CLAIM, 1)
+
+
+def test_whom_a_node_has_followed_is_never_gone_back_behind() -> None:
+    voter = Voter(A, synced=False)
+    voter.claim(B, 5)
+    assert voter.at(0.0).leader == B
+    voter.candidates = frozenset({A})
+    assert voter.at(1.0).epoch == 5
+    voter.synced = True
+    assert voter.at(10.0).say == (Say.CLAIM, 6)
 
 
 def test_a_wild_proof_of_an_epoch_does_not_end_elections() -> None:

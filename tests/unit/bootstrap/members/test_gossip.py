@@ -9,7 +9,7 @@ from p2pserve.bootstrap.members.election import CLAIM_KIND
 from p2pserve.bootstrap.members.gossip import MAX_TELL_BYTES, Spread
 from p2pserve.bootstrap.members.overlay import place_on_ring
 from p2pserve.bootstrap.members.states import Tell
-from p2pserve.bootstrap.trust.entries import Entry, Lie
+from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, Lie
 
 SETTINGS = NetworkSettings()
 ANN, BOB, CAT, DAN = (PeerId(name) for name in ("ann", "bob", "cat", "dan"))
@@ -97,3 +97,31 @@ def test_proofs_go_with_what_else_is_told() -> None:
     lie = Lie(entry(ANN, payload=b"1"), entry(ANN, payload=b"2"))
     made.tell_lies((BOB,), (lie,))
     assert made.take((BOB,), 0.0) == [(BOB, Tell((), (lie,)))]
+
+
+def test_it_is_complete_only_where_that_was_said() -> None:
+    made = spread()
+    made.tell((ANN,), (entry(CAT),))
+    made.tell((BOB,), (entry(CAT),), complete=True)
+    assert {peer: message.complete for peer, message in made.take((), 0.0)} == {ANN: False, BOB: True}
+
+
+def test_records_are_told_first() -> None:
+    made = spread()
+    made.tell((ANN,), (entry(CAT, "load"), entry(CAT, MEMBER_KIND), entry(DAN, "a"), entry(DAN, MEMBER_KIND)))
+    kinds = [each.kind for _, message in made.take((), 0.0) for each in message.entries]
+    assert kinds == [MEMBER_KIND, MEMBER_KIND, "load", "a"]
+
+
+@pytest.mark.parametrize(("more", "pieces"), [(0, [2, 2]), (1, [1, 2, 1])])
+def test_pieces_are_filled_to_the_last_byte(more: int, pieces: list[int]) -> None:
+    made, half = spread(), MAX_TELL_BYTES // 2 - 200  # beside its payload an entry is reckoned as 200 bytes
+    sizes = [half + more, half, half, half]
+    made.tell((ANN,), [entry(CAT, f"kind{number}", payload=bytes(size)) for number, size in enumerate(sizes)])
+    assert [len(message.entries) for _, message in made.take((), 0.0)] == pieces
+
+
+def test_what_is_small_is_told_all_at_once() -> None:
+    made = spread()
+    made.tell((ANN,), [entry(CAT, f"kind{number}") for number in range(10)])
+    assert [len(message.entries) for _, message in made.take((), 0.0)] == [10]

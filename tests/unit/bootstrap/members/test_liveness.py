@@ -195,3 +195,129 @@ def test_what_is_forgotten_leaves_no_trace() -> None:
     world.liveness.forget(B)
     assert world.living(1.1) == {A}
     assert world.liveness.heard_at(B) == float("-inf")
+
+
+# -- when it looks, and when the node wakes for it --------------------------------------------------------------------
+
+
+def test_it_looks_at_once_when_sessions_come_and_go_and_says_whether_others_live() -> None:
+    liveness = Liveness(ME, NetworkSettings())
+    assert not liveness.update(0.0, BEAT_S)
+    liveness.on_opened(A, 0.1, counts=True)
+    assert liveness.update(0.1, BEAT_S)
+    assert liveness.living == {A}
+    assert not liveness.update(0.2, BEAT_S)
+    liveness.on_closed(A, 0.3, redialled=False)
+    assert liveness.update(0.3, BEAT_S)
+    assert liveness.living == frozenset()
+
+
+def test_without_news_it_looks_once_a_second() -> None:
+    liveness = Liveness(ME, NetworkSettings())
+    liveness.update(10.0, BEAT_S)
+    assert (liveness.is_news, liveness.look_at) == (False, 11.0)
+    liveness.update(10.9, BEAT_S)
+    assert liveness.look_at == 11.0
+    liveness.update(11.0, BEAT_S)
+    assert liveness.look_at == 12.0
+
+
+def test_a_word_of_somebody_that_does_not_live_is_news() -> None:
+    world = World().open(A)
+    world.living(0.0)
+    world.liveness.on_word(A, 0.1)
+    assert not world.liveness.is_news
+    world.liveness.on_word(C, 0.1)
+    assert world.liveness.is_news
+    world.liveness.on_word(A, 0.1)
+    assert world.liveness.is_news
+
+
+def test_whom_others_hear_is_looked_at_the_later_the_more_there_are() -> None:
+    world = World()
+    for peer in (A, B, C):
+        world.liveness.on_word(peer, 9.0)
+    world.living(10.0)
+    world.liveness.on_hears(A, encode_heard((B,)))
+    assert world.liveness.look_at == pytest.approx(10.003)
+    for peer in (D, E):
+        world.liveness.on_word(peer, 9.0)
+    world.liveness.on_hears(B, encode_heard((A,)))
+    assert world.liveness.look_at == pytest.approx(10.003), "no later than it was to be"
+
+
+def test_silence_begins_with_its_last_moment() -> None:
+    hasty, silent = World().open(A), World().open(A)
+    hasty.liveness.on_closed(A, 2.99, redialled=False)
+    assert hasty.living(2.99) == set()
+    silent.liveness.on_closed(A, 3.0, redialled=False)
+    assert silent.living(3.99) == {A}
+    assert silent.living(4.0) == set()
+
+
+def test_a_chance_ends_with_its_last_moment_and_a_pause_makes_it_longer() -> None:
+    for paused_s in (0.0, 10.0):
+        world = World().open(A)
+        world.liveness.on_closed(A, 5.0, redialled=True)
+        world.liveness.on_paused(paused_s)
+        assert world.living(7.99 + paused_s) == {A}
+        assert world.living(8.0 + paused_s) == set()
+
+
+def test_a_pause_makes_the_time_longer_within_which_others_have_to_say_something() -> None:
+    for paused_s in (0.0, 10.0):
+        world = World().open(A).told(A, B).told(B)
+        world.liveness.on_paused(paused_s)
+        world.liveness.on_heard(A, 29.9 + paused_s)
+        assert world.living(29.9 + paused_s) == {A, B}
+        world.liveness.is_news = True
+        assert world.living(30.0 + paused_s) == {A}
+
+
+def test_it_is_heard_of_by_its_session_or_by_its_word() -> None:
+    liveness = World().open(A, now=3.0).liveness
+    assert liveness.heard_at(A) == 3.0
+    liveness.on_word(A, 2.0)
+    assert liveness.heard_at(A) == 3.0
+    liveness.on_word(A, 5.0)
+    assert liveness.heard_at(A) == 5.0
+    liveness.on_heard(A, 4.0)
+    assert liveness.heard_at(A) == 5.0
+    liveness.on_heard(B, 6.0)  # without a session: it closed a moment ago
+    assert liveness.heard_at(B) == float("-inf")
+
+
+@pytest.mark.parametrize(("peer", "wait_s"), [(A, 1.5), (PeerId("z"), 1.0)])
+def test_the_lower_peer_id_pings_first_and_with_others_whose_turn_is_soon(peer: PeerId, wait_s: float) -> None:
+    liveness = Liveness(ME, NetworkSettings(ping_s=1.0, rtt_s=100.0))
+    liveness.on_opened(peer, 0.0, counts=True)
+    assert liveness.take_pings(0.0) == (peer,)
+    assert liveness.take_pings(wait_s - 0.26) == ()
+    assert liveness.take_pings(wait_s - 0.25) == (peer,)
+
+
+def test_the_node_wakes_for_what_is_due_first() -> None:
+    liveness = Liveness(ME, NetworkSettings(ping_s=100.0, rtt_s=100.0, dead_s=8.0, suspect_s=3.0, redial_s=3.0))
+    liveness.on_opened(A, 0.0, counts=True)
+    liveness.take_pings(0.0)
+    liveness.update(5.0, BEAT_S)
+    assert liveness.wake_at() == 6.0, "to look"
+    liveness.update(7.5, BEAT_S)
+    assert liveness.wake_at() == 8.0, "to hang up on the silent"
+    liveness.on_heard(A, 7.5)
+    liveness.on_closed(A, 7.6, redialled=True)
+    liveness.update(10.2, BEAT_S)
+    assert liveness.wake_at() == pytest.approx(10.6), "to give up on who was lost"
+    liveness.on_opened(B, 10.3, counts=True)
+    liveness.take_pings(10.3)
+    liveness.on_closed(B, 13.4, redialled=False)
+    liveness.update(14.0, BEAT_S)
+    assert liveness.wake_at() == pytest.approx(14.4), "to give up on who was silent"
+
+
+def test_the_node_wakes_to_ping() -> None:
+    liveness = Liveness(ME, NetworkSettings(ping_s=1.0, rtt_s=100.0))
+    liveness.on_opened(PeerId("z"), 0.0, counts=True)
+    liveness.take_pings(0.0)
+    liveness.update(0.9, BEAT_S)
+    assert liveness.wake_at() == 1.0

@@ -350,6 +350,16 @@ def test_a_client_tells_its_record_alone() -> None:
     assert set(kinds) == {MEMBER_KIND}
 
 
+@pytest.mark.parametrize(("role", "is_told"), [(Role.CLIENT, False), (Role.WORKER, True)])
+def test_a_client_passes_nothing_on(role: Role, is_told: bool) -> None:
+    machine = peering(role)
+    for who in (ANN, BOB):
+        open_session(machine, who, 0.0)
+    tick(machine, 0.0, ANN, BOB)
+    tell(machine, ANN, record(CAT), word(CAT, "advert", b"x"))  # BOB does not say that it hears CAT
+    assert ("advert" in told(tick(machine, 1.0, ANN, BOB)).get(BOB.peer_id, set())) is is_told
+
+
 def test_forgeries_are_counted_for_whoever_sent_them() -> None:
     machine = peering()
     open_session(machine, ANN, 0.0, role=Role.CLIENT)

@@ -16,12 +16,20 @@ from p2pserve.bootstrap.members.table import (
     EntryRules,
     Table,
 )
-from p2pserve.bootstrap.trust.entries import MAX_KINDS, MAX_PAYLOAD, MEMBER_KIND, Entry, Lie, sign_entry
+from p2pserve.bootstrap.trust.entries import (
+    MAX_COUNTER,
+    MAX_KINDS,
+    MAX_PAYLOAD,
+    MEMBER_KIND,
+    Entry,
+    Lie,
+    sign_entry,
+)
 from p2pserve.bootstrap.trust.orders import Orders, sign_orders
 
 from .certificates import KEY, PEOPLE, admission, payload, record, word
 
-ME, ANN, BOB, CAT = PEOPLE[:4]
+ME, ANN, BOB, CAT, DAN = PEOPLE[:5]
 SETTINGS = NetworkSettings()
 ALL = frozenset(range(BUCKETS))
 
@@ -40,7 +48,7 @@ def said(held: Table, kind: str = "load") -> dict[str, bytes]:
     return {peer: entry.payload for peer, entry in held.entries(kind).items()}
 
 
-def pool() -> list[Entry]:
+def said_by_three() -> list[Entry]:
     """What three members say in two lives, in several versions."""
     entries = []
     for who in (ANN, BOB, CAT):
@@ -48,6 +56,9 @@ def pool() -> list[Entry]:
             entries.append(record(who, life=life))
             entries += [word(who, kind, b"%d" % v, life=life, version=v) for kind in ("load", "links") for v in (2, 3)]
     return entries
+
+
+POOL = said_by_three()
 
 
 def state(held: Table) -> dict[str, object]:
@@ -60,13 +71,13 @@ def state(held: Table) -> dict[str, object]:
 @given(st.randoms(use_true_random=False))
 def test_merging_ends_the_same_in_whatever_order_and_however_often(rng: random.Random) -> None:
     one, other = table(), table()
-    one.merge(pool(), 0.0)
+    one.merge(POOL, 0.0)
     for _ in range(8):
-        batch = rng.sample(pool(), rng.randint(1, 15))
+        batch = rng.sample(POOL, rng.randint(1, 15))
         other.merge(batch, 0.0)
     for _ in range(3):  # what came before its member record comes again
-        other.merge(pool(), 0.0)
-    one.merge(pool(), 0.0)
+        other.merge(POOL, 0.0)
+    one.merge(POOL, 0.0)
     assert state(one) == state(other)
     assert one.summary() == other.summary()
     one.check_integrity()
@@ -196,6 +207,28 @@ def test_publishing_refuses_what_others_would_not_take() -> None:
         held.publish("more", b"")
 
 
+@pytest.mark.parametrize("life", [0, -1, MAX_COUNTER + 1])
+def test_a_life_has_a_number_within_its_bounds(life: int) -> None:
+    with pytest.raises(ValueError, match=f"between 1 and {MAX_COUNTER}"):
+        Table(ME, admission(), incarnation=life)
+    for good in (1, MAX_COUNTER):
+        assert Table(ME, admission(), incarnation=good).incarnation == good
+
+
+def test_what_a_node_says_is_counted_from_one() -> None:
+    held = Table(ME, admission(), incarnation=1)
+    assert [held.publish("x", b"").version for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_node_may_say_as_many_bytes_as_others_take() -> None:
+    held = Table(ME, admission(), incarnation=1)
+    for number in range(MAX_ORIGIN_BYTES // MAX_PAYLOAD):
+        held.publish(f"kind{number}", bytes(MAX_PAYLOAD))
+    held.publish("kind0", bytes(MAX_PAYLOAD))  # in place of what it said before
+    with pytest.raises(ValueError, match=f"at most {MAX_ORIGIN_BYTES} are gossiped"):
+        held.publish("more", b"x")
+
+
 # -- lies ------------------------------------------------------------------------------------------------------------
 
 
@@ -285,6 +318,25 @@ def test_what_differs_is_found_and_told() -> None:
     one.merge(told, 0.0)
     other.merge(one.delta_for(other.digest(ALL), ALL), 0.0)
     assert one.find_differing(other.summary()) == frozenset()
+
+
+def test_only_the_buckets_that_were_named_differ_and_are_told() -> None:
+    one, other = table(), table()
+    other.merge([record(who) for who in (ANN, BOB, CAT)], 0.0)
+    other.merge((record(DAN, Role.CLIENT),), 0.0, from_client=DAN.peer_id)
+    by_bucket = {bucket: set(other.digest((bucket,))) - {ME.peer_id} for bucket in ALL}
+    assert one.find_differing(other.summary()) == {bucket for bucket, origins in by_bucket.items() if origins}
+    for bucket, origins in by_bucket.items():
+        told = other.delta_for({}, (bucket,))
+        assert {entry.origin for entry in told} - {ME.peer_id} == origins
+    assert DAN.peer_id not in {entry.origin for entry in other.delta_for({}, ALL)}
+
+
+def test_a_client_that_is_forgotten_may_come_back_by_hearsay_as_a_box() -> None:
+    held = table()
+    held.merge((record(ANN, Role.CLIENT),), 0.0, from_client=ANN.peer_id)
+    held.forget(ANN.peer_id, 10.0)
+    assert held.merge((record(ANN),), 1.0).changed
 
 
 def test_a_lost_beat_is_not_worth_a_repair() -> None:

@@ -112,6 +112,8 @@ class Interpreter:
             "not-yet-routed": lambda: machine.not_routed(rest, now, is_hopeful=True),
             "network-changed": lambda: machine.network_changed(now),
             "peer-lost": lambda: machine.peer_lost(rest, self.engines.get(rest, 0), now),
+            "peer-hung": lambda: machine.peer_hung(rest, now),
+            "peer-answers": lambda: machine.peer_answers(rest, now),
             "wake": lambda: machine.wake(now),
             "stop": lambda: machine.stop(now),
         }
@@ -153,9 +155,9 @@ def route_of(words: list[str]) -> Route:
 
 def describe(action: Action) -> str:
     match action:
-        case FindRoute(tokens, blamed):
+        case FindRoute(tokens, blamed, leaving):
             without = "".join(f" without {replica}:{engine}" for replica, engine in blamed.items())
-            return f"find route for {tokens} tokens{without}"
+            return f"find route for {tokens} tokens{without}{f' away from {leaving}' if leaving else ''}"
         case OpenDecode(attempt, decode, prefill, split, first_token):
             kv = f": KV of {split} tokens from {prefill}" if prefill is not None else ""
             return f"open decode {attempt} at {decode}{kv}{', and the first token' if first_token else ''}"

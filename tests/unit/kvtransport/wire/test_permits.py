@@ -156,10 +156,10 @@ def test_what_does_not_fit_the_budget_closes_it_until_it_grows() -> None:
 def test_connections_and_hellos_of_a_permit_are_bounded() -> None:
     ledger = RelayLedger()
     ledger.admit(permit(), 0.0)
-    for number in range(256):
+    for number in range(64):
         ledger.enter(hello_of(number), 0.0)
-    assert refusal(ledger, hello_of(256), 0.0) == Refusal.BUSY
-    for number in range(257, 4096):
+    assert refusal(ledger, hello_of(64), 0.0) == Refusal.BUSY
+    for number in range(65, 4096):
         ledger.leave(permit().permit)
         ledger.enter(hello_of(number), 0.0)
     ledger.leave(permit().permit)

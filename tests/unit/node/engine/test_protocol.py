@@ -64,6 +64,7 @@ TO_ENGINE: list[EngineMessage] = [
     protocol.Stop(),
     protocol.LimitSteps(tokens=384),
     protocol.SetFirstToken(request="b", token=5),
+    protocol.AskBeat(),
 ]
 FROM_ENGINE: list[EngineMessage] = [
     protocol.EngineReady(
@@ -110,6 +111,7 @@ FROM_ENGINE: list[EngineMessage] = [
         blocked=True,
     ),
     protocol.EngineFailed(reason="a stage is gone"),
+    protocol.Beat(),
 ]
 PACKETS: list[EngineMessage] = [
     protocol.Spawn(engine=3, config=protocol.EngineConfig(model="/models/a", kv_cache_mib=64, log_file="engine.log")),

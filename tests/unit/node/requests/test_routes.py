@@ -109,3 +109,22 @@ def test_what_was_sent_over_a_link_is_remembered_for_as_long_as_the_plan_is_foll
     found = finder(NetworkView(adverts={peer: advert() for peer in peers}, plan=plan))
     taken = [found.find(WANTED, 0.0).decode for _ in range(100)]
     assert 70 <= taken.count("d1") <= 80
+
+
+def test_replicas_that_do_not_answer_are_the_last_to_be_taken() -> None:
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    routes = finder(view)
+    routes.hung = frozenset({ONE})
+    assert {routes.find(WANTED, 0.0).decode for _ in range(4)} == {TWO}
+    routes.hung = frozenset({ONE, TWO})
+    assert routes.find(WANTED, 0.0).decode in (ONE, TWO)
+
+
+def test_a_request_leaves_its_replica_only_for_one_that_answers() -> None:
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    routes = finder(view)
+    assert routes.find(FindRoute(20, {}, ONE), 0.0).decode == TWO
+    for hung in (frozenset({ONE, TWO}), frozenset({TWO})):
+        routes.hung = hung
+        with pytest.raises(NoRoute):
+            routes.find(FindRoute(20, {}, ONE), 0.0)
