@@ -34,9 +34,9 @@ SAVE_EVERY_S: Final = 5.0
 
 def merge_seen(seen: Iterable[Bootstrap], known: Iterable[Bootstrap], bound: int) -> tuple[Bootstrap, ...]:
     """What is seen now, then what was known before: each member once, at most ``bound`` in all."""
-    by_peer: dict[str | None, Bootstrap] = {}
+    by_peer: dict[str, Bootstrap] = {}
     for each in (*seen, *known):
-        by_peer.setdefault(each.peer_id, each)  # a member that moved is known by where it is seen now
+        by_peer.setdefault(each.peer_id or str(each), each)  # a member that moved is known by where it is seen now
     return tuple(by_peer.values())[:bound]
 
 

@@ -37,6 +37,7 @@ from .joining import Joining
 from .members.admission import Admission
 from .members.mesh import Dial
 from .members.neighbours import Contacts
+from .members.own_certificate import OwnCertificate
 from .members.peering import OWN_KINDS, Peering
 from .members.states import Compare, GossipMessage, Member, MemberState, NetworkState, Part, Summary, Tell
 from .members.table import EntryRules
@@ -50,6 +51,7 @@ from .streams.transport import Transport
 from .trust.entries import MEMBER_KIND, Entry, MemberRecord
 from .trust.identity import Identity
 from .trust.keys import PeerId
+from .trust.orders import Orders, SignedOrders
 from .trust.tokens import Bootstrap, JoinToken, Role, admit
 
 _log = logging.getLogger(__name__)
@@ -89,8 +91,9 @@ class Network:
     that an earlier run has seen: asked when the others do not answer, or, when there are no others,
     in the background. Entering returns once one has admitted us, or at once when there are no
     ``bootstraps``. It raises Unreachable, Refused, IdentityInUse, TokenError, PortInUse or
-    AddressError; IdentityInUse may end the block later, too. Leaving the block without
-    :meth:`leave` looks like a crash to others, which is safe: they notice within a second.
+    AddressError; IdentityInUse may end the block later, too, and TokenSpent: the owner has revoked
+    this node's token. Leaving the block without :meth:`leave` looks like a crash to others, which
+    is safe: they notice within a second.
     """
 
     transport: Transport
@@ -113,10 +116,10 @@ class Network:
     def __post_init__(self) -> None:
         self.peer_id: PeerId = self.identity.peer_id
         self.address = self.announce
-        self._token = JoinToken.parse(self.token)
         self._named = tuple(each for each in self.bootstraps if each.peer_id != self.peer_id)
         self._remembered = tuple(each for each in self.remembered if each.peer_id != self.peer_id)
-        admission = Admission(self.network_key_public)
+        admission = self._admission = Admission(self.network_key_public)
+        self._certificate = OwnCertificate(JoinToken.parse(self.token), self.peer_id, admission)
         started_ms = max(1, int(self.clock() * 1000))
         self._peering = Peering(
             self.identity,
@@ -145,6 +148,7 @@ class Network:
         contacts = Contacts(named=self._named, standby=self._remembered)
         self._joining = Joining(contacts, self._sessions, self._peering.on_named, self.say, self.settings, self.rng)
         self._sessions.on_opened, self._sessions.on_closed = self._on_opened, self._on_closed
+        self._sessions.on_orders = self.order
         self._handlers.add_notice(_TELL, self._on_gossip)
         self._handlers.add_notice(_SUMMARY, self._on_gossip)
         self._handlers.add_notice(_COMPARE, self._on_gossip)
@@ -163,6 +167,11 @@ class Network:
 
     async def __aenter__(self) -> Self:
         self._check_token()
+        kept = await trio.to_thread.run_sync(self.state_file.load) if self.state_file is not None else None
+        if kept is not None:
+            self._peering.restore(kept, trio.current_time())
+        self._certificate.check(self.clock(), has_joined=kept is not None)
+        self._certificate.heed_orders()
         self._nursery_manager = trio.open_nursery()
         nursery = self._nursery = await self._nursery_manager.__aenter__()
         try:
@@ -170,9 +179,6 @@ class Network:
             if self.address.port == 0:
                 self.address = Address(self.address.host, bound.port)
             if self.state_file is not None:
-                kept = await trio.to_thread.run_sync(self.state_file.load)
-                if kept is not None:
-                    self._peering.restore(kept, trio.current_time())
                 nursery.start_soon(keep_state, self, self.state_file)
             self._publish_record(left=False)
             nursery.start_soon(self._pulse)
@@ -244,6 +250,20 @@ class Network:
     def seen_members(self) -> tuple[Bootstrap, ...]:
         """Where other boxes can be dialled, last heard first: to remember for the next start."""
         return self._peering.roster.addresses()
+
+    @property
+    def orders(self) -> Orders:
+        """What the owner of the network has ordered, as far as this node knows."""
+        return self._admission.orders
+
+    def order(self, orders: SignedOrders) -> None:
+        """Follow the owner's orders, and pass them on."""
+        self._peering.order(orders)
+        self._wake()
+
+    def boxes_by_certificate(self) -> dict[str, set[PeerId]]:
+        """The boxes that are in the network, this node included, by the names of their certificates."""
+        return self._peering.roster.boxes_by_certificate()
 
     @property
     def coordinator(self) -> tuple[PeerId, int] | None:
@@ -364,7 +384,7 @@ class Network:
 
     def _check_token(self) -> None:
         """Find out here what the others would tell us."""
-        role = admit(self.token, self.network_key_public, self.clock()).role
+        role = admit(self.token, self.network_key_public, None).role
         if role is not self.role:
             raise TokenError(
                 f"the join token is for the role {role.value!r}, not {self.role.value!r}; "
@@ -377,7 +397,7 @@ class Network:
             )
 
     def _publish_record(self, *, left: bool) -> None:
-        credential = self._token.credential(self.peer_id)
+        credential = self._certificate.credential()
         record = MemberRecord(self.role, self.address.host, self.address.port, credential, left)
         self._peering.publish(MEMBER_KIND, msgspec.msgpack.encode(record))
 
@@ -394,6 +414,8 @@ class Network:
         """Do what the peers need, whenever something has happened or time has come."""
         while True:
             self._kick = trio.Event()
+            if self._certificate.heed_orders():
+                self._publish_record(left=self._peering.is_leaving)
             ticked_at = trio.current_time()
             self._wakes_at = self._tick()
             with trio.move_on_at(self._wakes_at):

@@ -37,8 +37,9 @@ from .streams.control import (
 )
 from .streams.hosts import resolve_host
 from .streams.transport import PeerConnection, Transport, run_handler
-from .trust.entries import Entry, MemberRecord
+from .trust.entries import Entry, MemberRecord, read_record
 from .trust.keys import PeerId
+from .trust.orders import SignedOrders
 from .trust.tokens import Bootstrap, Role
 
 _log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class PeerSession:
 
 class PeerSessions:
     """All control streams of one node. ``on_opened`` (with the peer's member record) and ``on_closed``
-    are called synchronously.
+    are called synchronously; ``on_orders`` hears what a member that refuses us says the owner has ordered.
 
     ``born`` tells this run of the node from others with its identity. Runs in the nursery
     :meth:`start` is given."""
@@ -84,6 +85,7 @@ class PeerSessions:
         self.refused = 0
         self.on_opened: Callable[[PeerId, Entry], None] = _ignore
         self.on_closed: Callable[[PeerId], None] = _ignore
+        self.on_orders: Callable[[SignedOrders], None] = _ignore
         self._transport = transport
         self._table = table
         self._admission = admission
@@ -222,6 +224,8 @@ class PeerSessions:
         if isinstance(answer, Rejected) and answer.holder_born:
             raise IdentityInUse(answer.reason, answer.holder_born)
         if isinstance(answer, Rejected):
+            if answer.orders is not None:
+                self.on_orders(answer.orders)
             raise Refused(f"{address} refused to let this node in: {answer.reason}")
         if not isinstance(answer, Welcome):
             raise Unreachable(f"{peer} at {address} did not greet back; check that it is a p2pserve node")
@@ -257,7 +261,7 @@ class PeerSessions:
                 self.refused += 1
                 _log.info("refused %s: %s", peer, error)
                 holder_born = error.holder_born if isinstance(error, IdentityInUse) else 0
-                await connection.send(encode_greeting(Rejected(str(error), holder_born)))
+                await connection.send(encode_greeting(Rejected(str(error), holder_born, self._orders_for(greeting))))
                 return
             connection.admit()  # before it hears of it, and begins to send
             await connection.send(encode_greeting(self._greeting(Welcome)))
@@ -267,6 +271,17 @@ class PeerSessions:
             _log.info("a stranger (%s) went away before it was let in: %s", peer, error)
             return
         await self._run(self._register(connection, greeting, record, dialled_by_me=False))
+
+    def _orders_for(self, greeting: Hello) -> SignedOrders | None:
+        """The orders by which a former member was revoked: it ends when it has seen them. Others are told nothing."""
+        record, peer = read_record(greeting.member.payload), greeting.member.origin
+        try:
+            grant = None if record is None else self._admission.read_grant(peer, record)
+        except TokenError:
+            return None
+        if grant is None or not self._admission.is_revoked(grant) or not self._admission.was_admitted(peer, grant):
+            return None
+        return self._admission.signed_orders
 
     async def _check_life(self, peer: PeerId, born: int) -> None:
         """Raise IdentityInUse when another living node has the identity of the one that greeted us.

@@ -99,6 +99,9 @@ class NetworkSettings:
     # Addresses remembered between runs, last seen first.
     max_remembered: int = 32
 
+    # On the box that holds the network's key.
+    catalogue_s: float = 1.0  # how often to look for what `p2pserve token` has changed; shorter: orders go out sooner
+
     @classmethod
     def wan(cls) -> Self:
         """Boxes in different places: a second of jitter is no reason to reconnect."""

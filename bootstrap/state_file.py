@@ -11,83 +11,45 @@ as one that has never been in this network.
 """
 
 import logging
-import os
-from contextlib import suppress
-from hashlib import blake2b
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-import msgspec
 import trio
 
-from .errors import DECODE_ERRORS
 from .members.states import NetworkState
+from .trust.kept_file import KeptFile
 
 _log = logging.getLogger(__name__)
 
-MAX_BYTES: Final = 64 << 20
 SAVE_EVERY_S: Final = 10.0
-_MAGIC: Final = b"p2pserve-state-1\n"
-_SUM_BYTES: Final = 16
 
 
 class StateFile:
-    """The file of one network in ``folder``."""
+    """The file of one network in ``folder``. ``say`` is told what could not be read or written, in lines for people."""
 
-    def __init__(self, folder: Path, network: bytes) -> None:
+    def __init__(self, folder: Path, network: bytes, say: Callable[[str], None] = _log.warning) -> None:
         self.path = folder / f"network-{network.hex()[:16]}.state"
+        self._file = KeptFile(self.path, NetworkState, b"p2pserve-state-1\n", say)
+        self._say = say
 
     def load(self) -> NetworkState | None:
         """What an earlier run has kept; None where there is none, or it is damaged."""
         try:
-            with self.path.open("rb") as file:
-                raw = file.read(MAX_BYTES)
-        except FileNotFoundError:
-            return None
+            return self._file.load()
         except OSError as error:
-            _log.warning("%s was not read: %s; members of an earlier run are not known", self.path, error)
-            return None
-        try:
-            return _decode(raw)
-        except (ValueError, *DECODE_ERRORS) as error:
-            aside = self.path.with_suffix(".damaged")
-            _log.warning("%s is damaged (%s) and was set aside as %s; starting without it", self.path, error, aside)
-            with suppress(OSError):
-                self.path.replace(aside)
+            self._say(f"{self.path} was not read: {error}; members of an earlier run are not known")
             return None
 
     def save(self, state: NetworkState) -> None:
-        """Replace the file; a failure is reported in the log, and costs nothing else."""
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        """Replace the file; a failure is told, and costs nothing else."""
         try:
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(_encode(state))
-                file.flush()
-                os.fsync(descriptor)
-            temporary.replace(self.path)
+            self._file.save(state)
         except OSError as error:
-            _log.warning("%s was not written: %s; free some space, or mend its permissions", self.path, error)
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            self._say(f"{self.path} was not written: {error}; free some space, or mend its permissions")
 
     def __repr__(self) -> str:
         return f"StateFile({self.path})"
-
-
-def _encode(state: NetworkState) -> bytes:
-    body = msgspec.msgpack.encode(state)
-    return _MAGIC + blake2b(body, digest_size=_SUM_BYTES).digest() + body
-
-
-def _decode(raw: bytes) -> NetworkState:
-    if not raw.startswith(_MAGIC):
-        raise ValueError("it is not such a file")
-    checksum, body = raw[len(_MAGIC) :][:_SUM_BYTES], raw[len(_MAGIC) + _SUM_BYTES :]
-    if blake2b(body, digest_size=_SUM_BYTES).digest() != checksum:
-        raise ValueError("its checksum does not fit")
-    return msgspec.msgpack.decode(body, type=NetworkState)
 
 
 class KeepsState(Protocol):

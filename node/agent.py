@@ -16,7 +16,7 @@ from typing import final
 import trio
 
 from .. import __version__
-from ..bootstrap import Address, Identity, NetworkSettings, PeerId, announced_address
+from ..bootstrap import Address, Bootstrap, Identity, NetworkSettings, PeerId, announced_address
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
@@ -33,7 +33,7 @@ from .box.home import lock_home
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
 from .joined import Joined, Say
-from .joining import Invitation, accept_invitation, issue_tokens, new_network
+from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
 from .planning.coordination import Coordinator
@@ -48,7 +48,7 @@ DRAIN_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A node that has been admitted. `tokens` are those a new network hands out, by role."""
+    """A node that has been admitted. `tokens` are those a new network hands out: leader, worker, client, admin."""
 
     peer: PeerId
     address: Address
@@ -72,7 +72,7 @@ async def run_node(
     if settings.model is not None:
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with lock_home(settings.home):
-        membership = invitation if invitation is not None else new_network(settings.home)
+        membership = invitation if invitation is not None else new_network(settings.home, say)
         await _join(settings, membership, found, served, say, stop, task_status)
 
 
@@ -106,7 +106,7 @@ async def _join(
             bootstraps=membership.bootstraps,
             remembered=remembered,
             book=book,
-            state_file=StateFile(settings.home, membership.network),
+            state_file=StateFile(settings.home, membership.network, say),
             release=__version__,
             rng=random.Random(),
             rules=PLAN_RULES,
@@ -117,7 +117,12 @@ async def _join(
         async with network:
             node = Node(Joined(network, settings, say), found, served, port, relay, nursery)
             address = network.address
-            handed_out = issue_tokens(membership, address, identity, remembered)
+            handed_out: dict[str, str] = {}
+            owner = membership.owner
+            if owner is not None:
+                here = Bootstrap(address.host, address.port, identity.peer_id)
+                handed_out = await trio.to_thread.run_sync(owner.take_greetings, here, settings.also, time.time())
+                nursery.start_soon(owner.follow, network, time.time, network.settings)
             task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out))
             await stop.wait()
             await node.drain()

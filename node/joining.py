@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import trio
 
 from ..bootstrap import (
-    Address,
     Bootstrap,
-    Identity,
     JoinTarget,
     JoinToken,
     NetworkKey,
@@ -21,20 +20,18 @@ from ..bootstrap import (
     Unreachable,
     parse_join_target,
 )
-
-TOKEN_LIFETIME_S = 365 * 86400.0
-MAX_NAMED = 8  # members that a token names, its issuer included; each makes the token some 80 characters longer
+from .ownership import Ownership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invitation:
-    """What lets this node into its network."""
+    """What lets this node into its network. `owner`: of the key, where this is the box that has it."""
 
     network: bytes
     token: str
     role: Role
     bootstraps: tuple[Bootstrap, ...]
-    key: NetworkKey | None
+    owner: Ownership | None
 
 
 async def accept_invitation(bootstrap: str, token_text: str | None) -> Invitation:
@@ -42,30 +39,18 @@ async def accept_invitation(bootstrap: str, token_text: str | None) -> Invitatio
     text, members = await read_join_target(bootstrap, token_text)
     token = JoinToken.parse(text)
     if token.role is Role.CLIENT:
-        raise TokenError("this is a client's token; a node joins with the worker line that the bootstrap printed")
+        raise TokenError("this is a client's token; a node joins with a worker's line that the bootstrap printed")
     if not members:
         raise TokenError("this token names no member to ask; give the address of one beside it: --bootstrap TOKEN,ADDR")
-    return Invitation(network=token.network, token=text, role=token.role, bootstraps=members, key=None)
+    return Invitation(network=token.network, token=text, role=token.role, bootstraps=members, owner=None)
 
 
-def new_network(home: Path) -> Invitation:
-    """Membership of the network whose key lies in `home`, made on first use. Raises IdentityError."""
+def new_network(home: Path, say: Callable[[str], None]) -> Invitation:
+    """Membership of the network whose key lies in `home`, made on first use. Raises IdentityError, NodeError."""
     key = NetworkKey.load_or_create(home)
-    token = key.issue((), Role.ADMIN, time.time() + TOKEN_LIFETIME_S, lead=True)
-    return Invitation(network=key.public, token=token, role=Role.ADMIN, bootstraps=(), key=key)
-
-
-def issue_tokens(
-    membership: Invitation, address: Address, identity: Identity, known: tuple[Bootstrap, ...] = ()
-) -> dict[str, str]:
-    """Join tokens of a network that this node owns. They name this node, and members it knows from earlier runs."""
-    if membership.key is None:
-        return {}
-    here = Bootstrap(address.host, address.port, identity.peer_id)
-    named = (here, *(each for each in known if each.peer_id != identity.peer_id))[:MAX_NAMED]
-    expires = time.time() + TOKEN_LIFETIME_S
-    # Whoever joins may lead, or the network would have no coordinator once this box is gone.
-    return {role.value: membership.key.issue(named, role, expires, lead=role is not Role.CLIENT) for role in Role}
+    owner = Ownership(home, key, say)
+    token = owner.take_own_token(time.time())
+    return Invitation(network=key.public, token=token, role=Role.ADMIN, bootstraps=(), owner=owner)
 
 
 async def read_join_target(bootstrap: str, token: str | None) -> tuple[str, tuple[Bootstrap, ...]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ..bootstrap import Address
+from ..bootstrap import Address, Bootstrap
 from ..bootstrap.streams.strangers import StrangerLimits
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
@@ -190,6 +190,7 @@ class NodeSettings:
     announce: str | None = None
     bootstrap: str | None = None
     token: str | None = None
+    also: tuple[Bootstrap, ...] = ()  # of a new network: other addresses that its tokens name
     model: str | None = None
     codec: str = "kv4"
     links: BoxLinkSettings = field(default_factory=BoxLinkSettings)

@@ -16,6 +16,7 @@ from . import environment
 from .commands.engine_parsers import add_engine_options
 from .commands.option_values import Listed, count, figure, positive, seconds
 from .commands.planning_parsers import add_live_option, add_plan_options, add_sim_options
+from .commands.token_parsers import ABOUT_TOKENS, add_also_option, add_token_verbs
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -28,13 +29,13 @@ examples:
   p2pserve join --bootstrap p2p_worker_... --model Qwen/Qwen3-0.6B
   p2pserve generate --bootstrap p2p_client_... "def fibonacci(n):"
   p2pserve status --bootstrap p2p_client_... --format json
+  p2pserve token create --uses 1 --expires 7d       a join token for one box, on the box that ran bootstrap
   p2pserve leave                                    drain and stop the node of this box
 
 environment: P2PSERVE_HOME, P2PSERVE_BOOTSTRAP and P2PSERVE_TOKEN stand for the options of that name;
 CUDA_VISIBLE_DEVICES names the GPUs to serve from, as nvidia-smi counts them, and hides all when it is empty.
 exit codes: 0 done; 1 it failed at run time (unreachable, refused, port in use, engine died);
 2 wrong input (option, address, token, prompt, model); 130 interrupted."""
-
 
 UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """What writing to a file that has no room, or to a terminal that is gone, ends with."""
@@ -136,6 +137,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from .commands.node import NODE_COMMANDS  # all of a node
 
         return NODE_COMMANDS[arguments.command](arguments)
+    if arguments.command == "token":
+        from .commands.token import TOKEN_COMMANDS  # the network's key, and no node
+
+        return TOKEN_COMMANDS[arguments.verb](arguments)
     from .commands.network import COMMANDS  # the network's client
 
     return COMMANDS[arguments.command](arguments)
@@ -163,6 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_bootstrap(commands)
     _add_join(commands)
     _add_leave(commands)
+    _add_token(commands)
     _add_generate(commands)
     _add_status(commands)
     _add_path(commands)
@@ -202,6 +208,7 @@ def _add_bootstrap(commands: Commands[_Parser]) -> None:
     )
     _add_node(parser, port=4001, folder="bootstrap")
     parser.add_argument("--model", help="serve a model here as well (default: none)")
+    add_also_option(parser)
 
 
 def _add_join(commands: Commands[_Parser]) -> None:
@@ -232,11 +239,26 @@ def _add_join(commands: Commands[_Parser]) -> None:
 
 def _add_leave(commands: Commands[_Parser]) -> None:
     parser = _command(commands, "leave", "let a node of this box finish its requests and stop", "p2pserve leave", None)
-    parser.add_argument("node", nargs="?", choices=("node", "bootstrap"), default="node", help="which (default: node)")
+    add = parser.add_argument
+    add("node", nargs="?", choices=("node", "bootstrap"), default="node", help="which (default: node)")
     _add_home(parser, "the node's own folder is inside it")
-    parser.add_argument(
-        "--timeout-s", type=seconds, default=60.0, metavar="S", help="give up after this long (default: 60)"
+    add("--timeout-s", type=seconds, default=60.0, metavar="S", help="give up after this long (default: 60)")
+
+
+def _add_token(commands: Commands[_Parser]) -> None:
+    parser: _Parser = commands.add_parser(
+        "token",
+        help="make, show, revoke and renew join tokens, on the box that ran `bootstrap`",
+        description=ABOUT_TOKENS,
     )
+    verbs = parser.add_subparsers(dest="verb", metavar="create|list|revoke|renew", required=True, parser_class=_Parser)
+
+    def add_verb(name: str, what: str, example: str) -> _Parser:
+        added = _command(verbs, name, what, f"p2pserve token {example}", ("text", "json"))
+        _add_home(added, "the key lies in `bootstrap` in this folder")
+        return added
+
+    add_token_verbs(add_verb)
 
 
 def _add_generate(commands: Commands[_Parser]) -> None:
@@ -411,14 +433,13 @@ def _add_demo(commands: Commands[_Parser]) -> None:
         "p2pserve demo --nodes 4 --codec kv4 --format json",
         ("table", "json"),
     )
-    parser.add_argument("--nodes", type=int, default=4, metavar="N", help="engines to start, 1 to 16 (default: 4)")
-    parser.add_argument("--prompt", metavar="TEXT", help="instead of Python code from the standard library")
+    add = parser.add_argument
+    add("--nodes", type=int, default=4, metavar="N", help="engines to start, 1 to 16 (default: 4)")
+    add("--prompt", metavar="TEXT", help="instead of Python code from the standard library")
     _add_codec(parser)
-    parser.add_argument("--max-tokens", type=positive, default=64, metavar="N", help="for each answer (default: 64)")
-    parser.add_argument("--model", default="bundled", help="a folder, a Hugging Face id, or `bundled` (default)")
-    parser.add_argument(
-        "--timeout-s", type=seconds, default=120.0, metavar="S", help="give up after this long (default: 120)"
-    )
+    add("--max-tokens", type=positive, default=64, metavar="N", help="for each answer (default: 64)")
+    add("--model", default="bundled", help="a folder, a Hugging Face id, or `bundled` (default)")
+    add("--timeout-s", type=seconds, default=120.0, metavar="S", help="give up after this long (default: 120)")
 
 
 def _add_home(parser: argparse.ArgumentParser, what: str) -> None:

@@ -92,7 +92,7 @@ class BoxNetwork:
     def join(self, numbers: Iterable[int]) -> list[BoxProcess]:
         """Start boxes that join it, all at once."""
         first = self.all[0]
-        token = first.tokens.get("leader") or first.tokens["worker"]
+        token = first.tokens["leader"]
         return [self._start(number, ("join", "--bootstrap", token, *_ENGINE)) for number in numbers]
 
     def restart(self, lost: BoxProcess) -> BoxProcess:

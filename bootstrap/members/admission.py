@@ -12,7 +12,7 @@ from ..streams.control import Hello, Welcome, check_version
 from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..trust.keys import PeerId
 from ..trust.orders import Orders, SignedOrders, read_orders
-from ..trust.tokens import Grant, Role, admit_credential, read_grant
+from ..trust.tokens import Grant, Role, admit_credential
 
 
 class Admission:
@@ -33,6 +33,10 @@ class Admission:
             return False
         self.orders, self.signed_orders = orders, signed
         return True
+
+    def was_admitted(self, peer: str, grant: Grant) -> bool:
+        """Whether this peer has been here with this certificate."""
+        return peer in self._holders.get(grant.certificate, ())
 
     def is_revoked(self, grant: Grant) -> bool:
         """Whether the owner has withdrawn this certificate."""
@@ -62,15 +66,15 @@ class Admission:
         those who joined in time are gossiped for as long as they stay. Who was admitted before, comes back with the
         same certificate, however long it was away."""
         grant = self.read_grant(peer, record)
-        if self.is_revoked(grant):
-            raise TokenSpent("the join token was revoked by the network's owner; ask for a new one")
+        self.check_revoked(grant)
         holders = self._holders.setdefault(grant.certificate, set())
-        if now is not None and peer not in holders and not self._is_renewed(grant, now):
-            grant.check_expiry(now)
+        if now is not None and peer not in holders:
+            self.check_end(peer, grant, now)
         if peer not in holders and len(holders) >= grant.uses:
+            boxes = "one box" if grant.uses == 1 else f"{grant.uses} boxes"
             raise TokenSpent(
-                f"the join token is for {grant.uses} boxes and has been used by as many; ask the network's owner for "
-                "another one (token create --uses N)"
+                f"the join token {grant.certificate} is for {boxes} and has been used by as many; ask the network's "
+                "owner for another one (p2pserve token create --uses N)"
             )
         holders.add(peer)
         return grant
@@ -87,12 +91,27 @@ class Admission:
             )
         return grant
 
-    def _is_renewed(self, grant: Grant, now: float) -> bool:
+    def check_revoked(self, grant: Grant) -> None:
+        """Raise TokenSpent for a certificate that the owner has withdrawn."""
+        if self.is_revoked(grant):
+            raise TokenSpent(
+                f"the join token {grant.certificate} was revoked by the network's owner; ask for another one"
+            )
+
+    def check_end(self, peer: str, grant: Grant, now: float) -> None:
+        """Raise TokenError where this peer's certificate has ended, and was not renewed for it."""
         renewal = self.orders.renewed.get(grant.certificate)
-        if renewal is None:
-            return False
-        renewed = read_grant(renewal.certificate)
-        return renewed is not None and now < renewed.expires_at
+        renewed = renewal.grant() if renewal is not None else None
+        if renewal is None or renewed is None:
+            grant.check_expiry(now)
+        elif renewal.is_for(peer):
+            if now >= renewed.expires_at:
+                grant.check_expiry(now)
+        elif grant.expires_at == renewed.expires_at:
+            # Anybody may see a renewed certificate, and who has the token could show it: it is for its members only.
+            raise TokenError("the join token has ended, and was renewed for other boxes; ask the owner for a new one")
+        else:
+            grant.check_expiry(now)
 
     def check_greeting(
         self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float

@@ -90,6 +90,15 @@ class Roster:
         living = (self.me, *self._liveness.living)
         return {peer for peer in living if self.is_here(peer) and not is_client(self._table.record(peer))}
 
+    def boxes_by_certificate(self) -> dict[str, set[PeerId]]:
+        """The boxes that are here, this node included, by the names of their certificates."""
+        found: dict[str, set[PeerId]] = {}
+        for peer in self.find_boxes():
+            grant = self._table.grant(peer)
+            if grant is not None:
+                found.setdefault(grant.certificate, set()).add(peer)
+        return found
+
     def address_of(self, peer: PeerId) -> Address | None:
         """Where a box can be dialled that has not left."""
         record = self._table.record(peer)

@@ -23,6 +23,7 @@ from ..errors import DECODE_ERRORS, NetworkError, OtherProtocol, PeerLost, Proto
 from ..settings import NetworkSettings
 from ..trust.entries import Entry
 from ..trust.keys import PeerId
+from ..trust.orders import SignedOrders
 from .transport import PeerConnection
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="x"):
 
     reason: str
     holder_born: int = 0  # not 0: the dialler's identity is in use, by a node that was born then
+    orders: SignedOrders | None = None  # the owner's, for a former member: they show that it was revoked
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True, tag="q"):

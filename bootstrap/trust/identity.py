@@ -59,10 +59,13 @@ class NetworkKey(_SigningKey):
         *,
         lead: bool = False,
         uses: int = DEFAULT_USES,
+        secret: bytes | None = None,
     ) -> str:
-        """A join token for ``uses`` boxes: one string, secret, good until ``expires_at`` (unix seconds). Raises
-        TokenError."""
-        return issue_token(self.sign, self.public, tuple(bootstraps), role, expires_at, lead=lead, uses=uses)
+        """A join token for ``uses`` boxes: one string, secret, good until ``expires_at`` (unix seconds). ``secret``:
+        of an earlier one, of which this is another certificate. Raises TokenError."""
+        return issue_token(
+            self.sign, self.public, tuple(bootstraps), role, expires_at, lead=lead, uses=uses, secret=secret
+        )
 
     def __repr__(self) -> str:
         return f"NetworkKey({self.public.hex()[:8]})"

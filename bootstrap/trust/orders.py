@@ -11,15 +11,16 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import DECODE_ERRORS
-from .entries import MAX_COUNTER, Signature
+from .entries import MAX_COUNTER, Origin, Signature
 from .identity import NetworkKey
 from .keys import verify_raw
-from .tokens import MAX_CERTIFICATE, CertificateName
+from .tokens import MAX_CERTIFICATE, CertificateName, Grant, read_grant
 
 _DOMAIN: Final = b"p2pserve-orders-1\n"
 MAX_REVOKED: Final = 4096
-MAX_RENEWED: Final = 256
-_MAX_PAYLOAD: Final = 1 << 20
+MAX_RENEWED: Final = 1024
+MAX_RENEWED_PEERS: Final = 4096
+MAX_ORDERS_BYTES: Final = 1 << 20
 
 
 class Renewal(msgspec.Struct, frozen=True, array_like=True):
@@ -27,6 +28,15 @@ class Renewal(msgspec.Struct, frozen=True, array_like=True):
 
     certificate: Annotated[bytes, Meta(max_length=MAX_CERTIFICATE)]
     signature: Signature
+    peers: Annotated[tuple[Origin, ...], Meta(max_length=MAX_RENEWED_PEERS)] = ()  # for these only; none: for all
+
+    def is_for(self, peer: str) -> bool:
+        """Whether this peer may come in by it."""
+        return not self.peers or peer in self.peers
+
+    def grant(self) -> Grant | None:
+        """What it grants; None for what is no certificate."""
+        return read_grant(self.certificate)
 
 
 class Orders(msgspec.Struct, frozen=True, array_like=True):
@@ -41,7 +51,7 @@ class Orders(msgspec.Struct, frozen=True, array_like=True):
 class SignedOrders(msgspec.Struct, frozen=True, array_like=True):
     """Orders as they travel. Worth nothing until :func:`read_orders` has checked them."""
 
-    payload: Annotated[bytes, Meta(max_length=_MAX_PAYLOAD)]
+    payload: Annotated[bytes, Meta(max_length=MAX_ORDERS_BYTES)]
     signature: Signature
 
 

@@ -35,7 +35,7 @@ def parse_join_target(text: str, token: str | None = None) -> JoinTarget:
         raise TokenError(f"bootstrap: {len(tokens)} join tokens were given; give one, and addresses beside it")
     if len(addresses) > MAX_ADDRESSES:
         raise AddressError(f"bootstrap: {len(addresses)} addresses were given; at most {MAX_ADDRESSES} are asked")
-    members = [_read_member(part) for part in addresses]
+    members = [parse_member(part, "bootstrap") for part in addresses]
     # A token inside the text is meant for this network; one that was given apart may stand in the environment.
     chosen = tokens[0] if tokens else token
     if chosen is not None:
@@ -43,13 +43,14 @@ def parse_join_target(text: str, token: str | None = None) -> JoinTarget:
     return JoinTarget(chosen, tuple(dict.fromkeys(members)))
 
 
-def _read_member(text: str) -> Bootstrap:
+def parse_member(text: str, field: str) -> Bootstrap:
+    """``host:port``, with or without ``/peer-id``, as it was given for ``field``. Raises AddressError."""
     try:
         if "/" in text:
             return parse_bootstrap(text)
         address = parse_address(text)
     except AddressError as error:
-        raise AddressError(f"bootstrap: {error}") from error
+        raise AddressError(f"{field}: {error}") from error
     if address.port == 0:
-        raise AddressError(f"bootstrap: {text!r} has port 0; write the port that the node there printed")
+        raise AddressError(f"{field}: {text!r} has port 0; write the port that the node there printed")
     return Bootstrap(address.host, address.port)

@@ -87,7 +87,10 @@ class Grant:
         """Raise TokenError when its holders may not join any more at unix time ``now``."""
         if now >= self.expires_at:
             ago = _ago(now - self.expires_at)
-            raise TokenError(f"the join token expired {ago} ago; ask the network's owner for a new one")
+            raise TokenError(
+                f"the join token expired {ago} ago; ask the network's owner for a new one, or to renew it "
+                f"(p2pserve token renew {self.certificate})"
+            )
 
 
 class _Body(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -174,8 +177,10 @@ def issue_token(
     *,
     lead: bool = False,
     uses: int = DEFAULT_USES,
+    secret: bytes | None = None,
 ) -> str:
-    """Make a token for ``uses`` boxes; ``sign`` signs with the network key whose public half is ``network``."""
+    """Make a token for ``uses`` boxes; ``sign`` signs with the network key whose public half is ``network``. With the
+    ``secret`` of an earlier one it is that token by another certificate: its name and its boxes stay."""
     if not 0 < uses <= MAX_USES:
         raise TokenError(f"uses: {uses} boxes; a join token is for 1 to {MAX_USES}")
     if lead and role is Role.CLIENT:
@@ -185,7 +190,7 @@ def issue_token(
     for bootstrap in bootstraps:
         _check_bootstrap(bootstrap.host, bootstrap.port, bootstrap.peer_id or "")
     # A secret for each token, not the network's: who holds one can join, and cannot issue others.
-    secret = secrets.token_bytes(KEY_BYTES)
+    secret = secret or secrets.token_bytes(KEY_BYTES)
     certificate = msgspec.msgpack.encode(
         _Certificate(
             version=_VERSION,
@@ -203,11 +208,12 @@ def issue_token(
     return f"{_PREFIX}_{role.value}_{base64.urlsafe_b64encode(raw).decode('ascii').rstrip('=')}"
 
 
-def admit(text: str, network: bytes, now: float) -> Grant:
-    """What a token grants in ``network`` at unix time ``now``. Raises TokenError."""
+def admit(text: str, network: bytes, now: float | None) -> Grant:
+    """What a token grants in ``network`` at unix time ``now``; ``now=None`` skips the expiry. Raises TokenError."""
     token = JoinToken.parse(text)
     _check_network(token.network, network)
-    token.grant.check_expiry(now)
+    if now is not None:
+        token.grant.check_expiry(now)
     return token.grant
 
 
@@ -275,11 +281,13 @@ def _grant_of(certificate: _Certificate) -> Grant:
 def _bootstraps_of(certificate: _Certificate) -> tuple[Bootstrap, ...]:
     for host, port, peer_id in certificate.bootstraps:
         _check_bootstrap(host, port, peer_id)
-    return tuple(Bootstrap(host, port, PeerId(peer_id)) for host, port, peer_id in certificate.bootstraps)
+    return tuple(
+        Bootstrap(host, port, PeerId(peer_id) if peer_id else None) for host, port, peer_id in certificate.bootstraps
+    )
 
 
 def _check_bootstrap(host: str, port: int, peer_id: str) -> None:
-    if not host or not 0 < port < 65536 or public_key_of(peer_id) is None:
+    if not host or not 0 < port < 65536 or (peer_id and public_key_of(peer_id) is None):
         raise TokenError(
             f"the join token names the bootstrap {host}:{port} with peer id {peer_id!r}, which nobody can dial; "
             "issue it again with host, port 1-65535 and the peer id the bootstrap prints"

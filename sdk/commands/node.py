@@ -14,6 +14,7 @@ from typing import Final
 import trio
 
 from ...bootstrap import parse_address
+from ...bootstrap.trust.targets import parse_member
 from ...coordinator import Phase
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
@@ -53,6 +54,13 @@ NODE_COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
 }
 
 
+_GREETINGS: Final = (  # those that lead keep the network going when this box is lost
+    ("leader", "trusted boxes join with:", "join --bootstrap {token}"),
+    ("worker", "other boxes join with:", "join --bootstrap {token}"),
+    ("client", "clients ask with:", 'generate --bootstrap {token} "def fibonacci(n):"'),
+)
+
+
 def _check_tp(arguments: Namespace) -> None:
     """Refuse more GPUs than this box has before it joins. Raises UsageError."""
     if arguments.tp is None or arguments.tp == 1 or arguments.model is None or arguments.emulate is not None:
@@ -72,6 +80,7 @@ def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettin
         home=home,
         listen=parse_address(listen),
         bootstrap=where,
+        also=tuple(parse_member(text, "also") for text in getattr(arguments, "also", ())),
         links=replace(settings_of(BoxLinkSettings, arguments), box=settings_of(BoxFigures, arguments)),
         engine=settings_of(BoxEngineSettings, arguments),
         phase=Phase(arguments.phase) if arguments.phase is not None else None,
@@ -115,11 +124,10 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
 
 def _greet(started: Started) -> None:
     print(f"node {started.peer} at {started.address}")
-    worker, client = started.tokens.get("worker"), started.tokens.get("client")
-    if worker is not None:
-        print(f"nodes join with:   p2pserve join --bootstrap {worker}")
-    if client is not None:
-        print(f'clients ask with:  p2pserve generate --bootstrap {client} "def fibonacci(n):"')
+    for word, who, command in _GREETINGS:
+        token = started.tokens.get(word)
+        if token is not None:
+            print(f"{who:<27}p2pserve {command.format(token=token)}")
     sys.stdout.flush()
 
 

@@ -44,6 +44,24 @@ def seconds(text: str) -> float:
     return value
 
 
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_LONGEST_S = 10 * 365 * 86400.0
+
+
+def duration(text: str) -> float:
+    """Seconds of `90s`, `30m`, `12h`, `7d` or `2w`."""
+    number, unit = text[:-1], _UNITS.get(text[-1:])
+    try:
+        value = float(number) * (unit or 0.0)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time from now; write a number and its unit: 90s, 30m, 12h, 7d or 2w, at most ten years"
+        )
+    return value
+
+
 def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings:
     """Settings from the options that are called as their fields are; the other fields keep their defaults."""
     given = vars(arguments)

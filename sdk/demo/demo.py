@@ -195,7 +195,7 @@ class Demo:
             bootstrap = await box.start_bootstrap(settings.codec)
             self._say(f"bootstrap: ..{bootstrap.peer[-6:]} at {bootstrap.address}")
             async with AsyncClient(bootstrap.tokens["client"]) as client:
-                status, peers = await self._start_nodes(box, client, bootstrap.tokens["worker"])
+                status, peers = await self._start_nodes(box, client, bootstrap.tokens["leader"])
                 engines_ready_s = self._elapsed()
                 answers = await self._ask_all(client)
                 status = await client.status()

@@ -72,7 +72,7 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
         await box.start_fork_server(settings.nodes, backend="emulated")
         bootstrap = await box.start_bootstrap(settings.codec)
         async with AsyncClient(bootstrap.tokens["client"]) as client:
-            plan = await _start(box, client, bootstrap.tokens["worker"], settings, say)
+            plan = await _start(box, client, bootstrap.tokens["leader"], settings, say)
             await trio.sleep(SETTLE_S)
             say("warming up: every pair of the plan gets its link")
             await _warm_up(client, plan)

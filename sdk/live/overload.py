@@ -78,7 +78,7 @@ async def run_overload(settings: OverloadSettings, say: Say) -> OverloadReport:
         bootstrap = await box.start_bootstrap("kv4")
         token = bootstrap.tokens["client"]
         async with AsyncClient(token) as client:
-            await _start(box, client, bootstrap.tokens["worker"], settings)
+            await _start(box, client, bootstrap.tokens["leader"], settings)
             await _answers(client, settings, 3)  # warm-up
             say(f"undisturbed: {settings.rounds} answers of {settings.own_output} tokens, one after the other")
             alone = await _answers(client, settings, settings.rounds)

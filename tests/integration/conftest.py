@@ -249,7 +249,7 @@ async def open_cluster(
         started = [
             await start(
                 f"node{i}",
-                bootstrap.tokens["worker"],
+                bootstrap.tokens["leader"],
                 channels.pop() if channels is not None else None,
                 dict(*knobs[i : i + 1]),
                 phases[i % len(phases)] if nodes > 1 else None,

@@ -11,6 +11,7 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, Bootstrap, Identity, Network, NetworkKey, PeerId, Role
 from p2pserve.bootstrap.methods import EVERYONE, MEMBERS, Method, Notice
+from p2pserve.bootstrap.state_file import StateFile
 from p2pserve.bootstrap.streams.transport import Transport
 from p2pserve.bootstrap.testing import MemoryNetwork
 
@@ -69,6 +70,7 @@ class World:
         port: int | None = None,
         ask: tuple[Bootstrap, ...] | None = None,
         remembered: tuple[Bootstrap, ...] = (),
+        state_file: StateFile | None = None,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
     ) -> Network:
         address = Address("192.0.2.1", 4000 + index if port is None else port)
@@ -81,6 +83,7 @@ class World:
             announce=address,
             bootstraps=() if alone else (self.bootstrap(),) if ask is None else ask,
             remembered=remembered,
+            state_file=state_file,
             rng=random.Random(self.seed * 100 + address.port),
             clock=lambda: 1000.0 + trio.current_time(),
         )

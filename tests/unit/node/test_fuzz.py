@@ -51,6 +51,7 @@ BEHIND_A_READER = {  # read by functions that the fuzzer calls with bytes, under
     "Orders": "orders",
     "Renewal": "orders",
 }
+OF_THIS_BOX = frozenset({"Catalogue", "Issued", "Wish"})  # in a file of the owner's; nothing of it comes from peers
 
 
 def structs_in(kind: types.Type) -> Iterator[type]:
@@ -89,7 +90,9 @@ def test_every_message_of_network_and_nodes_is_fuzzed() -> None:
     left_out = {
         each
         for each in there
-        if each not in fuzzed and each.__name__ not in BEHIND_A_READER and each not in (Message, ExactMessage)
+        if each not in fuzzed
+        and each.__name__ not in BEHIND_A_READER.keys() | OF_THIS_BOX
+        and each not in (Message, ExactMessage)
     }
     assert not left_out
     assert BEHIND_A_READER.keys() <= {each.__name__ for each in there}

@@ -135,6 +135,15 @@ def test_a_record_that_is_not_the_peers_own_is_refused(forged: Entry) -> None:
 # -- what the owner orders --------------------------------------------------------------------------------------------
 
 
+TOKEN = JoinToken.parse(KEY.issue((), Role.WORKER, 1000.0, uses=2))
+NAME = TOKEN.grant.certificate
+LATER = JoinToken.parse(KEY.issue((), Role.WORKER, 2000.0, uses=2, secret=TOKEN.secret))
+
+
+def shown_by(who: Identity, token: JoinToken = TOKEN) -> MemberRecord:
+    return MemberRecord(Role.WORKER, "192.0.2.1", 4001, token.credential(who.peer_id))
+
+
 @pytest.mark.parametrize(("number", "counts"), [(4, False), (5, False), (6, True)])
 def test_orders_are_followed_when_they_are_the_owners_and_newer(number: int, counts: bool) -> None:
     admission = Admission(KEY.public)
@@ -148,10 +157,6 @@ def test_orders_are_followed_when_they_are_the_owners_and_newer(number: int, cou
 
 def token_for(uses: int, expires_at: float = 2000.0) -> JoinToken:
     return JoinToken.parse(KEY.issue((), Role.WORKER, expires_at, uses=uses))
-
-
-def shown_by(who: Identity, token: JoinToken) -> MemberRecord:
-    return MemberRecord(Role.WORKER, "192.0.2.1", 4001, token.credential(who.peer_id))
 
 
 def test_a_certificate_is_for_so_many_boxes_and_for_each_as_often_as_it_likes() -> None:
@@ -190,3 +195,45 @@ def test_whose_certificate_was_renewed_is_let_in_with_the_old_one_until_the_new_
             admission.check_record(ANN.peer_id, shown_by(ANN, token), NOW)
     with pytest.raises(TokenError, match="expired"):
         admission.check_record(BOB.peer_id, shown_by(BOB, token_for(1, NOW - 60)), NOW)
+
+
+def ordered(orders: Orders) -> Admission:
+    found = Admission(KEY.public)
+    assert found.take_orders(sign_orders(KEY, orders))
+    return found
+
+
+def test_a_token_for_one_box_is_bound_to_the_first_that_shows_it() -> None:
+    admission = Admission(KEY.public)
+    token = JoinToken.parse(KEY.issue((), Role.WORKER, 2000.0, uses=1))
+    admission.check_record(ANN.peer_id, shown_by(ANN, token), NOW)
+    with pytest.raises(TokenSpent, match=f"the join token {token.grant.certificate} is for one box and has been used"):
+        admission.check_record(BOB.peer_id, shown_by(BOB, token), NOW)
+    admission.check_record(ANN.peer_id, shown_by(ANN, token), NOW)
+    assert admission.was_admitted(ANN.peer_id, token.grant)
+    assert not admission.was_admitted(BOB.peer_id, token.grant)
+
+
+@pytest.mark.parametrize("now", [None, 1.0])
+def test_who_was_revoked_is_not_let_in_nor_told_of(now: float | None) -> None:
+    with pytest.raises(TokenSpent, match=f"{NAME} was revoked"):
+        ordered(Orders(1, (NAME,))).check_record(ANN.peer_id, shown_by(ANN), now)
+
+
+def test_a_renewed_certificate_lets_in_with_the_old_one_shown() -> None:
+    admission = ordered(Orders(1, (), {NAME: Renewal(LATER.certificate, LATER.signature)}))
+    admission.check_record(ANN.peer_id, shown_by(ANN), 1999.0)
+    admission.check_record(ANN.peer_id, shown_by(ANN), 2000.0)
+    with pytest.raises(TokenError, match="expired"):
+        admission.check_record(BOB.peer_id, shown_by(BOB), 2000.0)
+
+
+def test_one_that_was_renewed_for_its_members_lets_nobody_else_in() -> None:
+    admission = ordered(Orders(1, (), {NAME: Renewal(LATER.certificate, LATER.signature, (ANN.peer_id,))}))
+    admission.check_record(ANN.peer_id, shown_by(ANN), 1500.0)
+    admission.check_record(ANN.peer_id, shown_by(ANN, LATER), 1500.0)
+    with pytest.raises(TokenError, match="expired"):
+        admission.check_record(BOB.peer_id, shown_by(BOB), 1500.0)
+    with pytest.raises(TokenError, match="renewed for other boxes"):
+        admission.check_record(BOB.peer_id, shown_by(BOB, LATER), 1500.0)
+    admission.check_record(BOB.peer_id, shown_by(BOB), 999.0)  # until its own end it lets in as it did
