@@ -95,9 +95,9 @@ def test_garbage_is_no_manifest_and_no_plan(payload: bytes) -> None:
         read_plan(manifest, payload)
 
 
-def test_a_plan_is_that_which_its_manifest_promises() -> None:
+def test_a_plan_is_that_which_its_manifest_describes() -> None:
     manifest, payload = describe_plan(plan())
-    with pytest.raises(PlanError, match="promises"):
+    with pytest.raises(PlanError, match="describes"):
         read_plan(manifest, payload + b"\x00")
     with pytest.raises(PlanError, match="otherwise"):
         read_plan(msgspec.structs.replace(manifest, version=2), payload)
