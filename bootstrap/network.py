@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 import trio
@@ -34,12 +34,13 @@ from .errors import (
 )
 from .handlers import Handlers
 from .joining import Joining
+from .members import states
 from .members.admission import Admission
 from .members.mesh import Dial
 from .members.neighbours import Contacts
 from .members.own_certificate import OwnCertificate
 from .members.peering import OWN_KINDS, Peering
-from .members.states import Compare, GossipMessage, Member, MemberState, NetworkState, Part, Summary, Tell
+from .members.states import GossipMessage, Member, MemberState, NetworkState, NetworkStatistics
 from .members.table import EntryRules
 from .members.watch import AnswerWatch
 from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
@@ -57,30 +58,10 @@ from .trust.tokens import Bootstrap, JoinToken, Role, admit
 _log = logging.getLogger(__name__)
 
 _SHORTEST_NAP_S: Final = 0.01
-_TELL: Final = Notice("p2p.tell", Tell, EVERYONE)
-_SUMMARY: Final = Notice("p2p.summary", Summary, EVERYONE)
-_COMPARE: Final = Notice("p2p.compare", Compare, EVERYONE)
-_PART: Final = Notice("p2p.part", Part, EVERYONE)
-_NOTICES: Final[dict[type[GossipMessage], str]] = {
-    Tell: _TELL.name,
-    Summary: _SUMMARY.name,
-    Compare: _COMPARE.name,
-    Part: _PART.name,
+_NOTICES: Final[dict[type[GossipMessage], Notice[Any]]] = {
+    kind: Notice(f"p2p.{kind.__name__.lower()}", kind, EVERYONE)
+    for kind in (states.Tell, states.Summary, states.Compare, states.Part)
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkStatistics:
-    """Counts since the start, and the state now."""
-
-    members: int
-    alive: int
-    connected: int
-    coordinator: str | None
-    epoch: int
-    revision: int
-    strangers_refused: int
-    entries_forged: int
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -149,10 +130,8 @@ class Network:
         self._joining = Joining(contacts, self._sessions, self._peering.on_named, self.say, self.settings, self.rng)
         self._sessions.on_opened, self._sessions.on_closed = self._on_opened, self._on_closed
         self._sessions.on_orders = self.order
-        self._handlers.add_notice(_TELL, self._on_gossip)
-        self._handlers.add_notice(_SUMMARY, self._on_gossip)
-        self._handlers.add_notice(_COMPARE, self._on_gossip)
-        self._handlers.add_notice(_PART, self._on_gossip)
+        for notice in _NOTICES.values():
+            self._handlers.add_notice(notice, self._on_gossip)
         self._watch = AnswerWatch(self.settings)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
         self._hung_callbacks: list[Callable[[PeerId, bool], None]] = []
@@ -461,7 +440,7 @@ class Network:
         session = self._sessions.by_peer.get(peer)
         if session is not None:
             try:
-                session.control.send_nowait(encode_notice(_NOTICES[type(message)], encode_body(message)))
+                session.control.send_nowait(encode_notice(_NOTICES[type(message)].name, encode_body(message)))
             except PeerLost as error:
                 _log.debug("not told: %s", error)
 

@@ -112,3 +112,17 @@ class NetworkState(msgspec.Struct, frozen=True, kw_only=True):
     orders: SignedOrders | None = None
     latest: HeldClaim | None = None
     holders: dict[str, list[str]] = {}  # certificate -> the peers that were admitted with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkStatistics:
+    """Counts since the start, and the state now."""
+
+    members: int
+    alive: int
+    connected: int
+    coordinator: str | None
+    epoch: int
+    revision: int
+    strangers_refused: int
+    entries_forged: int

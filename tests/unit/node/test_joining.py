@@ -1,12 +1,12 @@
-"""What a join string becomes, and what the tokens of a network name."""
+"""What a join string becomes, and the key of a new network."""
 
 from pathlib import Path
 
 import pytest
 import trio
 
-from p2pserve.bootstrap import Address, AddressError, Bootstrap, Identity, JoinToken, NetworkKey, Role, TokenError
-from p2pserve.node.joining import MAX_NAMED, accept_invitation, issue_tokens, new_network, read_join_target
+from p2pserve.bootstrap import AddressError, Bootstrap, Identity, NetworkKey, Role, TokenError
+from p2pserve.node.joining import accept_invitation, new_network, read_join_target
 
 KEY = NetworkKey(b"k" * 32)
 PEER = Identity(b"p" * 32)
@@ -17,7 +17,7 @@ BARE = KEY.issue((), Role.WORKER, 2e9)
 
 def test_a_token_alone_names_its_members() -> None:
     found = trio.run(accept_invitation, WORKER, None)
-    assert (found.network, found.token, found.role, found.bootstraps, found.key) == (
+    assert (found.network, found.token, found.role, found.bootstraps, found.owner) == (
         KEY.public,
         WORKER,
         Role.WORKER,
@@ -39,7 +39,7 @@ def test_given_addresses_are_asked_before_those_of_the_token() -> None:
 @pytest.mark.parametrize(
     ("where", "error", "reason"),
     [
-        (KEY.issue((HERE,), Role.CLIENT, 2e9), TokenError, "a client's token; a node joins with the worker line"),
+        (KEY.issue((HERE,), Role.CLIENT, 2e9), TokenError, "a client's token; a node joins with a worker's line"),
         (BARE, TokenError, "names no member to ask; give the address of one beside it"),
         ("nowhere", AddressError, "bootstrap: 'nowhere' has no port"),
     ],
@@ -50,20 +50,8 @@ def test_bad_join_strings(where: str, error: type[Exception], reason: str) -> No
     assert "\n" not in str(caught.value)
 
 
-def test_tokens_name_their_issuer_first_and_members_it_remembers(tmp_path: Path) -> None:
-    owner = new_network(tmp_path)
-    known = tuple(Bootstrap("192.0.2.9", 4000 + seed, Identity(bytes([seed]) * 32).peer_id) for seed in range(1, 13))
-    for role, text in issue_tokens(owner, Address("203.0.113.7", 4001), PEER, (HERE, *known)).items():
-        token = JoinToken.parse(text)
-        assert token.role is Role(role)
-        assert token.bootstraps == (HERE, *known[: MAX_NAMED - 1])
-        assert len(text) < 2000
-
-
-def test_only_the_owner_of_a_network_hands_out_tokens() -> None:
-    member = trio.run(accept_invitation, WORKER, None)
-    assert issue_tokens(member, Address("203.0.113.8", 4001), Identity(b"q" * 32)) == {}
-
-
 def test_the_key_of_a_network_is_made_once(tmp_path: Path) -> None:
-    assert new_network(tmp_path).network == new_network(tmp_path).network
+    first, again = (new_network(tmp_path, pytest.fail) for _ in range(2))
+    assert first.network == again.network
+    assert first.token == again.token
+    assert first.owner is not None

@@ -8,7 +8,7 @@ import pytest
 from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.node.settings import BoxEngineSettings, BoxLinkSettings
 from p2pserve.sdk.cli import build_parser
-from p2pserve.sdk.commands.option_values import Listed, settings_of
+from p2pserve.sdk.commands.option_values import Listed, duration, settings_of
 from p2pserve.sdk.demo.demo import DemoSettings
 from p2pserve.sdk.live.comparison import parser as comparison_parser
 from p2pserve.sdk.live.network import LiveSettings
@@ -30,6 +30,20 @@ def test_values_are_listed_and_replace_the_default(
     parser.add_argument("--where", action=Listed, default=default)
     for _ in range(2):  # one parse leaves nothing for the next
         assert parser.parse_args(arguments).where == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("30m", 1800), ("12h", 43_200), ("7d", 604_800), ("2w", 1_209_600), ("0.5h", 1800)],
+)
+def test_a_time_from_now_has_a_unit(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "d", "7", "7 years", "-1d", "0s", "nand", "infd", "11000d", "d7"])
+def test_what_is_no_time_from_now(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no time from now; write a number and its unit: 90s"):
+        duration(text)
 
 
 OPTIONS = (

@@ -11,7 +11,7 @@ from p2pserve.bootstrap.members.own_certificate import OwnCertificate
 from p2pserve.bootstrap.trust.orders import Orders, Renewal, sign_orders
 from p2pserve.bootstrap.trust.tokens import admit_credential
 
-from .certificates import KEY, PEOPLE, admission
+from ..certificates import KEY, PEOPLE, admission
 
 ME, OTHER = PEOPLE[0].peer_id, PEOPLE[1].peer_id
 TOKEN = JoinToken.parse(KEY.issue((), Role.WORKER, 1000.0))
