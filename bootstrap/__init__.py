@@ -27,8 +27,8 @@ from .trust.targets import JoinTarget, parse_join_target
 from .trust.tokens import Bootstrap, JoinToken, Role, admit, parse_bootstrap
 
 if TYPE_CHECKING:
-    from .members.states import Member, MemberState
-    from .network import Network, NetworkStatistics
+    from .members.states import Member, MemberState, NetworkStatistics
+    from .network import Network
     from .streams.libp2p_host import Libp2pTransport
 
 __all__ = [
@@ -74,7 +74,7 @@ _LAZY = {  # name -> module; `import trio` takes 0.1 s and `import libp2p` 0.4 s
     "Member": "members.states",
     "MemberState": "members.states",
     "Network": "network",
-    "NetworkStatistics": "network",
+    "NetworkStatistics": "members.states",
     "Libp2pTransport": "streams.libp2p_host",
 }
 

@@ -39,10 +39,10 @@ from .members.mesh import Dial
 from .members.neighbours import Contacts
 from .members.own_certificate import OwnCertificate
 from .members.peering import OWN_KINDS, Peering
-from .members.states import Compare, GossipMessage, Member, MemberState, NetworkState, Part, Summary, Tell
+from .members.states import GOSSIP_NOTICES, GossipMessage, Member, MemberState, NetworkState, NetworkStatistics
 from .members.table import EntryRules
 from .members.watch import AnswerWatch
-from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
+from .methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .settings import NetworkSettings
 from .state_file import StateFile, keep_state
@@ -52,35 +52,11 @@ from .trust.entries import MEMBER_KIND, Entry, MemberRecord
 from .trust.identity import Identity
 from .trust.keys import PeerId
 from .trust.orders import Orders, SignedOrders
-from .trust.tokens import Bootstrap, JoinToken, Role, admit
+from .trust.tokens import Bootstrap, JoinToken, Role
 
 _log = logging.getLogger(__name__)
 
 _SHORTEST_NAP_S: Final = 0.01
-_TELL: Final = Notice("p2p.tell", Tell, EVERYONE)
-_SUMMARY: Final = Notice("p2p.summary", Summary, EVERYONE)
-_COMPARE: Final = Notice("p2p.compare", Compare, EVERYONE)
-_PART: Final = Notice("p2p.part", Part, EVERYONE)
-_NOTICES: Final[dict[type[GossipMessage], str]] = {
-    Tell: _TELL.name,
-    Summary: _SUMMARY.name,
-    Compare: _COMPARE.name,
-    Part: _PART.name,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkStatistics:
-    """Counts since the start, and the state now."""
-
-    members: int
-    alive: int
-    connected: int
-    coordinator: str | None
-    epoch: int
-    revision: int
-    strangers_refused: int
-    entries_forged: int
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -149,10 +125,8 @@ class Network:
         self._joining = Joining(contacts, self._sessions, self._peering.on_named, self.say, self.settings, self.rng)
         self._sessions.on_opened, self._sessions.on_closed = self._on_opened, self._on_closed
         self._sessions.on_orders = self.order
-        self._handlers.add_notice(_TELL, self._on_gossip)
-        self._handlers.add_notice(_SUMMARY, self._on_gossip)
-        self._handlers.add_notice(_COMPARE, self._on_gossip)
-        self._handlers.add_notice(_PART, self._on_gossip)
+        for notice in GOSSIP_NOTICES.values():
+            self._handlers.add_notice(notice, self._on_gossip)
         self._watch = AnswerWatch(self.settings)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
         self._hung_callbacks: list[Callable[[PeerId, bool], None]] = []
@@ -166,11 +140,11 @@ class Network:
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._check_token()
+        self._check_named()
         kept = await trio.to_thread.run_sync(self.state_file.load) if self.state_file is not None else None
         if kept is not None:
             self._peering.restore(kept, trio.current_time())
-        self._certificate.check(self.clock(), has_joined=kept is not None)
+        self._certificate.check(self.role, self.clock(), has_joined=kept is not None)
         self._certificate.heed_orders()
         self._nursery_manager = trio.open_nursery()
         nursery = self._nursery = await self._nursery_manager.__aenter__()
@@ -382,14 +356,8 @@ class Network:
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
-    def _check_token(self) -> None:
-        """Find out here what the others would tell us."""
-        role = admit(self.token, self.network_key_public, None).role
-        if role is not self.role:
-            raise TokenError(
-                f"the join token is for the role {role.value!r}, not {self.role.value!r}; "
-                f"start as {role.value!r} or use another token"
-            )
+    def _check_named(self) -> None:
+        """Refuse a token that names nobody else."""
         if self.bootstraps and not self._named:
             raise TokenError(
                 f"the join token names only this node itself (..{self.peer_id[-6:]}), as after that box was copied; "
@@ -461,7 +429,7 @@ class Network:
         session = self._sessions.by_peer.get(peer)
         if session is not None:
             try:
-                session.control.send_nowait(encode_notice(_NOTICES[type(message)], encode_body(message)))
+                session.control.send_nowait(encode_notice(GOSSIP_NOTICES[type(message)].name, encode_body(message)))
             except PeerLost as error:
                 _log.debug("not told: %s", error)
 

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
 from ..addresses import Address
+from ..methods import EVERYONE, Notice
 from ..trust.entries import MAX_KINDS, Entry, EntryCounter, Kind, Lie, Origin
 from ..trust.keys import PeerId
 from ..trust.orders import SignedOrders
@@ -47,6 +48,20 @@ class MergeResult:
     lies: tuple[Lie, ...] = ()
     forged: int = 0
     ignored: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkStatistics:
+    """Counts since the start, and the state now."""
+
+    members: int
+    alive: int
+    connected: int
+    coordinator: str | None
+    epoch: int
+    revision: int
+    strangers_refused: int
+    entries_forged: int
 
 
 # -- what members tell each other --------------------------------------------------------------------------------------
@@ -99,6 +114,10 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 GossipMessage = Tell | Summary | Compare | Part
+GOSSIP_NOTICES: Final[dict[type[GossipMessage], Notice[Any]]] = {
+    kind: Notice(name, kind, EVERYONE)
+    for kind, name in ((Tell, "p2p.tell"), (Summary, "p2p.summary"), (Compare, "p2p.compare"), (Part, "p2p.part"))
+}
 
 
 # -- what is kept between runs ----------------------------------------------------------------------------------------
