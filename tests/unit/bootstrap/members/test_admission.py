@@ -1,4 +1,4 @@
-"""Who is let in: by the version, the network, the record and the credential that a peer shows, and the owner's orders."""
+"""Who is let in: by version, network, record and credential of a peer, and by what the network's owner has ordered."""
 
 from collections.abc import Iterable
 
@@ -243,7 +243,7 @@ def test_one_that_was_renewed_for_its_members_lets_nobody_else_in() -> None:
     admission.check_record(BOB.peer_id, shown_by(BOB), 999.0)  # until its own end it lets in as it did
 
 
-# -- what a node shows itself -------------------------------------------------------------------------------------------
+# -- what a node shows itself ------------------------------------------------------------------------------------------
 
 
 ME, OTHER = ANN.peer_id, BOB.peer_id
