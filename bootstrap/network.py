@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 import trio
@@ -34,15 +34,16 @@ from .errors import (
 )
 from .handlers import Handlers
 from .joining import Joining
+from .members import states
 from .members.admission import Admission
 from .members.mesh import Dial
 from .members.neighbours import Contacts
 from .members.own_certificate import OwnCertificate
 from .members.peering import OWN_KINDS, Peering
-from .members.states import GOSSIP_NOTICES, GossipMessage, Member, MemberState, NetworkState, NetworkStatistics
+from .members.states import GossipMessage, Member, MemberState, NetworkState, NetworkStatistics
 from .members.table import EntryRules
 from .members.watch import AnswerWatch
-from .methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
+from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions
 from .settings import NetworkSettings
 from .state_file import StateFile, keep_state
@@ -57,6 +58,10 @@ from .trust.tokens import Bootstrap, JoinToken, Role
 _log = logging.getLogger(__name__)
 
 _SHORTEST_NAP_S: Final = 0.01
+_NOTICES: Final[dict[type[GossipMessage], Notice[Any]]] = {
+    kind: Notice(f"p2p.{kind.__name__.lower()}", kind, EVERYONE)
+    for kind in (states.Tell, states.Summary, states.Compare, states.Part)
+}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -125,7 +130,7 @@ class Network:
         self._joining = Joining(contacts, self._sessions, self._peering.on_named, self.say, self.settings, self.rng)
         self._sessions.on_opened, self._sessions.on_closed = self._on_opened, self._on_closed
         self._sessions.on_orders = self.order
-        for notice in GOSSIP_NOTICES.values():
+        for notice in _NOTICES.values():
             self._handlers.add_notice(notice, self._on_gossip)
         self._watch = AnswerWatch(self.settings)
         self._lost_callbacks: list[Callable[[PeerId], None]] = []
@@ -429,7 +434,7 @@ class Network:
         session = self._sessions.by_peer.get(peer)
         if session is not None:
             try:
-                session.control.send_nowait(encode_notice(GOSSIP_NOTICES[type(message)].name, encode_body(message)))
+                session.control.send_nowait(encode_notice(_NOTICES[type(message)].name, encode_body(message)))
             except PeerLost as error:
                 _log.debug("not told: %s", error)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from .. import __version__
 from ..kernels.codecs import CODEC_NAMES
 from . import environment
-from .commands.engine_parsers import add_engine_options
+from .commands.engine_parsers import add_engine_options, add_link_options, add_price_options
 from .commands.option_values import Listed, count, figure, positive, seconds
 from .commands.planning_parsers import add_live_option, add_plan_options, add_sim_options
 from .commands.token_parsers import ABOUT_TOKENS, add_also_option, add_token_verbs
@@ -315,7 +315,7 @@ def _add_path(commands: Commands[_Parser]) -> None:
     parser.add_argument(
         "--megabytes", type=figure, default=80.0, metavar="MB", help="how much to move (default: 80, a long prompt)"
     )
-    _add_prices(parser)
+    add_price_options(parser)
     _add_network(parser, "p2p_client_...")
     _add_timeout(parser)
 
@@ -365,58 +365,6 @@ def _add_timeout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout-s", type=seconds, default=10.0, metavar="S", help="to reach the network (default: 10)"
     )
-
-
-def _add_prices(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--usd-per-s", type=figure, metavar="USD", help="what a second of waiting saved may cost (default: anything)"
-    )
-    parser.add_argument(
-        "--max-usd-per-gb", type=figure, metavar="USD", help="never take a path that costs more (default: no limit)"
-    )
-
-
-def _add_links(parser: argparse.ArgumentParser) -> None:
-    links = parser.add_argument_group("links")
-    links.add_argument(
-        "--site",
-        default="",
-        metavar="NAME",
-        help="boxes of one site measure the others for each other (default: boxes behind one public address)",
-    )
-    links.add_argument(
-        "--usd-per-hour", type=figure, default=0.0, metavar="USD", help="what the box costs, for reports (default: 0)"
-    )
-    links.add_argument(
-        "--relay-private",
-        action="store_true",
-        help="forward for others to private addresses, too (default: only where this box has such a one itself)",
-    )
-    links.add_argument("--up-gbps", type=figure, metavar="G", help="what the box can send (default: as measured)")
-    links.add_argument("--down-gbps", type=figure, metavar="G", help="what it can receive (default: as measured)")
-    links.add_argument(
-        "--usd-per-gb-up",
-        dest="up_usd_per_gb",
-        type=figure,
-        default=0.0,
-        metavar="USD",
-        help="billed for what it sends (default: 0)",
-    )
-    links.add_argument(
-        "--usd-per-gb-down",
-        dest="down_usd_per_gb",
-        type=figure,
-        default=0.0,
-        metavar="USD",
-        help="billed for what it receives (default: 0)",
-    )
-    links.add_argument(
-        "--relay-gbps",
-        type=figure,
-        metavar="G",
-        help="forward at most so much between other nodes, who encrypt it; 0: nothing (default: no limit)",
-    )
-    _add_prices(links)
 
 
 def _add_demo(commands: Commands[_Parser]) -> None:
@@ -491,7 +439,7 @@ def _add_node(parser: argparse.ArgumentParser, *, port: int, folder: str) -> Non
         metavar="S",
         help="on Ctrl-C or SIGTERM let requests finish for so long; a second one leaves at once (default: 30)",
     )
-    _add_links(parser)
+    add_link_options(parser)
     add_engine_options(parser)
 
 

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, Final
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from ..addresses import Address
-from ..methods import EVERYONE, Notice
 from ..trust.entries import MAX_KINDS, Entry, EntryCounter, Kind, Lie, Origin
 from ..trust.keys import PeerId
 from ..trust.orders import SignedOrders
@@ -48,20 +47,6 @@ class MergeResult:
     lies: tuple[Lie, ...] = ()
     forged: int = 0
     ignored: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkStatistics:
-    """Counts since the start, and the state now."""
-
-    members: int
-    alive: int
-    connected: int
-    coordinator: str | None
-    epoch: int
-    revision: int
-    strangers_refused: int
-    entries_forged: int
 
 
 # -- what members tell each other --------------------------------------------------------------------------------------
@@ -114,10 +99,6 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
 
 
 GossipMessage = Tell | Summary | Compare | Part
-GOSSIP_NOTICES: Final[dict[type[GossipMessage], Notice[Any]]] = {
-    kind: Notice(name, kind, EVERYONE)
-    for kind, name in ((Tell, "p2p.tell"), (Summary, "p2p.summary"), (Compare, "p2p.compare"), (Part, "p2p.part"))
-}
 
 
 # -- what is kept between runs ----------------------------------------------------------------------------------------
@@ -131,3 +112,17 @@ class NetworkState(msgspec.Struct, frozen=True, kw_only=True):
     orders: SignedOrders | None = None
     latest: HeldClaim | None = None
     holders: dict[str, list[str]] = {}  # certificate -> the peers that were admitted with it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkStatistics:
+    """Counts since the start, and the state now."""
+
+    members: int
+    alive: int
+    connected: int
+    coordinator: str | None
+    epoch: int
+    revision: int
+    strangers_refused: int
+    entries_forged: int

@@ -47,9 +47,9 @@ def read_number(entry: bytes) -> tuple[int, int] | None:
 
 
 def read_plan(manifest: PlanManifest, payload: bytes) -> Plan:
-    """The plan of a manifest. Raises PlanError for bytes that are not what it promises, or are no plan."""
-    if not is_promised(manifest, payload):
-        raise PlanError("its bytes are not those that its manifest promises")
+    """The plan of a manifest. Raises PlanError for bytes that are another's, or no plan's."""
+    if not is_that_of(manifest, payload):
+        raise PlanError("its bytes are not those of its manifest")
     try:
         plan = _plans.decode(payload)
     except (*DECODE_ERRORS, ValueError) as error:
@@ -59,7 +59,7 @@ def read_plan(manifest: PlanManifest, payload: bytes) -> Plan:
     return plan
 
 
-def is_promised(manifest: PlanManifest, payload: bytes) -> bool:
+def is_that_of(manifest: PlanManifest, payload: bytes) -> bool:
     """Whether these are the bytes of the manifest's plan."""
     return len(payload) == manifest.size and sha256(payload).digest() == manifest.digest
 

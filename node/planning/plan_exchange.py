@@ -19,7 +19,7 @@ from ...bootstrap.methods import Messenger
 from ..messages import MAX_HOLDERS, PLAN_PIECE_BYTES, PlanManifest, PlanPiece, PlanPieceQuery
 from ..methods import PLAN_PIECE
 from ..settings import NodeTuning
-from .manifest import is_promised
+from .manifest import is_that_of
 
 _KEPT: Final = 2  # plans: the one that is followed, and the one that is to be
 _SOURCES: Final = 32
@@ -93,7 +93,7 @@ class PlanExchange:
                     payload = await self._fetch_from(source, manifest, sources)
                     if payload is None:
                         continue
-                    if is_promised(manifest, payload):
+                    if is_that_of(manifest, payload):
                         self.hold(manifest.digest, payload)
                         self._on_bytes(manifest, payload)
                         return

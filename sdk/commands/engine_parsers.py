@@ -94,3 +94,57 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="the figures of those GPUs: the datasheet's (default), those of ThunderServe's table 1, or measured ones",
     )
     engine.add_argument("--threads", type=positive, metavar="N", help="of a CPU engine (default: all cores but one)")
+
+
+def add_price_options(parser: argparse._ActionsContainer) -> None:
+    """What saving time may cost."""
+    parser.add_argument(
+        "--usd-per-s", type=figure, metavar="USD", help="what a second of waiting saved may cost (default: anything)"
+    )
+    parser.add_argument(
+        "--max-usd-per-gb", type=figure, metavar="USD", help="never take a path that costs more (default: no limit)"
+    )
+
+
+def add_link_options(parser: argparse.ArgumentParser) -> None:
+    """What the box's owner says of its links."""
+    links = parser.add_argument_group("links")
+    links.add_argument(
+        "--site",
+        default="",
+        metavar="NAME",
+        help="boxes of one site measure the others for each other (default: boxes behind one public address)",
+    )
+    links.add_argument(
+        "--usd-per-hour", type=figure, default=0.0, metavar="USD", help="what the box costs, for reports (default: 0)"
+    )
+    links.add_argument(
+        "--relay-private",
+        action="store_true",
+        help="forward for others to private addresses, too (default: only where this box has such a one itself)",
+    )
+    links.add_argument("--up-gbps", type=figure, metavar="G", help="what the box can send (default: as measured)")
+    links.add_argument("--down-gbps", type=figure, metavar="G", help="what it can receive (default: as measured)")
+    links.add_argument(
+        "--usd-per-gb-up",
+        dest="up_usd_per_gb",
+        type=figure,
+        default=0.0,
+        metavar="USD",
+        help="billed for what it sends (default: 0)",
+    )
+    links.add_argument(
+        "--usd-per-gb-down",
+        dest="down_usd_per_gb",
+        type=figure,
+        default=0.0,
+        metavar="USD",
+        help="billed for what it receives (default: 0)",
+    )
+    links.add_argument(
+        "--relay-gbps",
+        type=figure,
+        metavar="G",
+        help="forward at most so much between other nodes, who encrypt it; 0: nothing (default: no limit)",
+    )
+    add_price_options(links)

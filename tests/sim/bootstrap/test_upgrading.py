@@ -73,7 +73,12 @@ class OtherReleaseTransport:
     async def dial(self, address: Address, peer_id: PeerId) -> OtherRelease:
         return OtherRelease(await self._under.dial(address, peer_id), self._speak)
 
-    async def serve(self, on_connection: ConnectionHandler, *more: Any, task_status: trio.TaskStatus[Address]) -> None:
+    async def serve(
+        self,
+        on_connection: ConnectionHandler,
+        *more: Any,
+        task_status: trio.TaskStatus[Address] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         async def on_other(connection: PeerConnection) -> None:
             await on_connection(OtherRelease(connection, self._speak))
 

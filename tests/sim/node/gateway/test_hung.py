@@ -1,5 +1,8 @@
 """Nodes that do not answer, though their connections are there."""
 
+from collections.abc import Callable
+from functools import partial
+
 from p2pserve.bootstrap import Role
 from p2pserve.node import messages
 
@@ -69,10 +72,12 @@ def test_new_requests_avoid_a_node_that_hangs_until_it_answers() -> None:
 def test_a_head_that_says_so_of_its_replica_counts_as_hung_until_it_says_otherwise_or_is_lost() -> None:
     async def main() -> None:
         async with open_world(P, D, D2) as world:
-            for ends_it in (
-                lambda: world.gateway.on_replica_hung(D, Role.WORKER, messages.ReplicaHung(hung=False)),
-                lambda: world.gateway.peer_lost(D),
-            ):
+            over = messages.ReplicaHung(hung=False)
+            endings: tuple[Callable[[], None], ...] = (
+                partial(world.gateway.on_replica_hung, D, Role.WORKER, over),
+                partial(world.gateway.peer_lost, D),
+            )
+            for ends_it in endings:
                 world.gateway.on_replica_hung(D, Role.WORKER, messages.ReplicaHung(hung=True))
                 world.gateway.peer_hung(D, True)
                 world.gateway.peer_hung(D, False)  # it answers; but its replica does not get on

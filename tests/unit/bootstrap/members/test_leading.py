@@ -11,7 +11,7 @@ from p2pserve.bootstrap.members.states import HeldClaim
 from p2pserve.bootstrap.members.table import Table
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, sign_entry
 
-from .certificates import PEOPLE, TOKENS, admission, payload, record, word
+from ..certificates import PEOPLE, TOKENS, admission, payload, record, word
 
 ME, ANN, BOB, CAT, DAN = PEOPLE[:5]
 SETTINGS = NetworkSettings()

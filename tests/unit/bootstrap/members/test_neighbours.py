@@ -12,12 +12,12 @@ from p2pserve.bootstrap.members.roster import Roster
 from p2pserve.bootstrap.members.table import Table
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND
 
-from .certificates import PEOPLE, admission, payload, place, record
+from ..certificates import PEOPLE, admission, payload, place, record
 
 ME, *OTHERS = PEOPLE
 NEVER = float("inf")
 SMALL = NetworkSettings(full_mesh=16)
-LARGE = NetworkSettings(full_mesh=3, strange_dials_s=1000.0, strange_dials_burst=1000.0)
+LARGE = NetworkSettings(full_mesh=3, strange_dials_s=1000.0, strange_dials_burst=1000)
 
 
 def bootstrap(who: Identity) -> Bootstrap:

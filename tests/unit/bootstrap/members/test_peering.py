@@ -15,7 +15,7 @@ from p2pserve.bootstrap.members.states import Compare, Holding, Summary, Tell
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry
 from p2pserve.bootstrap.trust.orders import Orders, sign_orders
 
-from .certificates import KEY, PEOPLE, TOKENS, admission, payload, place, record, word
+from ..certificates import KEY, PEOPLE, TOKENS, admission, payload, place, record, word
 
 ANN, ME, BOB, CAT = PEOPLE[:4]
 SETTINGS = NetworkSettings()

@@ -11,7 +11,7 @@ from p2pserve.bootstrap.members.states import Compare, Holding, NetworkState, Pa
 from p2pserve.bootstrap.trust.entries import Lie
 from p2pserve.bootstrap.trust.orders import Orders, sign_orders
 
-from .certificates import KEY, TOKENS, record, word
+from ..certificates import KEY, TOKENS, record, word
 from .test_peering import ANN, BOB, CAT, ME, SETTINGS, open_session, peering, state_of, tell, tick
 
 ORDERS = sign_orders(KEY, Orders(5, (TOKENS[Role.WORKER, False].grant.certificate,)))

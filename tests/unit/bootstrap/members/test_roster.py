@@ -8,7 +8,7 @@ from p2pserve.bootstrap.members.roster import Roster
 from p2pserve.bootstrap.members.table import Table
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND
 
-from .certificates import PEOPLE, admission, payload, place, record, word
+from ..certificates import PEOPLE, admission, payload, place, record, word
 
 ME, ANN, BOB, CAT, DAN = PEOPLE[:5]
 SETTINGS = NetworkSettings()

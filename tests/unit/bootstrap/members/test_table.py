@@ -27,7 +27,7 @@ from p2pserve.bootstrap.trust.entries import (
 )
 from p2pserve.bootstrap.trust.orders import Orders, sign_orders
 
-from .certificates import KEY, PEOPLE, admission, payload, record, word
+from ..certificates import KEY, PEOPLE, admission, payload, record, word
 
 ME, ANN, BOB, CAT, DAN = PEOPLE[:5]
 SETTINGS = NetworkSettings()

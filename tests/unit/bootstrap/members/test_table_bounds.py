@@ -8,7 +8,7 @@ from p2pserve.bootstrap.members.allowance import Allowance
 from p2pserve.bootstrap.members.table import BEAT_KIND, BUCKETS, MAX_ORIGIN_BYTES, MAX_ORIGINS, EntryRules, Table
 from p2pserve.bootstrap.trust.entries import MAX_PAYLOAD, MEMBER_KIND, Entry, Lie, MemberRecord, sign_entry
 
-from .certificates import KEY, PEOPLE, admission, payload, record, word
+from ..certificates import KEY, PEOPLE, admission, payload, record, word
 from .test_table import ALL, ANN, BOB, CAT, ME, SETTINGS, said, table
 
 

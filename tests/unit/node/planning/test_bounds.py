@@ -31,7 +31,7 @@ def numbers(kind: types.Type, value: Any) -> Iterator[tuple[Path, Iterable[float
             yield (), [bound for bound in (kind.ge, kind.le) if bound is not None] or INTEGERS
         case types.FloatType():
             low = kind.ge if kind.gt is None else 5e-324
-            yield (), FLOATS if low is None else (low, 5e-324, kind.le)
+            yield (), FLOATS if low is None else [low, 5e-324, *([] if kind.le is None else [kind.le])]
         case types.UnionType():
             for each in kind.types:
                 if not isinstance(each, types.NoneType):
