@@ -39,6 +39,7 @@ from .links.prober import Prober
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.plan_exchange import PlanExchange
+from .planning.plan_file import PlanFile
 from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
@@ -115,7 +116,11 @@ async def _join(
             say=say,
         )
         async with network:
-            node = Node(Joined(network, settings, say), found, served, port, relay, nursery)
+            joined = Joined(network, settings, say)
+            plans = PlanFile(settings.home, membership.network, say)
+            joined.view.plan = await trio.to_thread.run_sync(plans.load, network.statistics().epoch)
+            nursery.start_soon(plans.keep, joined.view)
+            node = Node(joined, found, served, port, relay, nursery)
             address = network.address
             handed_out: dict[str, str] = {}
             owner = membership.owner
