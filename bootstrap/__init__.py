@@ -74,7 +74,7 @@ _LAZY = {  # name -> module; `import trio` takes 0.1 s and `import libp2p` 0.4 s
     "Member": "members.states",
     "MemberState": "members.states",
     "Network": "network",
-    "NetworkStatistics": "network",
+    "NetworkStatistics": "members.states",
     "Libp2pTransport": "streams.libp2p_host",
 }
 

@@ -53,7 +53,7 @@ from .trust.entries import MEMBER_KIND, Entry, MemberRecord
 from .trust.identity import Identity
 from .trust.keys import PeerId
 from .trust.orders import Orders, SignedOrders
-from .trust.tokens import Bootstrap, JoinToken, Role, admit
+from .trust.tokens import Bootstrap, JoinToken, Role
 
 _log = logging.getLogger(__name__)
 
@@ -145,11 +145,11 @@ class Network:
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._check_token()
+        self._check_named()
         kept = await trio.to_thread.run_sync(self.state_file.load) if self.state_file is not None else None
         if kept is not None:
             self._peering.restore(kept, trio.current_time())
-        self._certificate.check(self.clock(), has_joined=kept is not None)
+        self._certificate.check(self.role, self.clock(), has_joined=kept is not None)
         self._certificate.heed_orders()
         self._nursery_manager = trio.open_nursery()
         nursery = self._nursery = await self._nursery_manager.__aenter__()
@@ -361,14 +361,8 @@ class Network:
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
-    def _check_token(self) -> None:
-        """Find out here what the others would tell us."""
-        role = admit(self.token, self.network_key_public, None).role
-        if role is not self.role:
-            raise TokenError(
-                f"the join token is for the role {role.value!r}, not {self.role.value!r}; "
-                f"start as {role.value!r} or use another token"
-            )
+    def _check_named(self) -> None:
+        """Refuse a token that names nobody else."""
         if self.bootstraps and not self._named:
             raise TokenError(
                 f"the join token names only this node itself (..{self.peer_id[-6:]}), as after that box was copied; "

@@ -144,8 +144,6 @@ class PeerSessions:
             raise Unreachable(f"cannot reach {peer}: this node has left the network; start it again to rejoin")
         if self._is_banned(peer):
             raise Refused(f"{peer} misbehaved and is not dialled for a minute; look at its log")
-        if peer in self._table.lies:
-            raise Refused(f"{peer} was expelled: it said two things under one number")
         event = self._connecting[peer] = trio.Event()
         try:
             return await self._dial(peer, address)
@@ -257,11 +255,6 @@ class PeerSessions:
                     raise IdentityInUse(self._describe_holder(peer), self._born)
                 if self._is_banned(peer):
                     raise ProtocolError("this peer misbehaved; try again in a minute")
-                if peer in self._table.lies:
-                    raise ProtocolError(
-                        "this peer was expelled: it said two things under one number; if its box is sound again, "
-                        "delete identity.key in its home folder, and join as another"
-                    )
                 record = self._admission.check_greeting(greeting, peer, self._table.record(peer), self._clock())
                 await self._check_life(peer, greeting.born)
             except (TokenError, ProtocolError, IdentityInUse) as error:

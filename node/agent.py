@@ -37,9 +37,9 @@ from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
 from .planning.coordination import Coordinator
-from .planning.kept_plan import KeptPlan
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.plan_exchange import PlanExchange
+from .planning.plan_file import PlanFile
 from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
@@ -94,8 +94,6 @@ async def _join(
     remembered = await trio.to_thread.run_sync(book.load)
     announce = announced_address(settings.announce, os.environ, settings.listen, default_route_address)
     relay = Relay()
-    kept_plan = KeptPlan(settings.home, membership.network, say)
-    followed = await trio.to_thread.run_sync(kept_plan.load)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_close_in_the_end, relay)
         port = DataPort(nursery, settings.tuning)
@@ -118,9 +116,10 @@ async def _join(
             say=say,
         )
         async with network:
-            joined = Joined(network, settings, say, followed)
+            plans = PlanFile(settings.home, membership.network, say)
+            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
+            nursery.start_soon(plans.keep, joined.view)
             node = Node(joined, found, served, port, relay, nursery)
-            nursery.start_soon(_keep_plan, joined, kept_plan)
             address = network.address
             handed_out: dict[str, str] = {}
             owner = membership.owner
@@ -314,16 +313,6 @@ class Node:
             self._serving.gateway.network_changed()
             if not self._draining:
                 self._serving.host.follow(self._joined.view.plan)
-
-
-async def _keep_plan(joined: Joined, kept: KeptPlan) -> None:
-    saved: Plan | None = None
-    while True:
-        plan = joined.view.plan
-        if plan is not None and plan is not saved:
-            await trio.to_thread.run_sync(kept.save, plan)  # a disk may take its time; heartbeats do not wait for it
-            saved = plan
-        await trio.sleep(joined.settings.tuning.plan_saved_s)
 
 
 async def _close_in_the_end(relay: Relay) -> None:

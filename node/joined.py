@@ -131,8 +131,8 @@ class Joined:
         self.take_plan()
 
     def _recall_plan(self, epoch: int) -> None:
-        """Go on by what an earlier run followed, once. Not by a plan of a later epoch than anybody knows of: a network
-        whose members have all lost their state counts anew, and would never come to a newer one."""
+        """Go on by what an earlier run followed, once there is a coordinator: not by a plan of a later epoch than its.
+        A network whose members have all lost their state counts anew, and would come to no newer plan."""
         followed = self._followed
         if followed is not None and followed.epoch <= epoch:
             self._followed = None

@@ -126,7 +126,6 @@ class NodeTuning:
     plan_last_retry_s: float = 4.0  # at most
     plan_missing_s: float = 60.0  # after which a coordinator is objected to whose plan nobody has
     plan_strange_s: float = 10.0  # the same, for a plan without a box that is known here; adverts take seconds
-    plan_saved_s: float = 1.0  # between two looks whether it is another than the one on disk
     judge_s: float = 2.0  # between two looks at whether there is something against it
     plan_stale_s: float = 45.0
     """The same, from when this box last told what it is: until then a plan that does not fit it may be honest, and made

@@ -328,16 +328,10 @@ def _add_selftest(commands: Commands[_Parser]) -> None:
         "p2pserve selftest",
         ("text", "json"),
     )
-    parser.add_argument(
-        "--full", action="store_true", help="all that is checked once on a GPU: tests, kernels, engines; half an hour"
-    )
-    parser.add_argument(
-        "--report",
-        type=Path,
-        default=Path("gpu-check.json"),
-        metavar="FILE",
-        help="where --full writes what it found (default: %(default)s)",
-    )
+    add = parser.add_argument
+    add("--full", action="store_true", help="all that is checked once on a GPU: tests, kernels, engines; half an hour")
+    report = "where --full writes what it found (default: %(default)s)"
+    add("--report", type=Path, default=Path("gpu-check.json"), metavar="FILE", help=report)
 
 
 def _add_plan(commands: Commands[_Parser]) -> None:

@@ -23,6 +23,7 @@ class Admission:
         self.orders = Orders()
         self.signed_orders: SignedOrders | None = None
         self._holders: dict[str, set[str]] = {}  # certificate -> the peers that were admitted with it
+        self._expelled: set[str] = set()
 
     # -- orders -------------------------------------------------------------------------------------------------------
 
@@ -52,6 +53,10 @@ class Admission:
     def restore_holders(self, holders: Mapping[str, Iterable[str]]) -> None:
         """Take up what an earlier run has kept."""
         self._holders = {certificate: set(peers) for certificate, peers in holders.items()}
+
+    def expel(self, peer: str) -> None:
+        """Never let this peer in again: it has proved that it lies."""
+        self._expelled.add(peer)
 
     def release(self, peer: str) -> None:
         """A client has gone: others may use its place. (A box keeps it: its certificate is bound to it.)"""
@@ -119,6 +124,11 @@ class Admission:
         """The record of a peer that may come in; ``known`` is the one we hold. Raises TokenError or
         ProtocolError."""
         check_version(greeting.version, greeting.release)
+        if peer in self._expelled:
+            raise TokenError(
+                "the peer has said two different things under one number, which proves that it lies; if it is yours, "
+                "delete identity.key in its home folder and start it with another token"
+            )
         if greeting.network != self.network:
             raise TokenError(
                 f"the peer belongs to another network ({greeting.network.hex()[:8]}, "

@@ -106,7 +106,9 @@ class Leadership:
         does not lead could pass over the other at will."""
         boxes = self._roster.find_boxes()
         refusing = (refused for peer, refused in self._objections.items() if peer in boxes and peer != refused[0])
-        return frozenset(refused for refused, count in Counter(refusing).items() if count > max(1, (len(boxes) - 1) / 2))
+        return frozenset(
+            refused for refused, count in Counter(refusing).items() if count > max(1, (len(boxes) - 1) / 2)
+        )
 
 
 def _decode(entry: Entry) -> Claim | None:

@@ -1,7 +1,8 @@
 """What this node shows of its join token, and what the owner's orders make of it."""
 
+from ..errors import TokenError
 from ..trust.keys import PeerId
-from ..trust.tokens import Credential, JoinToken
+from ..trust.tokens import Credential, JoinToken, Role, check_network
 from .admission import Admission
 
 
@@ -14,12 +15,19 @@ class OwnCertificate:
         self._admission = admission
         self._heeded = 0  # the number of the orders that were looked at last
 
-    def check(self, now: float, *, has_joined: bool) -> None:
+    def check(self, role: Role, now: float, *, has_joined: bool) -> None:
         """Refuse here what others would refuse. Raises TokenError. Whoever ``has_joined`` in an earlier run is a
         member beyond the end of its certificate, as far as the others know: they are asked."""
-        self._admission.check_revoked(self._token.grant)
+        token, grant = self._token, self._token.grant
+        check_network(token.network, self._admission.network)
+        if grant.role is not role:
+            raise TokenError(
+                f"the join token is for the role {grant.role.value!r}, not {role.value!r}; "
+                f"start as {grant.role.value!r} or use another token"
+            )
+        self._admission.check_revoked(grant)
         if not has_joined:
-            self._admission.check_end(self._peer, self._token.grant, now)
+            self._admission.check_end(self._peer, grant, now)
 
     def heed_orders(self) -> bool:
         """Look at the owner's orders; returns whether they have brought a later certificate. Raises TokenSpent when

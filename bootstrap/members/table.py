@@ -183,8 +183,12 @@ class Table:
         }
 
     def delta_for(self, digest: Digest, buckets: Collection[int]) -> list[Entry]:
-        """The entries of these buckets that the owner of ``digest`` lacks, records first."""
+        """The entries of these buckets, in which it holds something else, that the owner of ``digest`` lacks, records
+        first."""
         lacking: list[Entry] = []
+        if digest == self.digest(buckets):
+            # The same versions, and not the same: somebody has told two things under one, and both together prove it.
+            digest = {}
         for origin, held in self._origins.items():
             if not held.shared or _bucket_of(origin) not in buckets:
                 continue
@@ -249,6 +253,7 @@ class Table:
                 continue
             if self._proves(lie) and self.is_sound(lie.one) and self.is_sound(lie.other):
                 self.lies[origin] = lie
+                self._admission.expel(origin)
                 self._drop(origin)
                 found.append(lie)
         return found
@@ -460,5 +465,6 @@ def _hash(entry: Entry) -> int:
     """What an entry adds to the hash of its bucket: sums do not depend on the order in which entries came."""
     if entry.kind == BEAT_KIND:
         return 0
-    text = f"{entry.origin} {entry.kind} {entry.incarnation} {entry.version}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=_HASH_BYTES).digest(), "big")
+    # What is said counts, too: who tells two things under one version is found out when two compare what they hold.
+    text = f"{entry.origin} {entry.kind} {entry.incarnation} {entry.version} ".encode() + entry.payload
+    return int.from_bytes(blake2b(text, digest_size=_HASH_BYTES).digest(), "big")

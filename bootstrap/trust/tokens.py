@@ -208,12 +208,11 @@ def issue_token(
     return f"{_PREFIX}_{role.value}_{base64.urlsafe_b64encode(raw).decode('ascii').rstrip('=')}"
 
 
-def admit(text: str, network: bytes, now: float | None) -> Grant:
-    """What a token grants in ``network`` at unix time ``now``; ``now=None`` skips the expiry. Raises TokenError."""
+def admit(text: str, network: bytes, now: float) -> Grant:
+    """What a token grants in ``network`` at unix time ``now``. Raises TokenError."""
     token = JoinToken.parse(text)
-    _check_network(token.network, network)
-    if now is not None:
-        token.grant.check_expiry(now)
+    check_network(token.network, network)
+    token.grant.check_expiry(now)
     return token.grant
 
 
@@ -231,7 +230,7 @@ def _verify_credential(credential: Credential, peer_id: str, network: bytes) -> 
         certificate = _read_certificate(credential.certificate)
     except (ValueError, *DECODE_ERRORS) as error:
         raise _malformed("a part is missing or mistyped") from error
-    _check_network(certificate.network, network)
+    check_network(certificate.network, network)
     _check_signature(certificate, credential.certificate, credential.signature)
     # The proof binds the certificate to one peer: a credential that was overheard fits nobody else.
     if not verify_raw(certificate.holder, _HOLDER_DOMAIN + peer_id.encode("utf-8"), credential.proof):
@@ -299,7 +298,8 @@ def _check_signature(certificate: _Certificate, raw: bytes, signature: bytes) ->
         raise TokenError("the join token is forged: its signature does not fit; ask the network's owner for a new one")
 
 
-def _check_network(named: bytes, ours: bytes) -> None:
+def check_network(named: bytes, ours: bytes) -> None:
+    """Raise TokenError where a certificate names another network than ours."""
     if named != ours:
         raise TokenError(
             f"the join token is for another network ({named.hex()[:8]}, this one is {ours.hex()[:8]}); "

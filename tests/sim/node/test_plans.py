@@ -22,9 +22,10 @@ from p2pserve.coordinator import Phase, Plan
 from p2pserve.coordinator.plan import Pairing, Replica, Stage
 from p2pserve.node.joined import Joined
 from p2pserve.node.messages import PLAN, PlanManifest
-from p2pserve.node.planning.kept_plan import KeptPlan
 from p2pserve.node.planning.manifest import PLAN_RULES, describe_plan
+from p2pserve.node.planning.plan_file import PlanFile
 from p2pserve.node.settings import NodeSettings
+from p2pserve.node.view import NetworkView
 
 NOW = 1_750_000_000.0
 KEY = NetworkKey(b"p" * 32)
@@ -65,7 +66,6 @@ class World:
     async def _live(self, index: int, task_status: trio.TaskStatus[None]) -> None:
         first = (Bootstrap("192.0.2.1", 4000, PEOPLE[0].peer_id),)
         home = None if self.homes is None else self.homes / str(index)
-        kept = None if home is None else KeptPlan(home, KEY.public, print)
         network = Network(
             transport=self.air.transport(PEOPLE[index], address_of(index)),
             identity=PEOPLE[index],
@@ -82,13 +82,14 @@ class World:
         with trio.CancelScope() as self.scopes[index]:
             async with network:
                 settings = NodeSettings(home=Path("/"), listen=address_of(index))
+                kept = None if home is None else PlanFile(home, KEY.public, print)
                 followed = None if kept is None else kept.load()
                 node = self.nodes[index] = Joined(network, settings, lambda line: None, followed)
+                if kept is not None:
+                    self.nursery.start_soon(kept.keep, node.view)
                 task_status.started()
                 while True:
                     node.follow()
-                    if kept is not None and node.view.plan is not None:
-                        kept.save(node.view.plan)
                     await trio.sleep(0.1)
 
     def kill(self, index: int) -> None:
@@ -257,9 +258,12 @@ def test_a_whole_network_that_restarts_follows_no_older_plan(tmp_path: Path) -> 
 
 
 def test_a_network_that_has_lost_its_state_but_not_a_plan_comes_to_a_new_one(tmp_path: Path) -> None:
-    KeptPlan(tmp_path / str(ONE), KEY.public, print).save(plan(900))
+    async def keep(made: Plan) -> None:
+        with trio.move_on_after(1):
+            await PlanFile(tmp_path / str(ONE), KEY.public, print).keep(NetworkView(plan=made))
 
     async def scenario(w: World) -> None:
+        await keep(plan(900))
         await w.start(LEADER, ONE)
         made = plan(w.epoch)
         w.publish(made)
@@ -267,21 +271,6 @@ def test_a_network_that_has_lost_its_state_but_not_a_plan_comes_to_a_new_one(tmp
         assert w.followed == dict.fromkeys((LEADER, ONE), made)
 
     play(scenario, tmp_path)
-
-
-def test_a_damaged_plan_is_set_aside_with_a_line(tmp_path: Path) -> None:
-    said: list[str] = []
-    kept = KeptPlan(tmp_path, KEY.public, said.append)
-    assert kept.load() is None
-    kept.save(plan(3))
-    assert kept.load() == plan(3)
-    raw = bytearray(kept.path.read_bytes())
-    raw[-1] ^= 1
-    kept.path.write_bytes(raw)
-    assert kept.load() is None
-    assert "damaged" in said[0]
-    assert kept.path.with_suffix(".damaged").exists()
-    assert KeptPlan(tmp_path, KEY.public, said.append).load() is None
 
 
 class _Large(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Who is let in: by the version, the network, the record and the credential that a peer shows."""
+"""Who is let in: by version, network, record and credential of a peer, and by what the network's owner has ordered."""
 
 import msgspec
 import pytest

@@ -30,17 +30,24 @@ def with_orders(found: Admission, number: int = 1, **orders: object) -> Admissio
 
 def test_one_that_has_ended_is_refused_here_unless_this_box_was_in_before() -> None:
     own = OwnCertificate(TOKEN, ME, admission())
-    own.check(999.0, has_joined=False)
+    own.check(Role.WORKER, 999.0, has_joined=False)
     with pytest.raises(TokenError, match="expired 0 s ago"):
-        own.check(1000.0, has_joined=False)
-    own.check(1000.0, has_joined=True)
+        own.check(Role.WORKER, 1000.0, has_joined=False)
+    own.check(Role.WORKER, 1000.0, has_joined=True)
+
+
+def test_one_of_another_role_or_network_is_refused_here() -> None:
+    with pytest.raises(TokenError, match="for the role 'worker', not 'admin'; start as 'worker'"):
+        OwnCertificate(TOKEN, ME, admission()).check(Role.ADMIN, 1.0, has_joined=True)
+    with pytest.raises(TokenError, match="for another network"):
+        OwnCertificate(TOKEN, ME, Admission(b"x" * 32)).check(Role.WORKER, 1.0, has_joined=True)
 
 
 @pytest.mark.parametrize("has_joined", [False, True])
 def test_one_that_was_revoked_is_refused_here_by_its_name(has_joined: bool) -> None:
     own = OwnCertificate(TOKEN, ME, with_orders(admission(), revoked=(NAME,)))
     with pytest.raises(TokenSpent, match=f"the join token {NAME} was revoked by the network's owner; ask"):
-        own.check(1.0, has_joined=has_joined)
+        own.check(Role.WORKER, 1.0, has_joined=has_joined)
     with pytest.raises(TokenSpent, match="revoked"):
         own.heed_orders()
 

@@ -345,7 +345,16 @@ def test_a_lost_beat_is_not_worth_a_repair() -> None:
         held.merge((record(ANN),), 0.0)
     one.merge((word(ANN, BEAT_KIND, b""),), 0.0)
     assert one.find_differing(other.summary()) == frozenset()
-    assert one.delta_for(other.digest(ALL), ALL) == []
+
+
+def test_two_that_hold_other_things_under_one_version_show_them_to_each_other() -> None:
+    one, other = table(ME), table(ME)
+    for held, said in ((one, b"this"), (other, b"that")):
+        held.merge((record(ANN), word(ANN, "kind", said)), 0.0)
+    (bucket,) = one.find_differing(other.summary())
+    told = other.delta_for(one.digest((bucket,)), (bucket,))
+    (lie,) = one.merge(told, 0.0).lies
+    assert lie.one.origin == ANN.peer_id
 
 
 def test_a_summary_of_another_size_differs_everywhere() -> None:

@@ -1,5 +1,7 @@
 """The catalogue of tokens: what may be issued, revoked and renewed, and who is renewed without being asked."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -45,7 +47,7 @@ def test_a_token_is_what_was_wished_for() -> None:
         ({"name": "two\nlines"}, "name: "),
     ],
 )
-def test_a_wish_that_cannot_be_is_told_by_its_field(wish: dict[str, object], reason: str) -> None:
+def test_a_wish_that_cannot_be_is_told_by_its_field(wish: dict[str, Any], reason: str) -> None:
     with pytest.raises(TokenError, match=reason):
         one(**wish)
 
