@@ -27,7 +27,7 @@ Leader = tuple[PeerId, int]
 
 @final
 class Joined:
-    """A node that has been admitted. `say` tells its owner; `followed` is the plan that an earlier run followed last."""
+    """A node that has been admitted. `say` tells its owner; `followed`: the plan that an earlier run followed last."""
 
     def __init__(self, network: Network, settings: NodeSettings, say: Say, followed: Plan | None = None) -> None:
         self.network = network

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, Self, final
@@ -28,6 +27,8 @@ UNKNOWN_CARD_PCIE = 4  # the bus between two GPUs of which nothing is known
 UNMEASURED_GPU = (100.0, 1000.0)
 UNMEASURED_CPU = (0.5, 10.0)
 """TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
+
+_FAULT_CHARACTERS = 120
 
 _adverts = msgspec.msgpack.Decoder(Advert)
 _tables = msgspec.msgpack.Decoder(LinkTable)
@@ -56,11 +57,16 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
 
 def decode_adverts(entries: Mapping[PeerId, bytes]) -> dict[PeerId, Advert]:
     """Adverts by peer, without those that are none (of another version, or garbage)."""
-    adverts: dict[PeerId, Advert] = {}
+    return {peer: advert for peer, advert in _read_adverts(entries) if isinstance(advert, Advert)}
+
+
+def _read_adverts(entries: Mapping[PeerId, bytes]) -> Iterator[tuple[PeerId, Advert | str]]:
+    """Adverts by peer, or what is wrong with them."""
     for peer, payload in entries.items():
-        with suppress(*DECODE_ERRORS):
-            adverts[peer] = _adverts.decode(payload)
-    return adverts
+        try:
+            yield peer, _adverts.decode(payload)
+        except DECODE_ERRORS as error:
+            yield peer, str(error)[:_FAULT_CHARACTERS]
 
 
 @final
@@ -71,6 +77,7 @@ class NetworkView:
     adverts: dict[PeerId, Advert] = field(default_factory=dict)
     plan: Plan | None = None
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
+    unreadable: dict[PeerId, str] = field(default_factory=dict)  # whose advert is none, and why
     _payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
@@ -89,7 +96,10 @@ class NetworkView:
         """Take in the adverts of the live members; only what has changed is decoded."""
         news = {peer: payload for peer, payload in entries.items() if self._payloads.get(peer) != payload}
         kept = {peer: advert for peer, advert in self.adverts.items() if peer in entries and peer not in news}
-        self.adverts = kept | decode_adverts(news)
+        read = dict(_read_adverts(news))
+        self.adverts = kept | {peer: advert for peer, advert in read.items() if isinstance(advert, Advert)}
+        still = {peer: fault for peer, fault in self.unreadable.items() if peer in entries and peer not in news}
+        self.unreadable = still | {peer: fault for peer, fault in read.items() if isinstance(fault, str)}
         self._payloads = dict(entries)
 
     def update_links(self, entries: Mapping[PeerId, bytes]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, final
+from typing import Any, Final, final
 
 import msgspec
 
@@ -17,6 +17,8 @@ from ..view import NetworkView
 from .set_aside import SetAside
 
 Leader = tuple[PeerId, int]
+
+MAX_LEFT_OUT: Final = 16  # boxes that a plan says it is made without; a network full of liars has no room for more
 
 
 class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +114,9 @@ class Coordinator:
             return None
         self._numbered = (task.epoch, plan.version)
         self._last = msgspec.structs.replace(task, previous=plan)
-        return msgspec.structs.replace(plan, why=(*self._aside.explain(now), *plan.why))
+        left_out = (*self._aside.explain(now), *_explain_unreadable(view))
+        more = (f"and {len(left_out) - MAX_LEFT_OUT} more boxes are left out",) * (len(left_out) > MAX_LEFT_OUT)
+        return msgspec.structs.replace(plan, why=(*left_out[:MAX_LEFT_OUT], *more, *plan.why))
 
     def on_failed(self, task: PlanningTask, reason: str, now: float) -> bool:
         """Planning went wrong with what some box says: the next task leaves boxes out. Returns whether there are any
@@ -157,6 +161,14 @@ class Coordinator:
         if view.plan is not None and view.plan.service in offered:
             return view.plan.service
         return max(sorted(set(offered)), key=offered.count)
+
+
+def _explain_unreadable(view: NetworkView) -> list[str]:
+    """A line for `status` on each box whose advert is none."""
+    return [
+        f"..{peer[-6:]} is left out: what it says of itself cannot be read ({fault})"
+        for peer, fault in sorted(view.unreadable.items())
+    ]
 
 
 def _running(view: NetworkView, service: str) -> Plan | None:

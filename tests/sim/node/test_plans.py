@@ -10,7 +10,7 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, PeerId, Role
+from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, Role
 from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
 from p2pserve.bootstrap.members.states import Tell
 from p2pserve.bootstrap.network import Network
@@ -90,7 +90,7 @@ class World:
                 task_status.started()
                 while True:
                     node.follow()
-                    await trio.sleep(0.1)
+                    await elapse(0.1)
 
     def kill(self, index: int) -> None:
         self.air.kill(PEOPLE[index].peer_id)
