@@ -116,9 +116,8 @@ async def _join(
             say=say,
         )
         async with network:
-            joined = Joined(network, settings, say)
             plans = PlanFile(settings.home, membership.network, say)
-            joined.view.plan = await trio.to_thread.run_sync(plans.load, network.statistics().epoch)
+            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
             nursery.start_soon(plans.keep, joined.view)
             node = Node(joined, found, served, port, relay, nursery)
             address = network.address

@@ -13,6 +13,7 @@ from ..bootstrap import Address, PeerId, Role
 from ..bootstrap.addresses import names_one_place
 from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
+from ..coordinator import Plan
 from . import messages, methods
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
@@ -26,9 +27,9 @@ Leader = tuple[PeerId, int]
 
 @final
 class Joined:
-    """A node that has been admitted. `say` tells its owner."""
+    """A node that has been admitted. `say` tells its owner; `followed` is the plan that an earlier run followed last."""
 
-    def __init__(self, network: Network, settings: NodeSettings, say: Say) -> None:
+    def __init__(self, network: Network, settings: NodeSettings, say: Say, followed: Plan | None = None) -> None:
         self.network = network
         self.own = network.peer_id
         self.settings = settings
@@ -42,6 +43,7 @@ class Joined:
         self._addresses: dict[PeerId, Address] = {}
         self._present: set[PeerId] = set()
         self.intake = PlanIntake(self.own, settings.tuning)
+        self._followed = followed
         self._foreign: tuple[str, ...] = ()
         network.handle(methods.STATUS, self._on_status)
 
@@ -87,6 +89,7 @@ class Joined:
                 who = "this node" if leader[0] == self.own else leader[0]
                 self.say(f"coordinator: {who} (epoch {leader[1]})")
         if leader is not None:
+            self._recall_plan(leader[1])
             self._consider_plan(leader)
         else:
             self.intake.on_leader_lost()
@@ -126,6 +129,14 @@ class Joined:
         if entry is not None:
             self.intake.see(leader, entry, trio.current_time())
         self.take_plan()
+
+    def _recall_plan(self, epoch: int) -> None:
+        """Go on by what an earlier run followed, once there is a coordinator: not by a plan of a later epoch than its.
+        A network whose members have all lost their state counts anew, and would come to no newer plan."""
+        followed = self._followed
+        if followed is not None and followed.epoch <= epoch:
+            self._followed = None
+            self.view.consider_plan(followed)
 
     def _say_members(self, alive: set[PeerId]) -> None:
         for peer in sorted(alive - self._present):

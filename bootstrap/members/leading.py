@@ -102,10 +102,13 @@ class Leadership:
         return self._election.decide(view, now, paused_s=paused_s)
 
     def _find_refused(self) -> frozenset[tuple[PeerId, int]]:
-        """Leaders whose plans more than half of the other boxes refuse."""
+        """Leaders whose plans more than half of the other boxes refuse, and never one alone: of two boxes, the one that
+        does not lead could pass over the other at will."""
         boxes = self._roster.find_boxes()
         refusing = (refused for peer, refused in self._objections.items() if peer in boxes and peer != refused[0])
-        return frozenset(refused for refused, count in Counter(refusing).items() if count > (len(boxes) - 1) / 2)
+        return frozenset(
+            refused for refused, count in Counter(refusing).items() if count > max(1, (len(boxes) - 1) / 2)
+        )
 
 
 def _decode(entry: Entry) -> Claim | None:

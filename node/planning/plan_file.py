@@ -28,15 +28,12 @@ class PlanFile:
     def __repr__(self) -> str:
         return f"<PlanFile {self.path}>"
 
-    def load(self, epoch: int) -> Plan | None:
-        """What an earlier run has followed; nothing of a later epoch than this node has heard of: nobody would follow
-        it, and no coordinator would plan."""
+    def load(self) -> Plan | None:
+        """What an earlier run has followed."""
         try:
             plan = self._file.load()
         except OSError as error:
             self._say(f"{self.path} was not read: {error}; the plan of an earlier run is not known")
-            return None
-        if plan is None or plan.epoch > epoch:
             return None
         self._saved = plan
         return plan

@@ -229,6 +229,15 @@ def test_of_three_boxes_two_pass_a_leader_over() -> None:
     assert world.leader() is None
 
 
+def test_of_two_boxes_neither_passes_the_other_over() -> None:
+    world = World().here(ANN)
+    world.claims(ANN, 3)
+    assert world.leader() is ANN
+    world.table.publish(OBJECTION_KIND, encode_objection(ANN.peer_id, 3))
+    world.leadership.read(ME.peer_id)
+    assert world.leader() is ANN
+
+
 def test_objections_of_those_that_are_gone_and_to_other_epochs_do_not_count() -> None:
     world = World().here(ANN, BOB, CAT, DAN)
     world.claims(ANN, 3)

@@ -34,12 +34,11 @@ def keep(home: Path, *plans: Plan, said: list[str] | None = None) -> None:
     trio.run(main, clock=MockClock(rate=1000.0))
 
 
-@pytest.mark.parametrize(("epoch", "is_known"), [(3, True), (4, True), (2, False)])
-def test_the_plan_that_was_followed_last_is_there_after_a_restart(tmp_path: Path, epoch: int, is_known: bool) -> None:
+def test_the_plan_that_was_followed_last_is_there_after_a_restart(tmp_path: Path) -> None:
     said: list[str] = []
     keep(tmp_path, plan(1), plan(2))
-    assert PlanFile(tmp_path, NETWORK, said.append).load(epoch) == (plan(2) if is_known else None)
-    assert PlanFile(tmp_path, b"m" * 32, said.append).load(epoch) is None
+    assert PlanFile(tmp_path, NETWORK, said.append).load() == plan(2)
+    assert PlanFile(tmp_path, b"m" * 32, said.append).load() is None
     assert said == []
 
 
@@ -50,10 +49,10 @@ def test_a_damaged_file_is_set_aside_with_a_line(tmp_path: Path, damage: object)
     said: list[str] = []
     file = PlanFile(tmp_path, NETWORK, said.append)
     file.path.write_bytes(damage(file.path.read_bytes()))
-    assert file.load(9) is None
+    assert file.load() is None
     assert "was set aside" in said[0]
     assert file.path.with_suffix(".damaged").exists()
-    assert file.load(9) is None
+    assert file.load() is None
     assert len(said) == 1
 
 
@@ -62,5 +61,5 @@ def test_a_disk_that_takes_nothing_costs_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     keep(tmp_path / "file", plan(1), said=said)
     assert "was not written" in said[0]
-    assert PlanFile(tmp_path / "file", NETWORK, said.append).load(9) is None
+    assert PlanFile(tmp_path / "file", NETWORK, said.append).load() is None
     assert "was not read" in said[1]
