@@ -1,6 +1,6 @@
 """How soon a network of boxes is whole, replaces its coordinator and notices losses, and what it costs.
 
-    python -m p2pserve.bootstrap.bench [--parts join,loss,idle,calm,churn] [--format json]
+    python -m p2pserve.bootstrap.bench [--parts join,loss,idle,strangers,calm,churn] [--format json]
 
 BoxNetwork are processes of this machine with emulated engines: agents, sockets and plans are real, GPUs
 are not. Seconds are from the event to the last box that has said so. `churn` is simulated: the same
@@ -28,7 +28,7 @@ from ..trust.tokens import Bootstrap
 from .boxes import BoxNetwork, BoxProcess
 from .simulation import Simulation, Weather, identity_of
 
-PARTS: Final = ("join", "loss", "idle", "calm", "churn")
+PARTS: Final = ("join", "loss", "idle", "strangers", "calm", "churn")
 WHOLE_S: Final = 180.0
 NOTICED_S: Final = 60.0
 BUSY_LOOPS: Final = 3
@@ -147,6 +147,33 @@ def bytes_heard() -> dict[int, int]:
     return heard
 
 
+def measure_strangers(sockets: int, entries: int, times: int) -> Figures:
+    """How long a box takes to join, from its process's start until it sees all, undisturbed and beside an attacker that
+    holds silent sockets open and tells of members that do not exist. Medians."""
+    with BoxNetwork() as boxes:
+        grow(boxes, 3)
+        alone = [_join_s(boxes) for _ in range(times)]
+        boxes.attack(sockets, entries)
+        beside = [_join_s(boxes) for _ in range(times)]
+        mb = max(psutil.Process(box.process.pid).memory_info().rss for box in boxes.running()) / 1e6
+        return {
+            "join_undisturbed_s": statistics.median(alone),
+            "join_disturbed_s": statistics.median(beside),
+            "most_rss_mb": mb,
+            "silent_sockets": sockets,
+            "invented_members": entries,
+        }
+
+
+def _join_s(boxes: BoxNetwork) -> float:
+    others = {box.peer for box in boxes.running()}
+    (new,) = boxes.join((len(others),))
+    took = boxes.wait(lambda: others <= new.alive, WHOLE_S, "a box to join")
+    boxes.kill(new)
+    boxes.wait(lambda: all(new.peer not in box.alive for box in boxes.running()), NOTICED_S, "it to be gone")
+    return took
+
+
 def _spin() -> None:
     while True:
         pass
@@ -218,6 +245,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
     if "idle" in options.parts:
         for count in (2, 10, options.many):
             note(f"idle {count}", measure_idle(count, options.seconds, options.settle_s))
+    if "strangers" in options.parts:
+        note("strangers", measure_strangers(2000, 10_000, options.times))
     if "calm" in options.parts:
         note(f"calm {options.many}", measure_calm(options.many, options.calm_s))
     if "churn" in options.parts:

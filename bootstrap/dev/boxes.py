@@ -64,6 +64,7 @@ class BoxNetwork:
 
     def __init__(self) -> None:
         self.all: list[BoxProcess] = []
+        self._attackers: list[subprocess.Popen[str]] = []
         self._home = Path(tempfile.mkdtemp(prefix="p2pserve-bench-"))
         self._changed = threading.Condition()
         # Modules are compiled once, as where the package was installed, whatever this shell says of it.
@@ -75,6 +76,9 @@ class BoxNetwork:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        for attacker in self._attackers:
+            attacker.kill()
+            attacker.wait()
         for box in self.all:
             self.kill(box)
         shutil.rmtree(self._home, ignore_errors=True)
@@ -94,6 +98,22 @@ class BoxNetwork:
         first = self.all[0]
         token = first.tokens["leader"]
         return [self._start(number, ("join", "--bootstrap", token, *_ENGINE)) for number in numbers]
+
+    def attack(self, sockets: int, entries: int) -> subprocess.Popen[str]:
+        """Let an attacker with a worker's token begin (`attacker.py`); it ends with this context."""
+        first = self.all[0]
+        command = [
+            *(sys.executable, "-m", "p2pserve.bootstrap.dev.attacker", first.tokens["worker"]),
+            *(f"127.0.0.1:{BASE_PORT}", "--sockets", str(sockets), "--entries", str(entries)),
+        ]
+        attacker = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=self._environment
+        )
+        self._attackers.append(attacker)
+        assert attacker.stdout is not None
+        if not attacker.stdout.readline():
+            raise RuntimeError(f"the attacker ended at once: {attacker.wait()}")
+        return attacker
 
     def restart(self, lost: BoxProcess) -> BoxProcess:
         """Start a box that was killed again, with its home."""
