@@ -94,7 +94,7 @@ def test_a_box_that_planning_does_not_end_with_is_set_aside_and_the_rest_is_plan
     view = view_with(msgspec.msgpack.encode(advert()))
 
     async def main() -> None:
-        coordinator = Coordinator(OWN, "raw")
+        coordinator, plan = Coordinator(OWN, "raw"), None
         async with open_planner(WAN) as able, open_planner(replace(WAN, planning_limit_s=0.001)) as limited:
             for _ in range(ATTEMPTS):
                 task = coordinator.next(view, (OWN, 1), 0.0)
