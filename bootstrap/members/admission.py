@@ -12,7 +12,7 @@ from ..streams.control import Hello, Welcome, check_version
 from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..trust.keys import PeerId
 from ..trust.orders import Orders, SignedOrders, read_orders
-from ..trust.tokens import Grant, Role, admit_credential
+from ..trust.tokens import Grant, Role, admit_credential, read_grant
 
 
 class Admission:
@@ -53,6 +53,12 @@ class Admission:
     def restore_holders(self, holders: Mapping[str, Iterable[str]]) -> None:
         """Take up what an earlier run has kept."""
         self._holders = {certificate: set(peers) for certificate, peers in holders.items()}
+
+    def has_place(self, peer: str, record: MemberRecord) -> bool:
+        """Whether a record is not one too many of its certificate. It costs no signature, and none is checked."""
+        grant = read_grant(record.credential.certificate) if record.credential is not None else None
+        holders = self._holders.get(grant.certificate, ()) if grant is not None else ()
+        return grant is None or peer in holders or len(holders) < grant.uses
 
     def expel(self, peer: str) -> None:
         """Never let this peer in again: it has proved that it lies."""

@@ -65,7 +65,8 @@ class Roster:
 
     def forget(self, peer: PeerId, now: float) -> None:
         """Keep nothing of this peer, and do not hear of its life again from others for a while."""
-        self._table.forget(peer, now + self._kept_s(peer))
+        # One that was never here has used no place of its certificate: or inventing members would use them all up.
+        self._table.forget(peer, now + self._kept_s(peer), was_here=peer in self._has_lived)
         self._liveness.forget(peer)
         self._gone_since.pop(peer, None)
         self._has_lived.discard(peer)

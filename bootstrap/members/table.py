@@ -224,7 +224,7 @@ class Table:
                 lies += self.take_lies((lie,))
             elif not self._is_news(entry):
                 continue
-            elif self._is_forgotten(entry, now) or not self._is_allowed(entry, now):
+            elif self._is_forgotten(entry, now) or not self._is_allowed(entry, now) or self._has_no_place(entry):
                 ignored += 1
             elif not self.is_sound(entry):
                 forged += 1
@@ -269,7 +269,7 @@ class Table:
             self._drop(peer)
         return gone
 
-    def forget(self, origin: str, until: float) -> None:
+    def forget(self, origin: str, until: float, *, was_here: bool = True) -> None:
         """Drop a member that has been gone for long, and do not learn its life again from others before ``until``."""
         held = self._origins.get(origin)
         if held is None or held is self._own:
@@ -277,6 +277,8 @@ class Table:
         if held.shared and len(self._forgotten) < MAX_ORIGINS:
             self._forgotten[origin] = (held.incarnation, until)
         self._drop(origin)
+        if not was_here:
+            self._admission.release(origin)
 
     def forget_forgotten(self, now: float) -> None:
         """Let go of what is old enough."""
@@ -358,6 +360,13 @@ class Table:
     def _is_forgotten(self, entry: Entry, now: float) -> bool:
         incarnation, until = self._forgotten.get(entry.origin, (0, now))
         return entry.incarnation <= incarnation and now < until
+
+    def _has_no_place(self, entry: Entry) -> bool:
+        """Whether this is the record of one more member than its certificate is for."""
+        if entry.kind != MEMBER_KIND or entry.origin in self._origins:
+            return False
+        record = read_record(entry.payload)
+        return record is not None and not self._admission.has_place(entry.origin, record)
 
     def _is_allowed(self, entry: Entry, now: float) -> bool:
         """Whether this origin has not said too much lately: nobody can keep all others busy."""

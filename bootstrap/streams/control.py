@@ -28,6 +28,8 @@ from .transport import PeerConnection
 
 _log = logging.getLogger(__name__)
 
+_TURN_S: Final = 0.005  # so long a peer's frames are handled before others get their turn
+
 PROTOCOL_VERSION: Final = 2  # other numbers do not understand each other; releases of one do
 _MAX_METHOD_CHARS: Final = 128
 _MAX_RETRY_S: Final = 3600.0
@@ -246,10 +248,15 @@ class ControlStream:
         async with trio.open_nursery() as nursery:
             # Frames are handled in the order in which they came, one at a time. Only the body of a
             # request's handler runs beside it: a slow handler must not keep pings from being heard.
+            turn_ends = 0.0
             while self._lost is None and self._offences < self._settings.max_offences:
                 frame = await self.connection.receive()
                 self._received += 1
                 self.heard_at = trio.current_time()
+                if self.heard_at > turn_ends:
+                    # A thousand frames may have come: whoever sends so many does not keep the others waiting.
+                    await trio.lowlevel.checkpoint()
+                    turn_ends = trio.current_time() + _TURN_S
                 begun = self._dispatch(frame, nursery)
                 del frame  # or it would be kept until the next one comes
                 if begun is not None:

@@ -293,8 +293,13 @@ def _check_bootstrap(host: str, port: int, peer_id: str) -> None:
         )
 
 
+@lru_cache(maxsize=1024)  # one certificate is shown by many
+def _is_signed(network: bytes, raw: bytes, signature: bytes) -> bool:
+    return verify_raw(network, _CERTIFICATE_DOMAIN + raw, signature)
+
+
 def _check_signature(certificate: _Certificate, raw: bytes, signature: bytes) -> None:
-    if not verify_raw(certificate.network, _CERTIFICATE_DOMAIN + raw, signature):
+    if not _is_signed(certificate.network, raw, signature):
         raise TokenError("the join token is forged: its signature does not fit; ask the network's owner for a new one")
 
 

@@ -170,6 +170,28 @@ def test_a_certificate_is_for_so_many_boxes_and_for_each_as_often_as_it_likes() 
     admission.check_record(people[2].peer_id, shown_by(people[2], token), NOW)
 
 
+def test_whether_there_is_a_place_is_known_without_a_signature() -> None:
+    admission, token = Admission(KEY.public), token_for(1)
+    forged = msgspec.structs.replace(shown_by(BOB, token), credential=None)
+    assert admission.has_place(BOB.peer_id, shown_by(BOB, token))
+    admission.check_record(ANN.peer_id, shown_by(ANN, token), NOW)
+    assert not admission.has_place(BOB.peer_id, shown_by(BOB, token))
+    assert admission.has_place(ANN.peer_id, shown_by(ANN, token))
+    assert admission.has_place(BOB.peer_id, forged), "what is no record is for the checks that follow"
+    admission.release(ANN.peer_id)
+    assert admission.has_place(BOB.peer_id, shown_by(BOB, token))
+
+
+def test_who_was_expelled_is_not_greeted() -> None:
+    admission, token = Admission(KEY.public), token_for(2)
+    entry = sign_entry(ANN, MEMBER_KIND, 1, 1, msgspec.msgpack.encode(shown_by(ANN, token)))
+    hello = Hello(PROTOCOL_VERSION, KEY.public, entry)
+    admission.check_greeting(hello, ANN.peer_id, None, NOW)
+    admission.expel(ANN.peer_id)
+    with pytest.raises(TokenError, match="proves that it lies"):
+        admission.check_greeting(hello, ANN.peer_id, None, NOW)
+
+
 def test_who_shows_a_revoked_certificate_is_told() -> None:
     admission, token = Admission(KEY.public), token_for(1)
     admission.take_orders(sign_orders(KEY, Orders(1, ("a" * 16,))))

@@ -30,6 +30,7 @@ class Ends:
     near: ControlStream
     far: ControlStream
     told: list[str] = field(default_factory=list)
+    begun: trio.Event = field(default_factory=trio.Event)  # set by the first notice `slow`
 
 
 @asynccontextmanager
@@ -38,6 +39,7 @@ async def two_ends() -> AsyncIterator[Ends]:
     air = MemoryNetwork(latency_s=0.1)
     arrived: list[PeerConnection] = []
     told: list[str] = []
+    begun = trio.Event()
 
     async def serve(method: str, body: msgspec.Raw) -> bytes:
         if method == "refuse":
@@ -51,6 +53,11 @@ async def two_ends() -> AsyncIterator[Ends]:
     def notice(method: str, body: msgspec.Raw) -> None:
         if method == "bad":
             raise ProtocolError("no")
+        if method == "slow":
+            clock = trio.lowlevel.current_clock()
+            assert isinstance(clock, MockClock)
+            clock.jump(0.004)
+            begun.set()
         told.append(method)
 
     async def keep(connection: PeerConnection) -> None:
@@ -68,7 +75,7 @@ async def two_ends() -> AsyncIterator[Ends]:
         far = ControlStream(arrived[0], serve=serve, notice=notice, settings=SETTINGS)
         nursery.start_soon(near.run)
         nursery.start_soon(far.run)
-        yield Ends(air, near, far, told)
+        yield Ends(air, near, far, told, begun)
         nursery.cancel_scope.cancel()
 
 
@@ -254,5 +261,23 @@ def test_a_notice_for_which_there_is_no_room_is_counted() -> None:
         await elapse(1.0)
         assert await ends.near.request("echo", NIL, 5.0) == NIL
         assert len(ends.told) == sent
+
+    run(main)
+
+
+def test_one_that_sends_much_leaves_others_their_turn() -> None:
+    async def main(ends: Ends) -> None:
+        async def other() -> None:
+            await ends.begun.wait()
+            ends.told.append("other")
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(other)
+            await trio.testing.wait_all_tasks_blocked()
+            for _ in range(50):
+                ends.near.send_nowait(encode_notice("slow", NIL))
+            await elapse(5.0)
+        assert ends.told.index("other") <= 3
+        assert ends.told.count("slow") == 50
 
     run(main)
