@@ -277,7 +277,8 @@ def test_one_that_sends_much_leaves_others_their_turn() -> None:
             for _ in range(50):
                 ends.near.send_nowait(encode_notice("slow", NIL))
             await elapse(5.0)
-        assert ends.told.index("other") <= 3
+        # A turn is two such notices. Who is woken in one runs by the end of the next, whatever order trio draws.
+        assert ends.told.index("other") <= 4
         assert ends.told.count("slow") == 50
 
     run(main)
