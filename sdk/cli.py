@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem, shell_complete
 
 from .. import __version__
 from .commands import COMMANDS
-from .options.command import COMPLETION, DEBUG, ENVIRONMENT, PROGRAM, Group
+from .options.command import COMPLETION, DEBUG, ENVIRONMENT, PROGRAM, CommandGroup
 
 DESCRIPTION = "A peer-to-peer network that serves large language models from GPU boxes rented in different places."
 EPILOG = """\
@@ -46,7 +46,7 @@ UNWRITABLE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """What writing to a file that has no room, or to a terminal that is gone, ends with."""
 
 
-class _Program(Group):
+class _Program(CommandGroup):
     """All commands, each imported when it is needed."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from ..options.command import Group, combine, command, option
+from ..options.command import CommandGroup, combine, command, option
 from ..options.shared import home_option
 from ..options.values import DURATION, POSITIVE, duration
 
@@ -26,7 +26,7 @@ expires_option: Final = option(
 )
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def token() -> None:
     """Make, show, revoke and renew join tokens.
 

@@ -69,7 +69,7 @@ class Command(_Helped):
     """A command."""
 
 
-class Group(_Helped, click.Group):
+class CommandGroup(_Helped, click.Group):
     """Commands that follow a command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -92,6 +92,15 @@ class Group(_Helped, click.Group):
         """Write the options and the commands."""
         super().format_options(ctx, formatter)
         self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write each command, and all that it does."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.help or "") for name, each in self.commands.items()])
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of the help."""
+        return list(self.commands)
 
 
 def option(*declarations: str, **settings: Any) -> Decorated:

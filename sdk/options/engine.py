@@ -9,142 +9,9 @@ import click
 
 from ...node.engine.backends import BACKENDS
 from ...node.engine.emulated.backend import EMULATED
-from .command import Decorated, combine
-from .command import option as plain_option
+from .command import combine, option
 from .shared import price_options
 from .values import FIGURE, POSITIVE
-
-
-def _engine_options() -> Decorated:
-    option = partial(plain_option, section="Engine")
-    return combine(
-        option(
-            "--dtype",
-            type=click.Choice(("auto", "float32", "bfloat16", "float16")),
-            default="auto",
-            help="auto (default): the model's own on a GPU, float32 without one",
-        ),
-        option(
-            "--kv-cache-mib",
-            type=POSITIVE,
-            metavar="MIB",
-            help="KV cache (default: 256 on a CPU, what is free on a GPU)",
-        ),
-        option(
-            "max_batched_tokens",
-            "--max-num-batched-tokens",
-            type=POSITIVE,
-            metavar="N",
-            help="tokens per step at most: more is faster prefill and slower decode beside it, so the plan may take "
-            "fewer (default: 2048 to 8192 by the GPU, 512 without one)",
-        ),
-        option(
-            "--max-requests",
-            type=POSITIVE,
-            metavar="N",
-            help="requests at once, at most (default: 64 to 256 by the GPUs' room for KV, 64 without a GPU)",
-        ),
-        option(
-            "--max-model-len",
-            type=POSITIVE,
-            metavar="N",
-            help="prompt and answer together (default: the model's, or as much as fits beside its weights)",
-        ),
-        option(
-            "--async-scheduling/--no-async-scheduling",
-            default=None,
-            help="schedule a step while the one before it computes, unless the model spans boxes (default: on a GPU)",
-        ),
-        option(
-            "--tp",
-            type=POSITIVE,
-            metavar="N",
-            help="GPUs that share each layer (default: all of the box; 1 without any)",
-        ),
-        option(
-            "--memory-gib",
-            type=FIGURE,
-            metavar="GIB",
-            help="for weights and KV, at most (default: what the box has); a box without room for the whole model "
-            "waits for others to hold it together with",
-        ),
-        option(
-            "--phase",
-            type=click.Choice(("prefill", "decode", "mixed")),
-            help="the only thing that this box is to do (default: what the planner finds best, which may change)",
-        ),
-        option(
-            "backend",
-            "--engine",
-            type=click.Choice(tuple(BACKENDS)),
-            callback=_chosen,
-            help="what runs the model (default: vllm)",
-        ),
-        option(
-            "--emulate",
-            metavar="GPUS",
-            is_eager=True,  # for --engine
-            help="serve with GPUs that are only modelled, like 4xA40: real network, modelled time, made-up answers; "
-            "--model may then be one whose dimensions are known, like llama-30b",
-        ),
-        option(
-            "--emulate-specs",
-            type=click.Choice(("dense", "thunderserve-table1", "measured")),
-            default="dense",
-            help="the figures of those GPUs: the datasheet's (default), those of ThunderServe's table 1, or "
-            "measured ones",
-        ),
-        option("--threads", type=POSITIVE, metavar="N", help="of a CPU engine (default: all cores but one)"),
-    )
-
-
-def _link_options() -> Decorated:
-    option = partial(plain_option, section="Links")
-    return combine(
-        option(
-            "--site",
-            default="",
-            metavar="NAME",
-            help="boxes of one site measure the others for each other (default: boxes behind one public address)",
-        ),
-        option(
-            "--usd-per-hour",
-            type=FIGURE,
-            default=0.0,
-            metavar="USD",
-            help="what the box costs, for reports (default: 0)",
-        ),
-        option(
-            "--relay-private",
-            is_flag=True,
-            help="forward for others to private addresses, too (default: only where this box has such a one itself)",
-        ),
-        option("--up-gbps", type=FIGURE, metavar="G", help="what the box can send (default: as measured)"),
-        option("--down-gbps", type=FIGURE, metavar="G", help="what it can receive (default: as measured)"),
-        option(
-            "up_usd_per_gb",
-            "--usd-per-gb-up",
-            type=FIGURE,
-            default=0.0,
-            metavar="USD",
-            help="billed for what it sends (default: 0)",
-        ),
-        option(
-            "down_usd_per_gb",
-            "--usd-per-gb-down",
-            type=FIGURE,
-            default=0.0,
-            metavar="USD",
-            help="billed for what it receives (default: 0)",
-        ),
-        option(
-            "--relay-gbps",
-            type=FIGURE,
-            metavar="G",
-            help="forward at most so much between other nodes, who encrypt it; 0: nothing (default: no limit)",
-        ),
-        price_options("Links"),
-    )
 
 
 def _chosen(ctx: click.Context, parameter: click.Parameter, engine: str | None) -> str:
@@ -155,8 +22,132 @@ def _chosen(ctx: click.Context, parameter: click.Parameter, engine: str | None) 
     return engine or (EMULATED.name if emulate is not None else "vllm")
 
 
-engine_options: Final = _engine_options()
+_engine: Final = partial(option, section="Engine")
+_link: Final = partial(option, section="Links")
+
+engine_options: Final = combine(
+    _engine(
+        "--dtype",
+        type=click.Choice(("auto", "float32", "bfloat16", "float16")),
+        default="auto",
+        help="auto (default): the model's own on a GPU, float32 without one",
+    ),
+    _engine(
+        "--kv-cache-mib",
+        type=POSITIVE,
+        metavar="MIB",
+        help="KV cache (default: 256 on a CPU, what is free on a GPU)",
+    ),
+    _engine(
+        "max_batched_tokens",
+        "--max-num-batched-tokens",
+        type=POSITIVE,
+        metavar="N",
+        help="tokens per step at most: more is faster prefill and slower decode beside it, so the plan may take "
+        "fewer (default: 2048 to 8192 by the GPU, 512 without one)",
+    ),
+    _engine(
+        "--max-requests",
+        type=POSITIVE,
+        metavar="N",
+        help="requests at once, at most (default: 64 to 256 by the GPUs' room for KV, 64 without a GPU)",
+    ),
+    _engine(
+        "--max-model-len",
+        type=POSITIVE,
+        metavar="N",
+        help="prompt and answer together (default: the model's, or as much as fits beside its weights)",
+    ),
+    _engine(
+        "--async-scheduling/--no-async-scheduling",
+        default=None,
+        help="schedule a step while the one before it computes, unless the model spans boxes (default: on a GPU)",
+    ),
+    _engine(
+        "--tp",
+        type=POSITIVE,
+        metavar="N",
+        help="GPUs that share each layer (default: all of the box; 1 without any)",
+    ),
+    _engine(
+        "--memory-gib",
+        type=FIGURE,
+        metavar="GIB",
+        help="for weights and KV, at most (default: what the box has); a box without room for the whole model "
+        "waits for others to hold it together with",
+    ),
+    _engine(
+        "--phase",
+        type=click.Choice(("prefill", "decode", "mixed")),
+        help="the only thing that this box is to do (default: what the planner finds best, which may change)",
+    ),
+    _engine(
+        "backend",
+        "--engine",
+        type=click.Choice(tuple(BACKENDS)),
+        callback=_chosen,
+        help="what runs the model (default: vllm)",
+    ),
+    _engine(
+        "--emulate",
+        metavar="GPUS",
+        is_eager=True,  # for --engine
+        help="serve with GPUs that are only modelled, like 4xA40: real network, modelled time, made-up answers; "
+        "--model may then be one whose dimensions are known, like llama-30b",
+    ),
+    _engine(
+        "--emulate-specs",
+        type=click.Choice(("dense", "thunderserve-table1", "measured")),
+        default="dense",
+        help="the figures of those GPUs: the datasheet's (default), those of ThunderServe's table 1, or measured ones",
+    ),
+    _engine("--threads", type=POSITIVE, metavar="N", help="of a CPU engine (default: all cores but one)"),
+)
 """What a node is told of its engine."""
 
-link_options: Final = _link_options()
+link_options: Final = combine(
+    _link(
+        "--site",
+        default="",
+        metavar="NAME",
+        help="boxes of one site measure the others for each other (default: boxes behind one public address)",
+    ),
+    _link(
+        "--usd-per-hour",
+        type=FIGURE,
+        default=0.0,
+        metavar="USD",
+        help="what the box costs, for reports (default: 0)",
+    ),
+    _link(
+        "--relay-private",
+        is_flag=True,
+        help="forward for others to private addresses, too (default: only where this box has such a one itself)",
+    ),
+    _link("--up-gbps", type=FIGURE, metavar="G", help="what the box can send (default: as measured)"),
+    _link("--down-gbps", type=FIGURE, metavar="G", help="what it can receive (default: as measured)"),
+    _link(
+        "up_usd_per_gb",
+        "--usd-per-gb-up",
+        type=FIGURE,
+        default=0.0,
+        metavar="USD",
+        help="billed for what it sends (default: 0)",
+    ),
+    _link(
+        "down_usd_per_gb",
+        "--usd-per-gb-down",
+        type=FIGURE,
+        default=0.0,
+        metavar="USD",
+        help="billed for what it receives (default: 0)",
+    ),
+    _link(
+        "--relay-gbps",
+        type=FIGURE,
+        metavar="G",
+        help="forward at most so much between other nodes, who encrypt it; 0: nothing (default: no limit)",
+    ),
+    price_options("Links"),
+)
 """What the box's owner says of its links."""
