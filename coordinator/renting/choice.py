@@ -82,13 +82,14 @@ class Wish:
 class RentalSet:
     """Offers and what they carry: `max_rate` requests/s with the target share in time, `expected`
     of it when boxes are away as often as their offers say; `usd_per_hour` with traffic, `boxes_usd`
-    without."""
+    without. `offers`: id -> its cards, for people."""
 
     chosen: Indices
     max_rate: float
     expected: float
     boxes_usd: float
     usd_per_hour: float
+    offers: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -302,6 +303,7 @@ class RentSearch:
                 return RentalSet(
                     chosen=tuple(chosen[box] for box in used), max_rate=proposal.max_rate, expected=there,
                     boxes_usd=boxes_usd, usd_per_hour=usd,
+                    offers={offers[box].id: f"{offers[box].gpus} x {offers[box].gpu.name}" for box in used},
                 )  # fmt: skip
         return None
 

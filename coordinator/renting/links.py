@@ -77,8 +77,9 @@ def cluster_of(offers: Sequence[Offer], outlook: Outlook, needs: Needs) -> Clust
 
 def box_of(offer: Offer, needs: Needs) -> Box:
     """An offer as the planner's box."""
+    usd = offer.hourly_usd(needs.disk_gb(offer))
     return Box(
-        id=offer.id, gpu=offer.gpu, gpus=offer.gpus, site=offer.place.site, usd_per_hour=offer.hourly_usd(needs.disk_gb(offer)),
+        id=offer.id, gpu=offer.gpu, gpus=offer.gpus, site=offer.place.site, usd_per_hour=usd,
         gpu_link_gbps=offer.gpu_link_gbps,
     )  # fmt: skip
 
