@@ -145,9 +145,8 @@ class RentSearch:
         self._rate = OVERLOAD * bound
         self._usd_weight = bound / self._rate / wish.budget
         self._known: dict[object, RentalSet | None] = {}
-        same = [(repr(replace(offer, id="", name="", record=0, host="")), index) for index, offer in enumerate(self.offers)]
-        first = {text: index for text, index in reversed(same)}
-        self._alike = [first[text] for text, _ in same]
+        figures = [repr(replace(offer, id="", name="", record=0, host="")) for offer in self.offers]
+        self._alike = [figures.index(text) for text in figures]
 
     def run(self, progress: Progress = lambda planned, most: None) -> RentAnswers:
         """Search, and plan the answers as well as the planner can. Raises NoPlan."""
@@ -257,13 +256,13 @@ class RentSearch:
             met = self._cheapest([one for one in self._known.values() if one])
             most = self._wish.budget if met is None else met.usd_per_hour
             sets = drawn | set(self._neighbours(met.chosen) if met else ())
-            hopeful = [
+            hopeful = sorted(
                 (float(self._prices[list(one)].sum()), one)
                 for one in sets
-                if one and self._fits(one, most) and SLACK * self._values.most(one) >= rate and self._key(one) not in self._known
-            ]
-            # The cheapest bounds are the least likely to hold: look in the middle of what is left.
-            hopeful.sort()
+                if one and self._fits(one, most) and SLACK * self._values.most(one) >= rate
+                if self._key(one) not in self._known
+            )
+            # The cheapest are the least likely to do what their bounds say: look a little above them.
             for _, one in hopeful[len(hopeful) // 4 :][: self._settings.plans // 8]:
                 self._plan(one)
             if not hopeful:
@@ -350,18 +349,15 @@ class RentSearch:
 
     def _last_solution(self, offers: tuple[Offer, ...], outlook: Outlook, best: RentalSet) -> Solution:
         """The better one of a long search and the short one that chose this set, within the budget."""
-        problem = self._problem(offers, outlook)
+        problem, settings = self._problem(offers, outlook), self._settings
+        found = [one for steps in (settings.last_steps, settings.steps) for one in self._search(problem, steps)]
         tried = [
             (proposal.max_rate, -place, solution)
-            for place, solution in enumerate(
-                one for steps in (self._settings.last_steps, self._settings.steps) for one in self._search(problem, steps)
-            )
+            for place, solution in enumerate(found)
             if (proposal := self._propose(problem, solution)) is not None
             and best.boxes_usd + proposal.usd_per_hour <= self._wish.budget
         ]
-        if not tried:
-            return self._search(problem, self._settings.steps)[1]
-        return max(tried)[2]
+        return max(tried)[2] if tried else found[-1]
 
     def _priced(self, offers: tuple[Offer, ...], outlook: Outlook, rate: float) -> Problem:
         cluster = cluster_of(offers, outlook, self._wish.needs)

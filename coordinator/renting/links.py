@@ -70,9 +70,7 @@ def cluster_of(offers: Sequence[Offer], outlook: Outlook, needs: Needs) -> Clust
                 lines = _line_gbps(one.up_gbps, outlook), _line_gbps(other.down_gbps, outlook)
                 gbps[source, target], rtt_s[source, target] = min(guess.gbps, *lines), guess.rtt_s
                 usd_per_gb[source, target] = one.up_usd_per_gb + other.down_usd_per_gb
-    return Cluster(
-        boxes=tuple(box_of(offer, needs) for offer in offers), gbps=gbps, rtt_s=rtt_s, usd_per_gb=usd_per_gb
-    )
+    return Cluster(boxes=tuple(box_of(offer, needs) for offer in offers), gbps=gbps, rtt_s=rtt_s, usd_per_gb=usd_per_gb)
 
 
 def box_of(offer: Offer, needs: Needs) -> Box:

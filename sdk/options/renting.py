@@ -100,9 +100,7 @@ rent_options: Final = combine(
         metavar="N",
         help="sets of boxes that are planned; more take longer and find a little more (default: 120)",
     ),
-    option(
-        "--max-boxes", type=POSITIVE, default=8, metavar="N", section="Which offers", help="at most (default: 8)"
-    ),
+    option("--max-boxes", type=POSITIVE, default=8, metavar="N", section="Which offers", help="at most (default: 8)"),
     option(
         "--min-reliability",
         type=Parsed("share", share),
