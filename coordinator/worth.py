@@ -74,9 +74,7 @@ class BoxWorth(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join([text, *([f"the network's median {middle:.3g}"] if middle else []), *self.faults.values()])
 
 
-def weigh_boxes(
-    boxes: Sequence[BoxView], lines: Mapping[str, BoxLine], workload: Workload
-) -> dict[str, BoxWorth]:
+def weigh_boxes(boxes: Sequence[BoxView], lines: Mapping[str, BoxLine], workload: Workload) -> dict[str, BoxWorth]:
     """By peer, all boxes of one service that have a price and an engine that was measured."""
     started = {box.peer: box for box in boxes}
     now = {box.peer: calibrated for box in boxes if (calibrated := _calibrate(box, workload)) is not None}

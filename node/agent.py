@@ -185,7 +185,8 @@ class Node:
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
-        for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate, self._judge, self._weigh):
+        own = (self._advertise, self._watch, self._coordinate, self._judge, self._weigh)
+        for task in (prober.run, joined.tell_links, *own):
             nursery.start_soon(task)
 
     def _hurry(self) -> None:

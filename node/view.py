@@ -241,9 +241,7 @@ class NetworkView:
                 share = figures.capacity_gbps / offered
                 up[source], down[target] = max(share, up.get(source, 0.0)), max(share, down.get(target, 0.0))
         return {
-            peer: BoxLine(
-                up.get(peer) if table.box.up_gbps else None, down.get(peer) if table.box.down_gbps else None
-            )
+            peer: BoxLine(up.get(peer) if table.box.up_gbps else None, down.get(peer) if table.box.down_gbps else None)
             for peer, table in self.links_told.items()
         }
 
