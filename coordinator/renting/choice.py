@@ -145,12 +145,13 @@ class RentSearch:
         self._rate = OVERLOAD * bound
         self._usd_weight = bound / self._rate / wish.budget
         self._known: dict[object, RentalSet | None] = {}
+        self._progress: Progress = lambda planned, most: None
         figures = [repr(replace(offer, id="", name="", record=0, host="")) for offer in self.offers]
         self._alike = [figures.index(text) for text in figures]
 
-    def run(self, progress: Progress = lambda planned, most: None) -> RentAnswers:
+    def run(self, progress: Progress | None = None) -> RentAnswers:
         """Search, and plan the answers as well as the planner can. Raises NoPlan."""
-        self._progress = progress
+        self._progress = progress or self._progress
         single = self._best_single()
         limit = self._settings.plans
         self._look_at(sorted({self._draw(self._share()) for _ in range(self._settings.draws)}), limit // 2)
@@ -169,6 +170,10 @@ class RentSearch:
             front=_front(found),
             planned=len(self._known),
         )
+
+    def bound(self, chosen: Indices) -> float:
+        """About the most requests/s that these could serve in time."""
+        return self._values.most(chosen)
 
     def _usd(self, offer: Offer) -> float:
         return offer.hourly_usd(self._wish.needs.disk_gb(offer))
@@ -208,7 +213,7 @@ class RentSearch:
         for index in order:
             if best is not None and SLACK * self._values.most([index]) <= best.expected:
                 break
-            found = self._plan((index,))
+            found = self.plan((index,))
             if found is not None and (best is None or _rank(found) > _rank(best)):
                 best = found
         return best
@@ -221,7 +226,7 @@ class RentSearch:
                 return
             usd = float(self._prices[list(chosen)].sum())
             if chosen and SLACK * self._values.most(chosen) > self._most_within(usd):
-                self._plan(chosen)
+                self.plan(chosen)
 
     def _most_within(self, usd: float) -> float:
         """The most that is expected of a set that costs no more."""
@@ -264,7 +269,7 @@ class RentSearch:
             )
             # The cheapest are the least likely to do what their bounds say: look a little above them.
             for _, one in hopeful[len(hopeful) // 4 :][: self._settings.plans // 8]:
-                self._plan(one)
+                self.plan(one)
             if not hopeful:
                 return
 
@@ -273,7 +278,7 @@ class RentSearch:
         met = [one for one in found if rate is not None and one.expected >= rate]
         return min(met, key=lambda one: (one.usd_per_hour, -one.expected, one.chosen), default=None)
 
-    def _plan(self, chosen: Indices) -> RentalSet | None:
+    def plan(self, chosen: Indices) -> RentalSet | None:
         """What the planner makes of a set; None where it serves nothing within the budget."""
         key = self._key(chosen)
         if key not in self._known:
