@@ -26,8 +26,8 @@ def parse_offers(text: bytes, specs: Specs = Specs.MEASURED, *, interruptible: b
     left_out = []
     for number, record in enumerate(records, start=1):
         found = _read(record, number, specs, is_runpod=is_runpod, interruptible=interruptible)
-        if isinstance(found, str):
-            left_out.append(LeftOut(record=number, why=found))
+        if isinstance(found, LeftOut):
+            left_out.append(found)
             continue
         twice = next((offer.id for offer in found if offer.id in taken), None)
         if twice is not None:
@@ -60,13 +60,17 @@ def _records(text: bytes) -> tuple[list[Any], bool]:
 
 def _read(
     record: object, number: int, specs: Specs, *, is_runpod: bool, interruptible: bool
-) -> tuple[Offer, ...] | str:
+) -> tuple[Offer, ...] | LeftOut:
     """What a record offers, or why it offers nothing: a line that names its field."""
+    found: tuple[Offer, ...] | Offer | str
     try:
         if is_runpod:
-            return read_runpod(msgspec.convert(record, RunpodRecord), number, specs, interruptible=interruptible)
-        found = read_vast(msgspec.convert(record, VastRecord), number, specs, interruptible=interruptible)
+            found = read_runpod(msgspec.convert(record, RunpodRecord), number, specs, interruptible=interruptible)
+        else:
+            found = read_vast(msgspec.convert(record, VastRecord), number, specs, interruptible=interruptible)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$.")
-        return f"{where.rstrip('`')}: {what}" if where else what
-    return found if isinstance(found, str) else (found,)
+        return LeftOut(record=number, why=f"{where.rstrip('`')}: {what}" if where else what, broken=True)
+    if isinstance(found, str):
+        return LeftOut(record=number, why=found)
+    return (found,) if isinstance(found, Offer) else found

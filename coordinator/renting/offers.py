@@ -81,10 +81,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A record that is not looked at further, and why: one line that names its field."""
+    """A record that is not looked at further, and why: one line that names its field. `broken`: it
+    is not what the market writes."""
 
     record: int
     why: str
+    broken: bool = False
 
     def __str__(self) -> str:
         return f"record {self.record}: {self.why}"

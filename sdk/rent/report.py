@@ -21,6 +21,7 @@ from .launch import Launch, rent_commands
 
 COLUMNS: Final = 80
 LEFT_OUT_SHOWN: Final = 6
+BROKEN_SHOWN: Final = 20
 FRONT_SHOWN: Final = 8
 HOUR_S: Final = 3600.0
 MTOK: Final = 1e6
@@ -160,13 +161,19 @@ def _deadlines(found: Found) -> str:
 
 
 def _print_left_out(found: Found, console: Console) -> None:
-    """Some of each reason's kind, so that a broken file and an old driver are both seen."""
+    """Every broken record, and of those that cannot do, one for each reason."""
+    broken = [one for one in found.offers.left_out if one.broken]
+    for one in broken[:BROKEN_SHOWN]:
+        _say(console, f"broken: {one}", "  ")
+    if len(broken) > BROKEN_SHOWN:
+        _say(console, f"broken: {len(broken) - BROKEN_SHOWN} more; --format json has all", "  ")
     by_field = defaultdict(list)
     for one in found.offers.left_out:
-        by_field[one.why.partition(":")[0]].append(one)
+        if not one.broken:
+            by_field[one.why.partition(":")[0]].append(one)
     for _, those in sorted(by_field.items(), key=lambda item: -len(item[1]))[:LEFT_OUT_SHOWN]:
         more = f" (and {len(those) - 1} like it)" if len(those) > 1 else ""
-        console.print(fill(f"left out: {those[0]}{more}", COLUMNS, initial_indent="  ", subsequent_indent="    "))
+        _say(console, f"left out: {those[0]}{more}", "  ")
 
 
 def _print_rental(rental: Rental, found: Found, console: Console) -> None:
@@ -179,24 +186,37 @@ def _print_rental(rental: Rental, found: Found, console: Console) -> None:
         table.add_row(*_row(offer, found, phases[offer.id]))
     console.print(table)
     rates = [rental.plans[outlook].max_rate for outlook in Outlook]
-    console.print(
-        f"  {rates[1]:.3g} requests/s in time; links at their worst {rates[0]:.3g}, at their best {rates[2]:.3g}; "
-        f"less boxes\n  that are away {rental.expected:.3g}"
+    _say(
+        console,
+        f"{rates[1]:.3g} requests/s in time; links at their worst {rates[0]:.3g}, at their best {rates[2]:.3g}; less "
+        f"boxes that are away {rental.expected:.3g}",
+        "  ",
     )
-    console.print(
-        f"  at {rental.rate:.3g} requests/s: TTFT {_times(plan.ttft_s)}, TPOT {_times(plan.tpot_s)} (p50/p90),\n"
-        f"  {plan.attainment:.1%} in time{_attainment_range(rental)}"
+    _say(
+        console,
+        f"at {rental.rate:.3g} requests/s: TTFT {_times(plan.ttft_s)}, TPOT {_times(plan.tpot_s)} (p50/p90), "
+        f"{plan.attainment:.1%} in time{_attainment_range(rental)}",
+        "  ",
     )
     boxes = sum(offer.hourly_usd(found.wish.needs.disk_gb(offer)) for offer in rental.offers)
-    console.print(
-        f"  ${rental.usd_per_hour - boxes:.2f}/h of that is traffic; per million tokens ${prices.input_usd:.3f} in, "
-        f"${prices.output_usd:.3f} out"
+    _say(
+        console,
+        f"${max(0.0, rental.usd_per_hour - boxes):.2f}/h of that is traffic; per million tokens "
+        f"${prices.input_usd:.3f} in, ${prices.output_usd:.3f} out",
+        "  ",
     )
     if prices.hosted_usd_per_hour is not None and found.hosted is not None:
-        console.print(
-            f"  the API at ${found.hosted.input_usd:g}/{found.hosted.output_usd:g} takes "
-            f"${prices.hosted_usd_per_hour:.2f}/h for the same tokens: {_compared(prices.hosted_usd_per_hour, rental)}"
+        _say(
+            console,
+            f"the API at ${found.hosted.input_usd:g}/{found.hosted.output_usd:g} takes "
+            f"${prices.hosted_usd_per_hour:.2f}/h for the same tokens: {_compared(prices.hosted_usd_per_hour, rental)}",
+            "  ",
         )
+
+
+def _say(console: Console, text: str, indent: str = "") -> None:
+    """A sentence, in lines of 80 columns."""
+    console.print(fill(text, COLUMNS, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False))
 
 
 def _compared(hosted: float, rental: Rental) -> str:

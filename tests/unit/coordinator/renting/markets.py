@@ -8,7 +8,7 @@ from p2pserve.coordinator.renting.offers import Market, Offer
 from p2pserve.coordinator.renting.places import parse_place
 from p2pserve.sims.workloads import azure
 
-MODEL = model_shape("llama-30b")
+MODEL = model_shape("llama-13b")
 NEEDS = Needs(model=MODEL)
 
 
@@ -24,7 +24,7 @@ def box(
     )  # fmt: skip
 
 
-def service(ttft_s: float = 4.0, tpot_s: float = 0.15) -> Service:
+def service(ttft_s: float = 3.0, tpot_s: float = 0.15) -> Service:
     lengths = azure("conversation").lengths
     workload = Workload(name="conversation", prompts=lengths.prompt[:400], outputs=lengths.output[:400], rate=1.0)
-    return Service(name="llama-30b", model=MODEL, workload=workload, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))
+    return Service(name="llama-13b", model=MODEL, workload=workload, slo=Slo(ttft_s=ttft_s, tpot_s=tpot_s))

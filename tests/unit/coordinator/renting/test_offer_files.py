@@ -107,6 +107,7 @@ def test_a_broken_record_costs_no_other() -> None:
     assert len(found.taken) + len(found.left_out) == 60
     told = {one.record: one.why.partition(":")[0] for one in found.left_out}
     assert {21: "rentable", 34: "gpu_ram", 42: "num_gpus", 48: "dph_base"}.items() <= told.items()
+    assert {one.record for one in found.left_out if one.broken} == {34, 42, 48, 51}
     assert "gpu_name" in str(next(one for one in found.left_out if one.record == 51))
     assert not next(offer for offer in found.taken if offer.record == 10).place.country  # geolocation is null
     assert next(offer for offer in found.taken if offer.record == 56).up_gbps is None

@@ -13,7 +13,7 @@ from p2pserve.sdk.cli import main
 
 DATA = Path(__file__).parents[2] / "coordinator" / "data"
 VAST = str(DATA / "vast_offers.json")
-ASKED = ("--budget", "3/h", "--model", "llama-30b", "--slo", "ttft=4s,tpot=150ms", "--plans", "8", "--workload", "coding")
+ASKED = ("--budget", "3/h", "--model", "llama-30b", "--slo", "ttft=4s,tpot=150ms", "--plans", "5", "--workload", "coding")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def table() -> str:
 
 
 def test_it_says_what_to_rent_and_how(table: str) -> None:
-    assert "best within $3/h: $" in table
+    assert "best within $3/h" in table
     assert "requests/s in time; links at their worst" in table
     assert "the API at $0.6/2.4 takes $" in table
     assert "Estimates: no box has been measured" in table
@@ -41,7 +41,7 @@ def test_all_but_the_commands_fits_80_columns(table: str) -> None:
 
 def test_broken_records_are_named(table: str) -> None:
     for line in ("record 34: gpu_ram: Expected", "record 48: dph_base: Expected", "record 42: num_gpus: Expected"):
-        assert line in table
+        assert f"  broken: {line}" in table
 
 
 def test_json_has_everything(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
