@@ -64,6 +64,11 @@ class RentSettings:
     noise: float = 0.2
     climbed: int = 3
 
+    @property
+    def batch(self) -> int:
+        """Neighbours that are planned before it is looked again which sets are best."""
+        return max(1, self.plans // 8)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Wish:
@@ -243,7 +248,7 @@ class RentSearch:
             for one in ranked[: self._settings.climbed]:
                 near = [other for other in self._neighbours(one.chosen) if self._fits(other, self._wish.budget)]
                 near = [other for other in near if SLACK * self._values.most(other) > before]
-                self._look_at(near, min(limit, len(self._known) + self._settings.plans // 8))
+                self._look_at(near, min(limit, len(self._known) + self._settings.batch))
 
     def _neighbours(self, chosen: Indices) -> Iterator[Indices]:
         """One box less, one more, or another in the place of one."""
@@ -268,7 +273,7 @@ class RentSearch:
                 if self._key(one) not in self._known
             )
             # The cheapest are the least likely to do what their bounds say: look a little above them.
-            for _, one in hopeful[len(hopeful) // 4 :][: self._settings.plans // 8]:
+            for _, one in hopeful[len(hopeful) // 4 :][: self._settings.batch]:
                 self.plan(one)
             if not hopeful:
                 return

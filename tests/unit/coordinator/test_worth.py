@@ -1,4 +1,4 @@
-"""What a box is worth: its price for a million tokens beside the others', what is wrong with it, and when that is told."""
+"""What a box is worth: its price for a million tokens, what is wrong with it, and when that is told."""
 
 import msgspec
 import pytest

@@ -13,7 +13,8 @@ from p2pserve.sdk.cli import main
 
 DATA = Path(__file__).parents[2] / "coordinator" / "data"
 VAST = str(DATA / "vast_offers.json")
-ASKED = ("--budget", "3/h", "--model", "llama-30b", "--slo", "ttft=4s,tpot=150ms", "--plans", "5", "--workload", "coding")
+DEADLINES = ("--slo", "ttft=4s,tpot=150ms")
+ASKED = ("--budget", "3/h", "--model", "llama-30b", *DEADLINES, "--plans", "5", "--workload", "coding")
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def test_types_of_runpod_become_pods(capsys: pytest.CaptureFixture[str]) -> None
         (["--offers", VAST, *ASKED, "--budget", "3/week"], "'3/week' is no budget; write dollars per hour or per day"),
         (["--offers", VAST, *ASKED, "--budget", "0.01"], "budget: no offer costs at most $0.01/h; the cheapest is $"),
         (["--offers", VAST, *ASKED, "--slo", "ttft=1parsec"], "slo: 'ttft=1parsec' is neither like 5x nor like"),
-        (["--offers", VAST, *ASKED, "--hosted-usd-per-mtok", "cheap"], "'cheap' is no price; write dollars per million"),
+        (["--offers", VAST, *ASKED, "--hosted-usd-per-mtok", "cheap"], "'cheap' is no price; write dollars per"),
         (["--offers", VAST, *ASKED, "--model", "llama-31b"], "llama-31b"),
         (["--offers", VAST, *ASKED, "--rate", "0"], "0 is not a number above 0"),
         (["--offers", VAST, *ASKED, "--min-reliability", "2"], "2 is not a share from 0 to 1"),
