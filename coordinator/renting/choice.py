@@ -71,7 +71,7 @@ class RentSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Wish:
+class RentWish:
     """What is wanted: `service` at any rate; `budget`, $/h with traffic; `rate`, requests/s to be
     met, None for as many as the budget buys."""
 
@@ -131,7 +131,7 @@ class RentSearch:
     """One search; `run` once. The same offers, wish and seed give the same answers."""
 
     def __init__(
-        self, offers: Sequence[Offer], wish: Wish, rng: np.random.Generator, settings: RentSettings | None = None
+        self, offers: Sequence[Offer], wish: RentWish, rng: np.random.Generator, settings: RentSettings | None = None
     ) -> None:
         self._wish, self._rng, self._settings = wish, rng, settings or RentSettings()
         self.offers = [offer for offer in offers if self._usd(offer) <= wish.budget and offer.gpus <= wish.max_gpus]

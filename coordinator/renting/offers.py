@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import msgspec
 
 from ..costs.gpus import GpuSpec
-from .places import Place
+from .places import Location
 
 HOURS_PER_MONTH: Final = 730.0
 
@@ -57,7 +57,7 @@ class Offer:
     market: Market
     name: str
     host: str
-    place: Place
+    place: Location
     gpu: GpuSpec
     gpus: int
     gpu_link_gbps: float

@@ -33,7 +33,7 @@ class Distance(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a box is: `text` as the market says it, `country` as two letters, `site` a name that
     boxes in one building share. Empty where nothing is said."""
 
@@ -47,14 +47,14 @@ class Place:
         return _CONTINENT_OF.get(self.country, "")
 
 
-def parse_place(text: str | None, site: str = "") -> Place:
+def parse_place(text: str | None, site: str = "") -> Location:
     """From texts like `Texas, US`, `Sweden, SE` or `US`."""
     told = " ".join((text or "").split())
     found = _COUNTRY.search(told)
-    return Place(told, found[1] if found else "", site)
+    return Location(told, found[1] if found else "", site)
 
 
-def distance(one: Place, other: Place) -> Distance:
+def distance(one: Location, other: Location) -> Distance:
     """By the nearest that both share. Large countries are one country."""
     if one.site and one.site == other.site:
         return Distance.SITE

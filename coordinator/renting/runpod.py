@@ -11,7 +11,7 @@ import msgspec
 from ..costs.gpus import GpuError, Specs
 from .cards import MIB, find_card, link_between_cards
 from .offers import INTERRUPTED, Amount, Label, Market, Offer
-from .places import Place
+from .places import Location
 
 POD_SIZES: Final = (1, 2, 4, 8)
 
@@ -74,7 +74,7 @@ def read_runpod(record: RunpodRecord, number: int, specs: Specs, *, interruptibl
     offers = tuple(
         Offer(
             id=f"{record.id} x{gpus} {cloud} {copy}", record=number, market=Market.RUNPOD, name=record.id, host=cloud,
-            place=Place(), gpu=card, gpus=gpus, gpu_link_gbps=link_between_cards(card, card.nvlink_gbps * sxm, None),
+            place=Location(), gpu=card, gpus=gpus, gpu_link_gbps=link_between_cards(card, card.nvlink_gbps * sxm, None),
             usd_per_hour=usd * gpus, usd_per_gb_month=DISK_USD_PER_GB_MONTH, compute_capability=None,
             away=1.0 - (1.0 - AWAY[cloud]) * (1.0 - INTERRUPTED * interruptible), interruptible=interruptible,
         )

@@ -11,8 +11,8 @@ from ..options.renting import rent_options
 @command(
     "rent",
     example=[
-        "vastai search offers 'cuda_max_good>=13 direct_port_count>=1' --raw > offers.json",
-        "p2pserve rent --offers offers.json --budget 13.5/h --model llama-30b \\\n      --slo ttft=2s,tpot=100ms",
+        "vastai search offers 'cuda_max_good>=13' --raw > offers.json",
+        "p2pserve rent --offers offers.json --budget 13.5/h \\\n      --model llama-30b --slo ttft=2s,tpot=100ms",
         "p2pserve rent --offers offers.json --budget 6/h --model llama-30b \\\n      --rate 1.5 --scripts rented",
     ],
     formats=("table", "json"),

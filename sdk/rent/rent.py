@@ -18,7 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from ...coordinator.costs.gpus import Specs
 from ...coordinator.planning.model.slo import parse_slo
 from ...coordinator.planning.model.workload import Service
-from ...coordinator.renting.choice import RentAnswers, RentSearch, RentSettings, Wish
+from ...coordinator.renting.choice import RentAnswers, RentSearch, RentSettings, RentWish
 from ...coordinator.renting.needs import Needs, usable_offers
 from ...coordinator.renting.offer_file import parse_offers
 from ...coordinator.renting.offers import OfferError, Offers
@@ -56,7 +56,7 @@ def run_rent(arguments: SimpleNamespace) -> int:
     return 0
 
 
-def read_wish(arguments: SimpleNamespace) -> Wish:
+def read_wish(arguments: SimpleNamespace) -> RentWish:
     """What the options ask for, at any rate. Raises UsageError, or the planner's own errors."""
     missing = [f"--{name}" for name in ("offers", "budget", "model") if getattr(arguments, name) is None]
     if missing:
@@ -72,12 +72,12 @@ def read_wish(arguments: SimpleNamespace) -> Wish:
         model=model, cuda=arguments.cuda, reliability=arguments.min_reliability,
         max_usd_per_gb=inf if arguments.max_usd_per_gb is None else arguments.max_usd_per_gb,
     )  # fmt: skip
-    return Wish(
+    return RentWish(
         service=service, needs=needs, budget=arguments.budget, rate=arguments.rate, max_boxes=arguments.max_boxes
     )
 
 
-def _usable(arguments: SimpleNamespace, wish: Wish) -> Offers:
+def _usable(arguments: SimpleNamespace, wish: RentWish) -> Offers:
     """The offers that can do; all others are left out. Raises OfferError where none can."""
     found = parse_offers(_read(arguments.offers), Specs(arguments.specs), interruptible=arguments.interruptible)
     taken, refused = usable_offers(found.taken, wish.needs)
@@ -103,7 +103,7 @@ def _read(path: Path) -> bytes:
     return text
 
 
-def _search(arguments: SimpleNamespace, wish: Wish, offers: Offers) -> RentAnswers:
+def _search(arguments: SimpleNamespace, wish: RentWish, offers: Offers) -> RentAnswers:
     console = Console(stderr=True)
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True,

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ...coordinator.planning.model.problem import Percentiles, Proposal
-from ...coordinator.renting.choice import Rental, RentAnswers, Wish
+from ...coordinator.renting.choice import Rental, RentAnswers, RentWish
 from ...coordinator.renting.links import Outlook
 from ...coordinator.renting.offers import Offer, Offers
 from ..options.renting import IMAGE, HostedPrice
@@ -31,7 +31,7 @@ MTOK: Final = 1e6
 class Found:
     """All that there is to tell."""
 
-    wish: Wish
+    wish: RentWish
     offers: Offers
     answers: RentAnswers
     hosted: HostedPrice | None
@@ -69,7 +69,7 @@ class TokenPrices(msgspec.Struct, frozen=True, kw_only=True):
     hosted_usd_per_hour: float | None
 
 
-def token_prices(rental: Rental, wish: Wish, hosted: HostedPrice | None) -> TokenPrices:
+def token_prices(rental: Rental, wish: RentWish, hosted: HostedPrice | None) -> TokenPrices:
     """The cost of prefill over the tokens in, that of decode over the tokens out."""
     workload = wish.service.workload
     requests_h = min(rental.rate, rental.plans[Outlook.EXPECTED].max_rate) * HOUR_S

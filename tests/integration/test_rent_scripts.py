@@ -1,4 +1,4 @@
-"""The scripts that rent and start boxes, run by a shell: with programs in their way that only note what they are told."""
+"""The scripts that rent and start boxes, run by a shell with programs that only note what they are told."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_what_no_second_try_mends_ends_it(tmp_path: Path, code: int) -> None:
 
 def test_a_node_that_fails_is_started_again(tmp_path: Path) -> None:
     program(tmp_path / "bin", "sleep", "true")  # no waiting here
-    program(tmp_path / "bin", "p2pserve", f'echo try >>{tmp_path}/tries; [ $(wc -l <{tmp_path}/tries) -ge 3 ]')
+    program(tmp_path / "bin", "p2pserve", f"echo try >>{tmp_path}/tries; [ $(wc -l <{tmp_path}/tries) -ge 3 ]")
     ran = shell(ONSTART, tmp_path / "bin", tmp_path, P2PSERVE_BOOTSTRAP="p2p_worker_x")
     assert ran.returncode == 0
     assert "again in 10 s" in ran.stderr
@@ -90,7 +90,8 @@ def test_renting_gives_each_box_a_token_of_its_own(tmp_path: Path, capsys: pytes
     found = json.loads(capsys.readouterr().out)
     note = tmp_path / "noted"
     program(tmp_path / "bin", "vastai", f'printf "%s\\n" "$@" >>{note}')
-    program(tmp_path / "bin", "p2pserve", f'echo x >>{tmp_path}/n; echo "{{\\"token\\": \\"p2p_worker_$(wc -l <{tmp_path}/n)\\"}}"')
+    told = """'{"token": "p2p_worker_%d"}'"""
+    program(tmp_path / "bin", "p2pserve", f"echo x >>{tmp_path}/n; printf {told} $(wc -l <{tmp_path}/n)")
     ran = shell(folder / "rent.sh", tmp_path / "bin", tmp_path)
     assert ran.returncode == 0, ran.stderr
     told = note.read_text()

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
 
 from p2pserve.coordinator.planning.model.errors import NoPlan
-from p2pserve.coordinator.renting.choice import RentAnswers, RentSearch, RentSettings, Wish
+from p2pserve.coordinator.renting.choice import RentAnswers, RentSearch, RentSettings, RentWish
 from p2pserve.coordinator.renting.links import Outlook
 from p2pserve.coordinator.renting.offers import Offer
 
@@ -22,11 +22,11 @@ MARKET = (
 QUICK = RentSettings(plans=16, draws=60, steps=25, last_steps=25)
 
 
-def wish(budget: float, rate: float | None = None, **deadlines: float) -> Wish:
-    return Wish(service=service(**deadlines), needs=NEEDS, budget=budget, rate=rate)
+def wish(budget: float, rate: float | None = None, **deadlines: float) -> RentWish:
+    return RentWish(service=service(**deadlines), needs=NEEDS, budget=budget, rate=rate)
 
 
-def rent(offers: Sequence[Offer], wanted: Wish, seed: int = 0) -> RentAnswers:
+def rent(offers: Sequence[Offer], wanted: RentWish, seed: int = 0) -> RentAnswers:
     return RentSearch(offers, wanted, np.random.default_rng(seed), QUICK).run()
 
 
@@ -72,7 +72,7 @@ def test_a_rate_that_nothing_meets_has_no_cheapest() -> None:
 def test_more_money_buys_more() -> None:
     front = rented().front
     assert len(front) > 1
-    assert all(a.usd_per_hour < b.usd_per_hour and a.expected < b.expected for a, b in zip(front, front[1:], strict=False))
+    assert all(a.usd_per_hour < b.usd_per_hour and a.expected < b.expected for a, b in pairwise(front))
 
 
 def test_a_single_box_is_the_baseline() -> None:
@@ -108,7 +108,7 @@ def test_links_are_an_interval() -> None:
         (wish(1.8, ttft_s=1e-3), "serves the model within the deadlines"),
     ],
 )
-def test_nothing_to_rent_is_said_in_a_line(wanted: Wish, why: str) -> None:
+def test_nothing_to_rent_is_said_in_a_line(wanted: RentWish, why: str) -> None:
     with pytest.raises(NoPlan, match=why):
         rent(MARKET, wanted)
 

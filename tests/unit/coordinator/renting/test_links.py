@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.renting.links import LINK_RANGES, Outlook, cluster_of
-from p2pserve.coordinator.renting.places import Distance, Place, distance, parse_place
+from p2pserve.coordinator.renting.places import Distance, Location, distance, parse_place
 
 from .markets import NEEDS, box
 
@@ -28,7 +28,7 @@ def test_ranges_are_the_percentiles_of_what_was_measured() -> None:
     for row in csv.DictReader(text.splitlines()):
         ends = [row[end].partition(":")[2] for end in "ab"]
         if row["rtt_ms"] and row["multi_stream_gbps"] and all(end in COUNTRY for end in ends):
-            one, other = (Place(country=COUNTRY[end], site=end) for end in ends)
+            one, other = (Location(country=COUNTRY[end], site=end) for end in ends)
             measured[distance(one, other)].append((float(row["rtt_ms"]), float(row["multi_stream_gbps"])))
     assert set(measured) == {Distance.SITE, Distance.COUNTRY, Distance.CONTINENT, Distance.WORLD}
     for kind, rows in measured.items():
