@@ -215,6 +215,8 @@ class _Choice:
             return False
         for place in inside:
             del self._taken[place]
+            for box in place:  # one that cannot be cut alone stays idle
+                del self._of[box]
         self._total, self._spent = rest, spent
         self._take(chosen)
         return True
