@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import final
@@ -119,7 +120,7 @@ class Joined:
         published: messages.LinkTable | None = None
         while True:
             await trio.sleep(tuning.links_interval_s * max(1.0, len(self._present) / tuning.links_nodes))
-            table = self.knowledge.table(published, trio.current_time())
+            table = self.knowledge.table(published, trio.current_time(), time.time())
             if table != published:
                 published = table
                 self.publish(messages.LINKS, table)
