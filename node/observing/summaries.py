@@ -26,7 +26,8 @@ def summarise_nodes(status: Status, names: Mapping[str, str] | None = None) -> t
 
 def summarise_links(status: Status, now: float) -> tuple[LinkSummary, ...]:
     """Every link of which somebody has told, and those that their sites tell of; `now` in unix seconds."""
-    tables = {node.peer: node.links or _NO_TABLE for node in status.nodes if node.role != CLIENT and node.state == ALIVE}
+    nodes = [node for node in status.nodes if node.role != CLIENT and node.state == ALIVE]
+    tables = {node.peer: node.links or _NO_TABLE for node in nodes}
     told = {
         (source, target): figures
         for source, table in tables.items()

@@ -13,6 +13,7 @@ from typing import Annotated, Final
 import msgspec
 
 from ...coordinator.bounds import Count, Counter, Figure, ModelName, Name, Seconds, Text
+from ..engine.protocol import MAX_LAYER_TIMES, LayerTimes
 
 MAX_FACTS: Final = 32  # of one event
 MAX_SPANS: Final = 4096  # of one request
@@ -71,7 +72,8 @@ class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     `number` counts the events of this log; `time` is by the node's own clock. `kind` is an `EventKind`, or what a newer
     release calls one. `request` is the network's id of the request that it is about, the same on all boxes; `peer`
-    the other box, or the client, where there is one. `facts` are plain values by name, in the units of this module.
+    the other box, or the client, where there is one. `facts` are plain values by name, in the units of this module;
+    `layers`: of a KV transfer that ends with this event.
     """
 
     number: Counter
@@ -81,6 +83,7 @@ class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
     request: Word = ""
     peer: Word = ""
     facts: Facts = {}
+    layers: Annotated[tuple[LayerTimes, ...], msgspec.Meta(max_length=MAX_LAYER_TIMES)] = ()
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):

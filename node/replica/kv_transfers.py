@@ -22,6 +22,7 @@ from ...kvtransport.errors import TicketError, TransferError
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from .. import messages, methods
 from ..engine import protocol
+from ..engine.protocol import MAX_LAYER_TIMES
 from ..links.kv_links import Ends, IncomingLinks
 from ..models import ModelInfo
 from ..settings import WAN, NodeTuning
@@ -49,6 +50,7 @@ class TransferEnd:
     transfer: bytes
     failed: str
     figures: messages.TransferFigures
+    target: str = ""  # the box that it went to; of several, one
 
 
 @dataclass(slots=True)
@@ -282,7 +284,10 @@ class KvTransfers:
         if sending.pending and not body.failed:
             return None
         self.forget(body.transfer)
-        return TransferEnd(body.transfer, body.failed, _sum_figures(sending.figures)) if sending.head is None else None
+        if sending.head is not None:
+            return None
+        target = next(iter(sending.targets.values()), "")
+        return TransferEnd(body.transfer, body.failed, _sum_figures(sending.figures), target)
 
     def _place_here(self) -> Place:
         if self.place is None:
@@ -359,4 +364,7 @@ def _sum_figures(figures: Sequence[messages.TransferFigures]) -> messages.Transf
         paths=paths,
         resent_bytes=sum(each.resent_bytes for each in figures),
         usd=sum(each.usd for each in figures),
+        codec_s=sum(each.codec_s for each in figures),
+        blocked_s=max(each.blocked_s for each in figures),
+        layers=tuple(times for each in figures for times in each.layers)[:MAX_LAYER_TIMES],
     )
