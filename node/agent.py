@@ -125,7 +125,8 @@ async def _join(
             log = EventLog(identity.peer_id, time.time, await trio.to_thread.run_sync(events.load))
             joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
             nursery.start_soon(plans.keep, joined.view)
-            nursery.start_soon(events.keep, log)
+            events.follow(log)
+            nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
             address = network.address
             handed_out: dict[str, str] = {}

@@ -45,6 +45,7 @@ from .engine.protocol import (
     WorkerRank,
 )
 from .models import ModelInfo
+from .observing.values import Served
 
 ADVERT: Final = "advert"
 PLAN: Final = "plan"
@@ -127,6 +128,7 @@ class Advert(Message, frozen=True, kw_only=True):
     demand: Demand | None = None
     phase: Phase | None = None
     usd_per_hour: Figure = 0.0
+    served: Served | None = None
 
 
 class LinkTable(Message, frozen=True, kw_only=True):

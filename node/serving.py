@@ -112,6 +112,7 @@ class Serving:
             tp=self.host.share.tp,
             profile=self.host.worker.learner.profile,
             demand=self.gateway.demand,
+            served=self.host.worker.served,
         )
 
     @property

@@ -65,6 +65,7 @@ class EventFile:
         self._say = say
         self._max_bytes = max_bytes
         self._has_failed = False
+        self._waiting: list[NodeEvent] = []
 
     def __repr__(self) -> str:
         return f"<EventFile {self.path}>"
@@ -85,6 +86,8 @@ class EventFile:
 
     def append(self, events: Sequence[NodeEvent]) -> None:
         """Add these."""
+        if not events:
+            return
         data = b"".join(map(_encode, events))
         try:
             if self.path.exists() and self.path.stat().st_size + len(data) > self._max_bytes:
@@ -98,19 +101,20 @@ class EventFile:
                 self._say(f"{self.path}: events are not kept: {error.strerror}; free some space there")
             self._has_failed = True
 
-    async def keep(self, log: EventLog) -> None:
+    def follow(self, log: EventLog) -> None:
+        """Take what is logged from now on; `keep` writes it."""
+        log.followers.append(self._waiting.append)
+
+    async def keep(self) -> None:
         """Write what is logged, twice a second, until cancelled; and the rest then."""
-        waiting: list[NodeEvent] = []
-        log.followers.append(waiting.append)
         try:
             while True:
                 await trio.sleep(WRITE_S)
-                if waiting:
-                    batch, waiting[:] = waiting[:], ()
+                if self._waiting:
+                    batch, self._waiting[:] = self._waiting[:], ()
                     await trio.to_thread.run_sync(self.append, batch)
         finally:
-            if waiting:
-                self.append(waiting)
+            self.append(self._waiting)
 
     def _is_whole(self) -> bool:
         """Whether the file ends where an event does: the next one can follow."""

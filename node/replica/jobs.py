@@ -6,11 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from msgspec.structs import replace
+
 from ...bootstrap import PeerId
 from .. import messages
+from ..engine.protocol import Iterations
+from ..links.path_selection import DIRECT
 from ..observing.costs import ShareClock
 from ..observing.event_log import Record
-from ..observing.values import EventKind, Fact
+from ..observing.values import MAX_TARGETS, EventKind, Fact, KvSent, Served
 from .kv_transfers import TransferEnd
 
 
@@ -41,6 +45,8 @@ class JobLog:
         self._record = record
         self._clock = clock
         self._shares = ShareClock()
+        self.served = Served()
+        """What this box has done so far."""
 
     def __repr__(self) -> str:
         return f"<JobLog {self._shares.shares_s:.3f} s>"
@@ -70,6 +76,7 @@ class JobLog:
         """Its KV has been delivered, or will not be."""
         request, attempt = split_attempt(job.request)
         figures = ended.figures
+        self._count_transfer(ended)
         self._record(
             EventKind.TRANSFER_FAILED if ended.failed else EventKind.TRANSFER_ENDED,
             request=request,
@@ -90,3 +97,26 @@ class JobLog:
             paths=" ".join(f"{label}:{size}" for label, size in figures.paths.items()),
             usd=figures.usd,
         )
+
+    def note_steps(self, iterations: Iterations) -> None:
+        """Steps of the engine."""
+        self.served = replace(
+            self.served,
+            prefilled_tokens=self.served.prefilled_tokens + iterations.prefill_tokens,
+            decoded_tokens=self.served.decoded_tokens + iterations.decode_tokens,
+        )
+
+    def _count_transfer(self, ended: TransferEnd) -> None:
+        """Of many boxes, those are told of that were sent to last."""
+        before = self.served.kv_sent.get(ended.target, KvSent())
+        figures = ended.figures
+        relayed = sum(size for label, size in figures.paths.items() if label != DIRECT)
+        sent = KvSent(
+            transfers=before.transfers + 1,
+            failed=before.failed + bool(ended.failed),
+            wire_bytes=before.wire_bytes + figures.wire_bytes,
+            relayed_bytes=before.relayed_bytes + relayed,
+        )
+        others = [(peer, each) for peer, each in self.served.kv_sent.items() if peer != ended.target]
+        latest = dict([*others[-MAX_TARGETS + 1 :], (ended.target, sent)])
+        self.served = replace(self.served, kv_sent=latest)

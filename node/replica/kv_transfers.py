@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar, final
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
@@ -366,5 +367,17 @@ def _sum_figures(figures: Sequence[messages.TransferFigures]) -> messages.Transf
         usd=sum(each.usd for each in figures),
         codec_s=sum(each.codec_s for each in figures),
         blocked_s=max(each.blocked_s for each in figures),
-        layers=tuple(times for each in figures for times in each.layers)[:MAX_LAYER_TIMES],
+        layers=_merge_layers(times for each in figures for times in each.layers),
     )
+
+
+def _merge_layers(found: Iterable[protocol.LayerTimes]) -> tuple[protocol.LayerTimes, ...]:
+    """When layers were on their way that several slices have a part of; each counts from its own first frame."""
+    merged: dict[tuple[int, int], protocol.LayerTimes] = {}
+    for times in found:
+        key = (times.first_layer, times.last_layer)
+        known = merged.get(key, times)
+        size = times.wire_bytes + (known.wire_bytes if known is not times else 0)
+        begin_s, end_s = min(known.begin_s, times.begin_s), max(known.end_s, times.end_s)
+        merged[key] = replace(times, begin_s=begin_s, end_s=end_s, wire_bytes=size)
+    return tuple(merged[key] for key in sorted(merged))[:MAX_LAYER_TIMES]

@@ -19,7 +19,7 @@ from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineHandle, EngineLost
 from ..learning import Learner
 from ..observing.event_log import Record, ignore
-from ..observing.values import EventKind
+from ..observing.values import EventKind, Served
 from ..settings import WAN, NodeTuning
 from .hung import ReplicaWatch
 from .jobs import Job, JobLog
@@ -73,6 +73,11 @@ class Worker:
     def idle(self) -> bool:
         """Whether no request is in the engine."""
         return not self._decodes and not self._prefills
+
+    @property
+    def served(self) -> Served:
+        """What it has done since this node was started."""
+        return self._log.served
 
     @property
     def _present(self) -> int:
@@ -299,6 +304,7 @@ class Worker:
                 self._log.advance(self._present)
                 if iterations is not None:
                     self.learner.add(iterations)
+                    self._log.note_steps(iterations)
                 for output in outputs:
                     self._on_tokens(output)
             case protocol.TransferReport():
@@ -365,10 +371,11 @@ class Worker:
         found = next((request for request, job in self._prefills.items() if job.transfer == ended.transfer), None)
         if found is not None:
             self._log.note_transfer(self._prefills[found], ended)
+            figures = msgspec.structs.replace(ended.figures, layers=())  # of use to nobody but the log
             if not ended.failed and self._prefills[found].wants_first_token:
-                self._prefills[found].figures = ended.figures  # all layers are there before the token is
+                self._prefills[found].figures = figures  # all layers are there before the token is
                 return
-            self._end_prefill(found, ended.failed, ended.figures)
+            self._end_prefill(found, ended.failed, figures)
             # It may go on all the same: because its KV failed, or is not needed.
             self._send(protocol.Cancel(request=_prefill_id(found)))
             if ended.failed:
