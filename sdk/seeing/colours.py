@@ -14,6 +14,7 @@ _SCALE: Final = (
     (31, 158, 137), (53, 183, 121), (110, 206, 88), (181, 222, 43), (253, 231, 37),
 )  # fmt: skip
 PHASES: Final = {"prefill": "#d55e00", "decode": "#0072b2", "mixed": "#008060"}
+ON_DARK: Final = {"prefill": "#e69f00", "decode": "#56b4e9", "mixed": "#2bb673"}  # as text, in terminals
 NEUTRAL: Final = "#6b7280"
 UNREACHABLE: Final = "#b3261e"
 UNKNOWN: Final = "#d9d9df"

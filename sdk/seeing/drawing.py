@@ -91,9 +91,9 @@ class Drawing:
 def to_svg(drawing: Drawing) -> str:
     """The drawing as a document that needs nothing else."""
     width, height = f"{drawing.width:.0f}", f"{drawing.height:.0f}"
+    rest = f'viewBox="0 0 {width} {height}" font-family="{FONT}" role="img"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'font-family="{FONT}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" {rest}>',
         f"<title>{_text(drawing.title)}</title>",
         f'<rect width="{width}" height="{height}" fill="{drawing.background}"/>',
         *(_svg(shape) for shape in drawing.shapes),

@@ -16,8 +16,8 @@ from ...node.observing.values import RequestTrace, TraceSpan
 from ..errors import UsageError
 
 _GROUPS: Final = {
-    "queue": "gateway", "open": "gateway: opening", "replay": "gateway", "answer": "gateway: answer", "prefill": "prefill",
-    "kv": "KV transfer", "kv.layers": "KV, layer by layer", "wait": "decode", "decode": "decode",
+    "queue": "gateway", "open": "gateway: opening", "replay": "gateway", "answer": "gateway: answer",
+    "prefill": "prefill", "kv": "KV transfer", "kv.layers": "KV, layer by layer", "wait": "decode", "decode": "decode",
 }  # fmt: skip
 _ORDER: Final = tuple(dict.fromkeys(_GROUPS.values()))
 _MICROSECONDS: Final = 1e6
@@ -53,7 +53,7 @@ def begin_of(trace: RequestTrace) -> float:
 
 
 def share_out(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """A lane for each span, so that those of one lane do not overlap; as few as can be. In order of their beginnings."""
+    """A lane for each span, so that those of one lane do not overlap; as few as can be. They come in order."""
     free_at: list[float] = []
     lanes: list[int] = []
     for begin, end in spans:

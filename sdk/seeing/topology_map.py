@@ -131,13 +131,11 @@ def _draw_card(drawing: Drawing, node: NodeSummary, place: Place, *, folded: boo
     gone = node.state in GONE
     small = place.height < CARD[1]
     title = f"{label(node)} {node.id}: {node.state}, {node.phase or 'no phase'}, {node.hardware}, {node.engine_state}"
-    drawing.add(
-        Box(
-            x=place.x, y=place.y, width=place.width, height=place.height, radius=6, fill="#ffffff" if not gone else PAPER,
-            stroke=colour if not gone else FRAME, stroke_width=2.0 if not small else 1.5, dashed=gone, title=title,
-        ),
-        Box(x=place.x + 5, y=place.y + 5, width=5, height=place.height - 10, radius=2, fill=FRAME if gone else colour),
-    )  # fmt: skip
+    edge = {"stroke": colour if not gone else FRAME, "fill": "#ffffff" if not gone else PAPER}
+    width = 2.0 if not small else 1.5
+    drawing.add(Box(**place._asdict(), **edge, radius=6, stroke_width=width, dashed=gone, title=title))
+    bar = FRAME if gone else colour
+    drawing.add(Box(x=place.x + 5, y=place.y + 5, width=5, height=place.height - 10, radius=2, fill=bar))
     star = " *" if node.is_coordinator and not folded else ""
     name = f"{node.id if folded else label(node)}{star}"
     x = place.x + 16
@@ -173,7 +171,8 @@ def _draw_flows(drawing: Drawing, topology: Topology, places: dict[str, Place]) 
         if flow.source == flow.target:
             continue
         (x1, y1), (x2, y2) = _edge(places[flow.source], places[flow.target])
-        title = f"{name_of(flow.source)} to {name_of(flow.target)}: {flow.share:.0%} of requests, {flow.transfers} transfers"
+        what = f"{flow.share:.0%} of requests, {flow.transfers} transfers"
+        title = f"{name_of(flow.source)} to {name_of(flow.target)}: {what}"
         drawing.add(
             Arrow(
                 x1=x1, y1=y1, x2=x2, y2=y2, bend=14.0, stroke="#3b3f8f", width=1.0 + 2.5 * flow.share / most,
@@ -273,7 +272,8 @@ def _draw_scale(drawing: Drawing, x: float, y: float, *, readable: bool) -> None
         return
     at = y + height + 58
     drawing.add(
-        Box(x=x, y=at, width=14, height=14, fill=colours.rate_colour(5.0)), Box(x=x + 9, y=at, width=5, height=5, fill=INK),
+        Box(x=x, y=at, width=14, height=14, fill=colours.rate_colour(5.0)),
+        Box(x=x + 9, y=at, width=5, height=5, fill=INK),
         Words(x=x + 26, y=at + 11, text="inferred", size=11, fill=INK),
     )  # fmt: skip
 
