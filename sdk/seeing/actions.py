@@ -148,12 +148,14 @@ def inspect_request(
     as_json: bool = False,
 ) -> None:
     """`p2pserve inspect request`: from event logs, or from a network. Raises UsageError for one that nobody knows."""
+    name_of: Callable[[str], str] = _last_six
     if files:
-        found, name_of = trace_from_logs(read_logs(files), request), _last_six
+        found = trace_from_logs(read_logs(files), request)
     else:
         with connect() as client:
             found = client.trace(request)
-            name_of = labels_of(build_topology(client.status(), time.time())) if found is not None else _last_six
+            if found is not None:
+                name_of = labels_of(build_topology(client.status(), time.time()))
     if found is None:
         where = "these logs have" if files else "no box has"
         raise UsageError(

@@ -131,9 +131,10 @@ def _draw_card(drawing: Drawing, node: NodeSummary, place: Place, *, folded: boo
     gone = node.state in GONE
     small = place.height < CARD[1]
     title = f"{label(node)} {node.id}: {node.state}, {node.phase or 'no phase'}, {node.hardware}, {node.engine_state}"
-    edge = {"stroke": colour if not gone else FRAME, "fill": "#ffffff" if not gone else PAPER}
-    width = 2.0 if not small else 1.5
-    drawing.add(Box(**place._asdict(), **edge, radius=6, stroke_width=width, dashed=gone, title=title))
+    stroke, fill, width = (FRAME, PAPER, 1.5) if gone else (colour, "#ffffff", 1.5 if small else 2.0)
+    drawing.add(
+        Box(**place._asdict(), stroke=stroke, fill=fill, radius=6, stroke_width=width, dashed=gone, title=title)
+    )
     bar = FRAME if gone else colour
     drawing.add(Box(x=place.x + 5, y=place.y + 5, width=5, height=place.height - 10, radius=2, fill=bar))
     star = " *" if node.is_coordinator and not folded else ""
