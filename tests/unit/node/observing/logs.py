@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from p2pserve.node.engine.protocol import LayerTimes
 from p2pserve.node.observing.values import EventKind, Fact, NodeEvent
@@ -17,7 +18,7 @@ LAYERS = (
 
 
 def event(
-    number: int, at: float, node: str, kind: EventKind, *, request: str = REQUEST, peer: str = "", **facts: Fact
+    number: int, at: float, node: str, kind: EventKind, *, request: str = REQUEST, peer: str = "", **facts: Any
 ) -> NodeEvent:
     layers = LAYERS if kind in (EventKind.TRANSFER_ENDED, EventKind.TRANSFER_FAILED) else ()
     return NodeEvent(
@@ -40,7 +41,7 @@ def request_events(skew: Mapping[str, float] | None = None) -> list[NodeEvent]:
     transferred: Mapping[str, Fact] = {"attempt": 1, "span_s": 0.2, "visible_s": 0.05, "raw_bytes": 800}
     transferred = {**transferred, "wire_bytes": 200, "codec_s": 0.01, "hidden_fraction": 0.75, "mode": "layerwise"}
 
-    def here(number: int, since: float, node: str, kind: EventKind, **facts: Fact) -> NodeEvent:
+    def here(number: int, since: float, node: str, kind: EventKind, **facts: Any) -> NodeEvent:
         peers = {kinds.REQUEST_BEGUN: CLIENT, kinds.TRANSFER_ENDED: DECODE}
         return event(number, at + since + by[node], node, kind, peer=peers.get(kind, GATEWAY), **facts)
 
