@@ -26,6 +26,7 @@ from .values import BoxClock, EventKind, NodeEvent
 ASK_S: Final = 4.0  # for the events of one box; longer: slow boxes are in the trace; shorter: it is there sooner
 ASKED_AT_ONCE: Final = 16
 MOST_ASKED: Final = 512  # boxes, where nobody knows which gateway had the request
+ROUNDS: Final = 2
 TRACES_AT_ONCE: Final = 4
 MOST_WAITING: Final = 64  # who waits for events: the others are answered at once
 
@@ -102,7 +103,11 @@ class EventDesk:
         if request is None:
             return TraceAnswer()
         gathered.take(self._log.select(EventQuery(request=request)), BoxClock(node=own, error_s=0.0))
-        await self._ask([PeerId(box) for box in boxes_of(gathered.events) if box != own], request, gathered)
+        asked: set[str] = {own}
+        for _ in range(ROUNDS):  # the gateway is asked by the network's id, and names the others
+            new = [PeerId(box) for box in boxes_of(gathered.events) if box not in asked]
+            asked |= set(new)
+            await self._ask(new, request, gathered)
         events = [event for event in gathered.events if event.request == request]
         gateway = next((event.node for event in events if event.kind == EventKind.REQUEST_BEGUN), "")
         clocks = {**estimate_clocks(events), **relative_clocks(gathered.clocks, gateway)}

@@ -33,6 +33,10 @@ from .trace_view import trace_lines
 from .watch import TopologyApp, WatchOptions
 
 FOLLOW_S: Final = 10.0  # that a node is asked to wait for the next event
+NOTHING: Final = (
+    "no such events that may be shown; those of a request are shown to who names its id (--request ID), and all of a "
+    "box to who reads its log there (--from events.msgpack)"
+)
 FOLD_FROM: Final = 40  # boxes from which on a table has their sites, if nothing else is said
 
 
@@ -102,6 +106,8 @@ def events(arguments: SimpleNamespace) -> int:
         box = find_box(known.nodes, arguments.box).id if arguments.box is not None else known.answered_by
         page = client.events(query, box)
         _print_events(page.events, arguments.format, labels_of(known))
+        if not page.events and not arguments.follow:
+            print(NOTHING, file=sys.stderr)
         while arguments.follow:
             after = page.reached
             page = client.events(replace(query, after=max(1, after), limit=MAX_EVENTS, wait_s=FOLLOW_S), box)
@@ -125,10 +131,8 @@ def inspect_request(arguments: SimpleNamespace) -> int:
             if found is not None:
                 name_of = labels_of(build_topology(client.status(), time.time()))
     if found is None:
-        where = "these logs have" if arguments.files else "no box has"
-        raise UsageError(
-            f"request: {where} no event of {named} that may be shown; name the id that `generate` has printed"
-        )
+        where = "these logs have no event" if arguments.files else "no box has an event"
+        raise UsageError(f"request: {where} of {named} that may be shown; name the id that `generate` has printed")
     if arguments.trace is not None:
         write_trace(found, arguments.trace, name_of)
     if arguments.format == "json":

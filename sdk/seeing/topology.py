@@ -177,7 +177,9 @@ def _fold_site(site: str, nodes: list[NodeSummary]) -> NodeSummary:
     return NodeSummary(
         id=site,
         role="site",
-        state=f"{len(present)} of {len(nodes)} boxes" if len(present) < len(nodes) else f"{len(nodes)} boxes",
+        state=f"{len(present)} of {len(nodes)} boxes"
+        if len(present) < len(nodes)
+        else f"{len(nodes)} box{'es' * (len(nodes) != 1)}",
         address="",
         site=site,
         phase=" ".join(phases)[:128],

@@ -8,7 +8,7 @@ from typing import Final
 from ...node.observing.values import Fact, RequestTrace, TraceSpan
 from .request_trace import begin_of, clock_text, end_of, title_of
 
-BAR: Final = 28
+BAR: Final = 24
 LEAST_WIDTH: Final = 60
 _NAMES: Final = {"kv": "KV transfer"}
 
@@ -55,7 +55,7 @@ def _line(span: TraceSpan, begin: float, end: float, bar: int, name_of: Callable
     took = seconds_text(span.end - span.begin) if span.end is not None else "runs"
     drawn = draw_bar(span.begin - begin, (span.end if span.end is not None else end) - begin, end - begin, bar)
     note = _note(span, name_of)
-    return f"{title:<18}{name_of(span.node):<16}{since:>9}{took:>9}  |{drawn}|" + (f"\n    {note}" if note else "")
+    return f"{title:<18}{name_of(span.node):<16}{since:>9}{took:>9}  |{drawn}|" + (f"\n  {note}" if note else "")
 
 
 def _note(span: TraceSpan, name_of: Callable[[str], str]) -> str:
@@ -82,7 +82,7 @@ def _layers_summary(trace: RequestTrace, transfer: TraceSpan) -> Iterator[str]:
     if ends:
         last = max((span.facts["last"] for span in layers if isinstance(span.facts.get("last"), int)), default="?")
         first, final = seconds_text(min(ends)), seconds_text(max(ends))
-        yield f"    layers up to {last}: the first was there after {first}, the last after {final} (--layers for all)"
+        yield f"  layers up to {last}: the first was there after {first}, the last after {final}"
 
 
 def _tail(trace: RequestTrace, name_of: Callable[[str], str]) -> Iterator[str]:

@@ -26,7 +26,7 @@ def event(
     )
 
 
-ENDED: Mapping[str, Fact] = {
+ENDED: dict[str, Any] = {
     "finish": "length", "prompt_tokens": 10, "completion_tokens": 5, "ttft_s": 0.5, "tpot_s": 0.1, "e2e_s": 0.9,
     "raw_bytes": 800, "wire_bytes": 200, "box_usd": 0.002, "traffic_usd": 0.001, "attempts": 1,
 }  # fmt: skip

@@ -97,12 +97,12 @@ def test_reasons_are_a_few_whatever_is_said(reason: str, label: str) -> None:
 
 def test_attainment_is_by_the_deadlines_of_the_plan() -> None:
     counts = NodeCounts(deadlines=Deadlines(ttft_s=0.4))
-    counts.on_event(event(1, 1.0, GATEWAY, EventKind.REQUEST_ENDED, **dict(ENDED)))
+    counts.on_event(event(1, 1.0, GATEWAY, EventKind.REQUEST_ENDED, **ENDED))
     assert counts.attainment == 0.0
     counts.deadlines = Deadlines(ttft_s=0.6, tpot_s=0.2)
-    counts.on_event(event(2, 1.0, GATEWAY, EventKind.REQUEST_ENDED, **dict(ENDED)))
+    counts.on_event(event(2, 1.0, GATEWAY, EventKind.REQUEST_ENDED, **ENDED))
     assert counts.attainment == 0.5
-    counts.on_event(event(3, 1.0, GATEWAY, EventKind.REQUEST_ENDED, **(dict(ENDED) | {"finish": "cancelled"})))
+    counts.on_event(event(3, 1.0, GATEWAY, EventKind.REQUEST_ENDED, **(ENDED | {"finish": "cancelled"})))
     assert counts.attainment == 0.5
     assert not are_met(Deadlines(), {"finish": "error"})
     assert are_met(Deadlines(), {"finish": "stop"})
