@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 import trio
@@ -22,6 +23,10 @@ REQUEST, NAMED = "5f" * 12, "ab" * 12
 SKEW = {GATEWAY: 0.0, PREFILL: 100.0, DECODE: -7.0, OTHER: 3.0}
 
 
+def others(box: PeerId) -> set[PeerId]:
+    return set(SKEW) - {box}
+
+
 class Boxes:
     """Four boxes, one of which had nothing to do with the request; each has a clock of its own."""
 
@@ -29,7 +34,7 @@ class Boxes:
         self.exchange = MemoryExchange(latency_s=0.01)
         self.logs = {box: EventLog(box, self.clock_of(box)) for box in SKEW}
         self.desks = {
-            box: EventDesk(log, self.exchange.join(box), lambda box=box: set(SKEW) - {box}, self.clock_of(box))
+            box: EventDesk(log, self.exchange.join(box), partial(others, box), self.clock_of(box))
             for box, log in self.logs.items()
         }
 
@@ -96,9 +101,9 @@ def test_any_box_puts_a_request_together_by_the_gateways_clock(asked: PeerId, na
         trace = await boxes.trace(asked, named)
         assert trace is not None
         assert (trace.id, trace.gateway, trace.outcome, trace.missing) == (REQUEST, GATEWAY, "length", {})
-        spans = {span.name: (span.node, span.begin - 1e9, (span.end or 0.0) - 1e9) for span in trace.spans}
-        assert spans["prefill"] == (PREFILL, pytest.approx(0.1, abs=0.02), pytest.approx(0.3, abs=0.02))
-        assert spans["decode"] == (DECODE, pytest.approx(0.3, abs=0.02), pytest.approx(0.6, abs=0.02))
+        spans = {(span.name, span.node): [span.begin - 1e9, (span.end or 0.0) - 1e9] for span in trace.spans}
+        assert spans["prefill", PREFILL] == pytest.approx([0.1, 0.3], abs=0.02)
+        assert spans["decode", DECODE] == pytest.approx([0.3, 0.6], abs=0.02)
         clocks = {clock.node: clock for clock in trace.boxes}
         assert clocks[PREFILL].offset_s == pytest.approx(100.0, abs=0.02)
         assert clocks[DECODE].offset_s == pytest.approx(-7.0, abs=0.02)

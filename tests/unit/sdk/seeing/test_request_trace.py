@@ -21,7 +21,13 @@ LAYERS = tuple(
               facts={"first": n, "last": n + 1, "wire_bytes": 10})
     for n in range(8)
 )  # fmt: skip
-KV = {"target": DECODE, "raw_bytes": 4_000_000, "wire_bytes": 1_000_000, "hidden_fraction": 0.75, "mode": "layerwise"}
+KV: dict[str, Any] = {
+    "target": DECODE,
+    "raw_bytes": 4_000_000,
+    "wire_bytes": 1_000_000,
+    "hidden_fraction": 0.75,
+    "mode": "layerwise",
+}
 TRACE = RequestTrace(
     id="5f" * 12,
     gateway=GATEWAY,

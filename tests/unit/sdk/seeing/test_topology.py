@@ -32,7 +32,8 @@ def test_boxes_and_links_are_what_the_network_tells() -> None:
     assert len(topology.present) == 7
     assert topology.usd_per_hour == pytest.approx(3.5)
     link = topology.links[peer(0), peer(1)]
-    assert (link.known, link.age_s, link.usd_per_gb) == ("measured", pytest.approx(90.0), 0.01)
+    assert (link.known, link.usd_per_gb) == ("measured", 0.01)
+    assert link.age_s == pytest.approx(90.0)
     assert topology.links[peer(0), peer(2)].known == "inferred"
     assert not topology.links[peer(1), peer(2)].reachable
     assert (peer(0), peer(7)) not in topology.links  # it is dead
