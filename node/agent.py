@@ -37,6 +37,10 @@ from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
+from .observing.event_file import EventFile
+from .observing.event_log import EventLog
+from .observing.spans import SpanExport, open_spans
+from .observing.values import EventKind
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.plan_exchange import PlanExchange
@@ -44,6 +48,7 @@ from .planning.plan_file import PlanFile
 from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
+from .showing import Showing
 
 DRAIN_POLL_S = 0.05
 
@@ -118,8 +123,16 @@ async def _join(
         )
         async with network:
             plans = PlanFile(settings.home, membership.network, say)
-            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
+            events = EventFile(settings.home, say)
+            log = EventLog(identity.peer_id, time.time, await trio.to_thread.run_sync(events.load))
+            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
             nursery.start_soon(plans.keep, joined.view)
+            events.follow(log)
+            spans = open_spans(identity.peer_id, os.environ, say)
+            if spans is not None:
+                log.followers.append(spans.on_event)
+                nursery.start_soon(_close_in_the_end, spans)
+            nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
             address = network.address
             handed_out: dict[str, str] = {}
@@ -171,6 +184,7 @@ class Node:
             Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
         )
         serving = self._serving
+        self.showing = Showing(joined, serving)
         prober = Prober(
             joined.knowledge,
             messenger=network,
@@ -180,6 +194,7 @@ class Node:
             rng=random.Random(),
             tuning=settings.tuning,
         )
+        prober.record = joined.record
         port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, relay.attach)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, prober.attach)
         if serving is not None:
@@ -266,10 +281,12 @@ class Node:
                 try:
                     found = await planner.plan(task)
                 except PlanError as error:
+                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"no new plan for {task.service}: {error}")
                     continue
                 except PlannerFailed as error:
                     helps = coordinator.on_failed(task, str(error), trio.current_time())
+                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"planning for {task.service} failed: {error}" + "; trying without some boxes" * helps)
                     continue
                 plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
@@ -284,6 +301,8 @@ class Node:
         except PlanError as error:
             joined.say(f"the plan was not published: {error}")
             return
+        number = f"{plan.epoch}.{plan.version}"
+        joined.record(EventKind.PLAN_MADE, plan=number, service=plan.service, replicas=len(plan.replicas))
         self._plans.hold(manifest.digest, payload)
         joined.publish(messages.PLAN, manifest)
         joined.follow()
@@ -307,6 +326,7 @@ class Node:
             if reason:
                 objected = leader
                 joined.network.object_to(*leader)
+                joined.record(EventKind.PLAN_OBJECTED, peer=leader[0], epoch=leader[1], why=reason)
                 joined.say(f"this node objects to the plan of coordinator {leader[0]}: {reason}")
 
     async def _weigh(self) -> None:
@@ -322,15 +342,16 @@ class Node:
 
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""
+        self.showing.follow_plan()
         if self._serving is not None:
             self._serving.gateway.network_changed()
             if not self._draining:
                 self._serving.host.follow(self._joined.view.plan)
 
 
-async def _close_in_the_end(relay: Relay) -> None:
+async def _close_in_the_end(closing: Relay | SpanExport) -> None:
     try:
         await trio.sleep_forever()
     finally:
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(relay.close)
+            await trio.to_thread.run_sync(closing.close)

@@ -105,6 +105,7 @@ class NodeTuning:
     probe_interval_s: float = 1.0  # between two looks for a link to measure; shorter: news is measured sooner
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
     link_news: float = 0.2  # figures of a link are told again when they have moved by this fraction
+    link_age_s: float = 600.0  # or when they have been measured again so much later; shorter: ages that are shown fit
 
     expect_interval_s: float = 0.25  # between two looks at who is waited for; shorter: one that hangs is found sooner
 

@@ -19,9 +19,9 @@ FOLDER_FLOORS: dict[str, tuple[str, ...]] = {
     "coordinator": ("costs", "planning", "renting", "requests", "dev"),
     "coordinator/planning": ("model", "lower", "upper"),
     "kvtransport": ("wire", "probing", "routing", "link", "dev"),
-    "node": ("models", "box", "engine", "requests", "links", "replica", "dev"),
+    "node": ("models", "box", "engine", "observing", "requests", "links", "replica", "dev"),
     "node/engine": ("vllm", "transfers", "kv", "pipeline", "emulated", "trials", "vllm_program", "gpucheck", "dev"),
-    "sdk": ("options", "actions", "demo", "live", "rent", "commands"),
+    "sdk": ("options", "actions", "seeing", "demo", "live", "rent", "commands"),
     "sims": ("engine", "policies", "results", "splitwise", "experiments", "wan"),
     "sims/wan": ("kv",),
 }
