@@ -284,10 +284,9 @@ class EngineRunner:
         """Those whose constraint turns out to be none, or another than the answer so far is made by."""
         refused = []
         for request in self._constraints.failed:
-            known = request in self._requests
-            self._abort([request])
             reason = self._constraints.take_failure(request)
-            if known:
+            if request in self._requests:
+                self._abort([request])
                 refused.append(protocol.NewTokens(request, (), "refused", reason=reason))
         return refused
 
@@ -321,6 +320,8 @@ class EngineRunner:
         for live in ended.values():
             if live.first_token_from is not None:
                 self._stop_waiting_for_token(live.first_token_from)
+        for request in ended:
+            self._constraints.take_failure(request)
         if ended:
             self._core.abort_requests(list(ended))
 
