@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         InvalidRequest,
         RequestFailed,
     )
-    from .requests import Generation, TextDelta
+    from .requests import Generation, TextDelta, TokenLogprobs
 
 __all__ = [
     "AsyncClient",
@@ -33,6 +33,7 @@ __all__ = [
     "InvalidRequest",
     "RequestFailed",
     "TextDelta",
+    "TokenLogprobs",
 ]
 
 

@@ -11,6 +11,7 @@ import socket
 import time
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any, final
 
 from .. import protocol
@@ -277,6 +278,8 @@ class EngineRunner:
             raise ValueError(f"token {worst} is beyond the model's vocabulary of {vocabulary}")
         if (worst := max(sampling.token_ids(), default=0)) >= vocabulary:
             raise ValueError(f"sampling: token {worst} is beyond the model's vocabulary of {vocabulary}")
+        if not all(map(isfinite, sampling.logit_bias.values())):
+            raise ValueError("logit_bias: it has one that is not a finite number")
         if sampling.answered and sampling.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: they were told with the beginning of this answer")
 
