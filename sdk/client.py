@@ -28,7 +28,7 @@ from .background import ClientConnection, ClientJob, Connect, Work
 from .environment import network_address
 from .errors import InvalidRequest, RequestFailed
 from .mailbox import Mailbox, MailboxClosed
-from .requests import GenerateOptions, Generation, TextDelta, TokenLogprobs, build_request
+from .requests import GenerateOptions, Generation, TextDelta, build_request
 from .session import Session, check_target, open_session
 
 Messages = list[dict[str, str]]
