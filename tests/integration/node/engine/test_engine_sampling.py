@@ -18,8 +18,11 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.engine.sampling import Constraint, Sampling
 from p2pserve.node.models import open_model
 from p2pserve.node.models.text import TextModel
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
+from p2pserve.node.engine.trials.trial import TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.replica.worker import first_token_of
 
+from .devices import BLOCK, SETTINGS
 from .kv_engines import Engine, Result, accepted, engines, listening
 
 BUNDLED = Path(bundled.__file__).parent
@@ -138,6 +141,33 @@ def test_answers_go_on_as_they_began(engine_channels: list[int], prompt: tuple[i
                     raise AssertionError(f"{case}: {error}") from error
             await refusals(one, prompt)
             await prompt_figures(one, other, prompt)
+
+    trio.run(main)
+
+
+PIPELINED = ("presence", "least", "bad words", "json", "regex", "choice")
+
+
+def test_answers_of_a_pipeline_are_those_of_one_engine(engine_channels: list[int], prompt: tuple[int, ...]) -> None:
+    async def ask(engine: TrialEngine) -> list[TrialAnswer]:
+        """At the same time: batches with and without a grammar follow each other."""
+        asked = [engine.submit(prompt, COUNT, sampling=sampling_of(case)) for case in PIPELINED]
+        return [await engine.answer(request) for request in asked]
+
+    async def main() -> None:
+        config = protocol.EngineConfig(model=str(BUNDLED), kv_cache_mib=64, max_batched_tokens=BLOCK, **SETTINGS)
+        async with (
+            open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server,
+            open_trial(server) as trial,
+        ):
+            await server.wait_ready()
+            with trio.fail_after(100):
+                expected = await ask(await trial.start(config))
+                found = await ask(await trial.start_pipeline(config, (5, 3)))
+            for case, one, other in zip(PIPELINED, expected, found, strict=True):
+                assert (other.tokens, other.finish) == (one.tokens, one.finish), case
+                figures = [np.frombuffer(b"".join(top.logprobs for top in each.logprobs), "<f4") for each in (one, other)]
+                assert np.allclose(*figures, atol=1e-3), case
 
     trio.run(main)
 
