@@ -12,7 +12,16 @@ from p2pserve.node.engine.sampling import Constraint, TopTokens
 from p2pserve.node.messages import Advert, AnswerUpdate, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.errors import InvalidRequest
-from p2pserve.sdk.requests import Diverged, GatewayCandidate, Replay, TextDelta, TokenLogprobs, build_request, check_service, gateways
+from p2pserve.sdk.requests import (
+    Diverged,
+    GatewayCandidate,
+    Replay,
+    TextDelta,
+    TokenLogprobs,
+    build_request,
+    check_service,
+    gateways,
+)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,10 @@ def test_a_seed_is_drawn_for_what_is_sampled() -> None:
 
 def test_logprobs_are_plain_values_and_told_once() -> None:
     first = TopTokens(
-        width=2, ids=struct.pack("<4i", 5, 7, 6, 6), logprobs=struct.pack("<4f", -1, -0.5, -2, -2), ranks=struct.pack("<2i", 2, 1)
+        width=2,
+        ids=struct.pack("<4i", 5, 7, 6, 6),
+        logprobs=struct.pack("<4f", -1, -0.5, -2, -2),
+        ranks=struct.pack("<2i", 2, 1),
     )
     replay = Replay()
     delta = replay.take(AnswerUpdate(request="r", tokens=(5, 6), logprobs=first, prompt_logprobs=first))

@@ -15,11 +15,11 @@ import trio
 
 import p2pserve.node.bundled as bundled
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.sampling import Constraint, Sampling
+from p2pserve.node.engine.trials.trial import TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.models import open_model
 from p2pserve.node.models.text import TextModel
-from p2pserve.node.engine.agent_side.fork_server import open_fork_server
-from p2pserve.node.engine.trials.trial import TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.replica.worker import first_token_of
 
 from .devices import BLOCK, SETTINGS
@@ -166,8 +166,8 @@ def test_answers_of_a_pipeline_are_those_of_one_engine(engine_channels: list[int
                 found = await ask(await trial.start_pipeline(config, (5, 3)))
             for case, one, other in zip(PIPELINED, expected, found, strict=True):
                 assert (other.tokens, other.finish) == (one.tokens, one.finish), case
-                figures = [np.frombuffer(b"".join(top.logprobs for top in each.logprobs), "<f4") for each in (one, other)]
-                assert np.allclose(*figures, atol=1e-3), case
+                figures = (b"".join(top.logprobs for top in each.logprobs) for each in (one, other))
+                assert np.allclose(*(np.frombuffer(each, "<f4") for each in figures), atol=1e-3), case
 
     trio.run(main)
 
