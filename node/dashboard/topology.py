@@ -1,0 +1,288 @@
+"""The map of a network: boxes on a ellipse, site by site, with links as curves between them. Pure geometry.
+
+On a ring no box hides another, and no label lies over a link. Beyond MAX_BOXES a site is one spot with as many boxes
+as it has: their links are told by the median of all between two sites.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import cos, degrees, hypot, pi, sin
+from statistics import median
+from typing import Final
+
+from ..observing.values import LinkSummary, NodeSummary
+from . import units
+from .bands import band_of, describe
+from .view import View
+
+MAX_BOXES: Final = 24
+NO_SITE: Final = "no site"
+
+_SITE_GAP: Final = 0.55  # of a box's share of the ring, between two sites
+_LABEL_GAP: Final = 76.0  # units of the drawing that a level label needs along the ring
+_LABEL_LINES: Final = 17.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spot:
+    """A box, or the boxes of a site: its place, and its label's with the angle that it is turned by."""
+
+    key: str
+    label: str
+    detail: str
+    phase: str
+    state: str
+    is_coordinator: bool
+    is_here: bool
+    boxes: int
+    href: str
+    tip: str
+    x: float
+    y: float
+    label_x: float
+    label_y: float
+    anchor: str
+    turn: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What connects two spots. `band` is of the slower direction; `planned`: KV goes over it by the plan; `flow`: it
+    does now, which way (1: as drawn, -1: against it, 0: none)."""
+
+    one: str
+    other: str
+    d: str
+    band: int
+    is_measured: bool
+    is_reachable: bool
+    planned: bool
+    flow: int
+    tip: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """A drawing of `width` by `height` units."""
+
+    width: int
+    height: int
+    spots: tuple[Spot, ...]
+    curves: tuple[Curve, ...]
+    is_folded: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """One of those that share the ring: a box, or a site with several."""
+
+    key: str
+    site: str
+    nodes: tuple[NodeSummary, ...]
+
+
+def wants_sites(view: View) -> bool:
+    """Whether each site is to be one spot: as the viewer asks, else where there are too many boxes for a map."""
+    asked = view.query.get("sites")
+    return asked == "folded" or (asked != "open" and len(view.alive) > MAX_BOXES and len(_sites(view.alive)) > 1)
+
+
+def draw_topology(view: View, width: int, height: int) -> Topology:
+    """A map of this size. Labels need 14 units a line, whatever the size: a phone has a drawing of its own."""
+    folded = wants_sites(view)
+    places = _fold(view.alive) if folded else _line_up(view.alive)
+    angles = _share_ring(places)
+    level = len(places) <= 1 or _spacing(len(places), width, height) >= _LABEL_GAP
+    margin = (96.0, 44.0) if level else (118.0, 112.0)
+    ring = (max(40.0, width / 2 - margin[0]), max(40.0, height / 2 - margin[1]))
+    centre = (width / 2, height / 2)
+    if len(places) == 1:
+        ring = (0.0, 0.0)
+    spots = tuple(
+        _make_spot(view, place, angle, ring=ring, centre=centre, level=level)
+        for place, angle in zip(places, angles, strict=True)
+    )
+    curves = _make_curves(view, places, {spot.key: (spot.x, spot.y) for spot in spots}, centre)
+    return Topology(width=width, height=height, spots=spots, curves=curves, is_folded=folded)
+
+
+def site_of(node: NodeSummary) -> str:
+    """Where a box is, in words."""
+    return node.site or NO_SITE
+
+
+def _sites(nodes: Sequence[NodeSummary]) -> list[str]:
+    return sorted({site_of(node) for node in nodes})
+
+
+def _line_up(nodes: Sequence[NodeSummary]) -> list[_Place]:
+    """Boxes of a site stand side by side."""
+    ordered = sorted(nodes, key=lambda node: (site_of(node), node.name, node.id))
+    return [_Place(key=node.id, site=site_of(node), nodes=(node,)) for node in ordered]
+
+
+def _fold(nodes: Sequence[NodeSummary]) -> list[_Place]:
+    groups = ((site, tuple(node for node in nodes if site_of(node) == site)) for site in _sites(nodes))
+    return [_Place(key=site, site=site, nodes=group) for site, group in groups]
+
+
+def _share_ring(places: Sequence[_Place]) -> list[float]:
+    """An angle for each, clockwise from the top; between two sites there is more room than between two boxes."""
+    several = len({place.site for place in places}) > 1 and len(places) > len({place.site for place in places})
+    at, marks = 0.0, []
+    for before, place in zip([places[-1:], *([place] for place in places)], places, strict=False):
+        at += 1.0 + (_SITE_GAP if several and before and before[0].site != place.site else 0.0)
+        marks.append(at)
+    turn = marks[-1] if marks else 1.0
+    return [2 * pi * (mark - marks[0]) / turn - pi / 2 for mark in marks]
+
+
+def _spacing(places: int, width: int, height: int) -> float:
+    """About how far apart neighbours on the ring are."""
+    return pi * hypot(width / 2 - 96.0, height / 2 - 44.0) * 2**0.5 / places
+
+
+def _make_spot(
+    view: View,
+    place: _Place,
+    angle: float,
+    *,
+    ring: tuple[float, float],
+    centre: tuple[float, float],
+    level: bool,
+) -> Spot:
+    x, y = centre[0] + ring[0] * cos(angle), centre[1] + ring[1] * sin(angle)
+    if ring[0] == 0.0:  # alone: its label stands below it
+        label, anchor, turn = (x, y + 34.0), "middle", 0.0
+    else:
+        label, anchor, turn = _place_label(angle, (x, y), level=level)
+    node = place.nodes[0]
+    is_box = len(place.nodes) == 1 and place.key == node.id
+    return Spot(
+        key=place.key,
+        label=view.label(node.id) if is_box else place.site,
+        detail=place.site if is_box else _count_phases(place.nodes),
+        phase=_common({node.phase for node in place.nodes}),
+        state=node.state if is_box else "alive",
+        is_coordinator=any(node.is_coordinator for node in place.nodes),
+        is_here=any(node.id == view.snapshot.answered_by for node in place.nodes),
+        boxes=len(place.nodes),
+        href=f"{view.base}/boxes/{node.id}" if is_box else f"{view.base}/?sites=open&site={place.site}",
+        tip=_tell_box(view, node) if is_box else f"{place.site}: {_count_phases(place.nodes)}",
+        x=round(x, 1),
+        y=round(y, 1),
+        label_x=round(label[0], 1),
+        label_y=round(label[1], 1),
+        anchor=anchor,
+        turn=turn,
+    )
+
+
+def _place_label(angle: float, at: tuple[float, float], *, level: bool) -> tuple[tuple[float, float], str, float]:
+    """Outside the ring: level beside its spot, or, where spots are close, turned away from the centre."""
+    across, down = cos(angle), sin(angle)
+    if not level:
+        away = 18.0
+        left = across < -1e-9
+        turn = degrees(angle) + (180.0 if left else 0.0)
+        return (at[0] + away * across, at[1] + away * down), "end" if left else "start", round(turn, 1)
+    anchor = "middle" if abs(across) < 0.35 else "start" if across > 0 else "end"
+    beside = 0.0 if anchor == "middle" else 17.0 * (1 if across > 0 else -1)
+    above = (-8.0 - _LABEL_LINES if down < 0 else 26.0) if anchor == "middle" else -2.0
+    return (at[0] + beside, at[1] + above), anchor, 0.0
+
+
+def _make_curves(
+    view: View, places: Sequence[_Place], spots: Mapping[str, tuple[float, float]], centre: tuple[float, float]
+) -> tuple[Curve, ...]:
+    """One for each two spots between which a link is known; the fastest first, so that they lie below the slow ones."""
+    place_of = {node.id: place.key for place in places for node in place.nodes}
+    between: defaultdict[tuple[str, str], list[LinkSummary]] = defaultdict(list)
+    for link in view.links:
+        ends = place_of.get(link.source), place_of.get(link.target)
+        if ends[0] is not None and ends[1] is not None and ends[0] != ends[1]:
+            between[ends[0], ends[1]].append(link)
+    planned = _planned_pairs(view, place_of)
+    pairs = {(min(pair), max(pair)) for pair in between}
+    curves = [
+        _make_curve(view, pair, (between.get(pair, []), between.get(pair[::-1], [])), planned, _bend(spots, pair, centre))
+        for pair in sorted(pairs)
+    ]
+    return tuple(sorted(curves, key=lambda curve: (curve.planned, -curve.band)))
+
+
+def _make_curve(
+    view: View,
+    pair: tuple[str, str],
+    ways: tuple[Sequence[LinkSummary], Sequence[LinkSummary]],
+    planned: set[tuple[str, str]],
+    d: str,
+) -> Curve:
+    rates = [median(link.gbps if link.reachable else 0.0 for link in links) for links in ways if links]
+    loads = [sum(link.load_gbps for link in links) for links in ways]
+    links = [*ways[0], *ways[1]]
+    return Curve(
+        one=pair[0],
+        other=pair[1],
+        d=d,
+        band=band_of(min(rates)),
+        is_measured=any(link.known == "measured" for link in links),
+        is_reachable=any(link.reachable for link in links),
+        planned=pair in planned or pair[::-1] in planned,
+        flow=(0 if not any(loads) else 1 if loads[0] >= loads[1] else -1),
+        tip="\n".join(filter(None, (_tell_links(view, way, pair[::step]) for way, step in zip(ways, (1, -1), strict=True)))),
+    )
+
+
+def _bend(spots: Mapping[str, tuple[float, float]], pair: tuple[str, str], centre: tuple[float, float]) -> str:
+    """A curve between two spots that is drawn to the centre, more so the closer they are."""
+    (x1, y1), (x2, y2) = spots[pair[0]], spots[pair[1]]
+    middle = (x1 + x2) / 2, (y1 + y2) / 2
+    x, y = (centre[i] + (middle[i] - centre[i]) * 0.35 for i in (0, 1))
+    return f"M{x1:.0f} {y1:.0f}Q{x:.0f} {y:.0f} {x2:.0f} {y2:.0f}"
+
+
+def _planned_pairs(view: View, place_of: Mapping[str, str]) -> set[tuple[str, str]]:
+    plan = view.snapshot.plan
+    if plan is None:
+        return set()
+    heads = {replica.id: replica.head for replica in plan.replicas}
+    ends = ((place_of.get(heads[pair.prefill]), place_of.get(heads[pair.decode])) for pair in plan.pairings)
+    return {(one, other) for one, other in ends if one is not None and other is not None and one != other}
+
+
+def _tell_links(view: View, links: Sequence[LinkSummary], ends: tuple[str, str]) -> str:
+    if not links:
+        return ""
+    if len(links) == 1:
+        return describe(links[0], view.label(links[0].source), view.label(links[0].target))
+    rates = [link.gbps for link in links]
+    rtt = median(link.rtt_s for link in links)
+    return (
+        f"{ends[0]} → {ends[1]}: {units.gbps(median(rates))} in the middle of {len(links)} links "
+        f"({units.digits(min(rates))} to {units.digits(max(rates))}), rtt {units.seconds(rtt)}"
+    )
+
+
+def _tell_box(view: View, node: NodeSummary) -> str:
+    """A box in three lines."""
+    queue = f"{node.running} running, {node.waiting} waiting" if node.running is not None else "no engine runs"
+    kv = f", KV {units.share(node.kv_usage)}" if node.kv_usage is not None else ""
+    roles = [node.phase or "no part in the plan", node.state if node.state != "alive" else ""]
+    roles += ["coordinates" if node.is_coordinator else "", "shows you this" if node.id == view.snapshot.answered_by else ""]
+    return f"{view.label(node.id)} · {site_of(node)}\n{node.hardware}\n{', '.join(filter(None, roles))}\n{queue}{kv}"
+
+
+def _count_phases(nodes: Sequence[NodeSummary]) -> str:
+    phases = Counter(node.phase or "idle" for node in nodes)
+    return f"{len(nodes)} box{'es' if len(nodes) > 1 else ''}: " + ", ".join(
+        f"{number} {phase}" for phase, number in sorted(phases.items())
+    )
+
+
+def _common(values: set[str]) -> str:
+    """What all have in common, or nothing."""
+    return next(iter(values)) if len(values) == 1 else ""

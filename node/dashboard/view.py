@@ -1,0 +1,36 @@
+"""What one drawing of a page starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..admin.naming import labels_of, short_id
+from ..admin.source import Snapshot
+from ..observing.values import LinkSummary, NodeSummary, RequestTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """The network, and what its viewer asks to see of it. `base`: where the dashboard is mounted; `query`: what stands
+    behind the page's address, each at most once; `name`: the box or request that the page is about."""
+
+    snapshot: Snapshot
+    links: tuple[LinkSummary, ...] = ()
+    base: str = ""
+    query: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+    trace: RequestTrace | None = None
+    labels: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", labels_of(self.snapshot.nodes))
+
+    def label(self, peer: str) -> str:
+        """What people call a box; one that is not there any more, by the end of its id."""
+        return self.labels.get(peer) or short_id(peer)
+
+    @property
+    def alive(self) -> tuple[NodeSummary, ...]:
+        """The boxes that are there."""
+        return tuple(node for node in self.snapshot.nodes if node.state in ("alive", "draining", "suspect"))
