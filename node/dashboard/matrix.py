@@ -43,7 +43,7 @@ class LinkMatrix:
 
 def draw_matrix(view: View) -> LinkMatrix:
     """Of the boxes that are there, or of their sites."""
-    nodes = sorted(view.alive, key=lambda node: (site_of(node), node.name, node.id))
+    nodes = sorted(view.shown, key=lambda node: (site_of(node), node.name, node.id))
     if wants_sites(view):
         ends = tuple(sorted({site_of(node) for node in nodes}))
         home = {node.id: site_of(node) for node in nodes}

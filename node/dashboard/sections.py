@@ -44,7 +44,7 @@ def tiles(view: View) -> Markup:
 
 def topology(view: View) -> Markup:
     """Boxes and links, as a map or as a matrix."""
-    matrix = draw_matrix(view) if view.query.get("view") == "matrix" and len(view.alive) > 1 else None
+    matrix = draw_matrix(view) if view.query.get("view") == "matrix" and len(view.shown) > 1 else None
     drawings = () if matrix else (("wide", draw_topology(view, *DESKTOP)), ("narrow", draw_topology(view, *PHONE)))
     sites = {site_of(node) for node in view.alive}
     return _render(

@@ -16,10 +16,9 @@ from typing import Final
 from ..observing.values import LinkSummary, NodeSummary
 from . import units
 from .bands import band_of, describe
-from .view import View
+from .view import NO_SITE, View
 
 MAX_BOXES: Final = 24
-NO_SITE: Final = "no site"
 
 _SITE_GAP: Final = 0.55  # of a box's share of the ring, between two sites
 _LABEL_GAP: Final = 76.0  # units of the drawing that a level label needs along the ring
@@ -87,13 +86,13 @@ class _Place:
 def wants_sites(view: View) -> bool:
     """Whether each site is to be one spot: as the viewer asks, else where there are too many boxes for a map."""
     asked = view.query.get("sites")
-    return asked == "folded" or (asked != "open" and len(view.alive) > MAX_BOXES and len(_sites(view.alive)) > 1)
+    return asked == "folded" or (asked != "open" and len(view.shown) > MAX_BOXES and len(_sites(view.shown)) > 1)
 
 
 def draw_topology(view: View, width: int, height: int) -> Topology:
     """A map of this size. Labels need 14 units a line, whatever the size: a phone has a drawing of its own."""
     folded = wants_sites(view)
-    places = _fold(view.alive) if folded else _line_up(view.alive)
+    places = _fold(view.shown) if folded else _line_up(view.shown)
     angles = _share_ring(places)
     level = len(places) <= 1 or _spacing(len(places), width, height) >= _LABEL_GAP
     margin = (96.0, 44.0) if level else (118.0, 112.0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from ..admin.naming import labels_of, short_id
 from ..admin.source import Snapshot
 from ..observing.values import LinkSummary, NodeSummary, RequestTrace
+
+NO_SITE: Final = "no site"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +37,9 @@ class View:
     def alive(self) -> tuple[NodeSummary, ...]:
         """The boxes that are there."""
         return tuple(node for node in self.snapshot.nodes if node.state in ("alive", "draining", "suspect"))
+
+    @property
+    def shown(self) -> tuple[NodeSummary, ...]:
+        """The boxes that are there, at the site that is asked for."""
+        site = self.query.get("site")
+        return tuple(node for node in self.alive if not site or site == (node.site or NO_SITE))
