@@ -36,6 +36,10 @@ from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
+from .observing.desk import EventDesk
+from .observing.event_file import EventFile
+from .observing.event_log import EventLog
+from .observing.values import EventKind
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.plan_exchange import PlanExchange
@@ -117,8 +121,12 @@ async def _join(
         )
         async with network:
             plans = PlanFile(settings.home, membership.network, say)
-            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
+            events = EventFile(settings.home, say)
+            log = EventLog(identity.peer_id, time.time, await trio.to_thread.run_sync(events.load))
+            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
             nursery.start_soon(plans.keep, joined.view)
+            events.follow(log)
+            nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
             address = network.address
             handed_out: dict[str, str] = {}
@@ -179,6 +187,8 @@ class Node:
             rng=random.Random(),
             tuning=settings.tuning,
         )
+        prober.record = joined.record
+        self._desk = EventDesk(joined.log, network, lambda: joined.present)
         port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, relay.attach)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, prober.attach)
         if serving is not None:
@@ -264,10 +274,12 @@ class Node:
                 try:
                     found = await planner.plan(task)
                 except PlanError as error:
+                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"no new plan for {task.service}: {error}")
                     continue
                 except PlannerFailed as error:
                     helps = coordinator.on_failed(task, str(error), trio.current_time())
+                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"planning for {task.service} failed: {error}" + "; trying without some boxes" * helps)
                     continue
                 plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
@@ -282,6 +294,8 @@ class Node:
         except PlanError as error:
             joined.say(f"the plan was not published: {error}")
             return
+        number = f"{plan.epoch}.{plan.version}"
+        joined.record(EventKind.PLAN_MADE, plan=number, service=plan.service, replicas=len(plan.replicas))
         self._plans.hold(manifest.digest, payload)
         joined.publish(messages.PLAN, manifest)
         joined.follow()
@@ -305,6 +319,7 @@ class Node:
             if reason:
                 objected = leader
                 joined.network.object_to(*leader)
+                joined.record(EventKind.PLAN_OBJECTED, peer=leader[0], epoch=leader[1], why=reason)
                 joined.say(f"this node objects to the plan of coordinator {leader[0]}: {reason}")
 
     def _apply_view(self) -> None:

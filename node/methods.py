@@ -11,6 +11,7 @@ from typing import Final
 
 from ..bootstrap.methods import EVERYONE, Method, Notice
 from . import messages as m
+from .observing import queries
 
 # Clients ask a gateway.
 STATUS: Final = Method("status", m.StatusQuery, m.Status, EVERYONE)
@@ -18,6 +19,11 @@ GENERATE: Final = Method("generate", m.Generate, m.Generating, EVERYONE)
 GENERATE_CONTINUE: Final = Method("generate.continue", m.ContinueGenerate, m.Generating, EVERYONE)
 GENERATE_STOP: Final = Notice("generate.stop", m.StopRequest, EVERYONE)
 ANSWER: Final = Notice("answer", m.AnswerUpdate)
+
+# Whoever wants to know what happened. What clients are told of it: see `observing.desk`.
+EVENTS: Final = Method("events", queries.EventQuery, queries.EventPage, EVERYONE)
+TRACE: Final = Method("request.trace", queries.TraceQuery, queries.TraceAnswer, EVERYONE)
+METRICS: Final = Method("metrics", queries.MetricsQuery, queries.MetricsPage)
 
 # A gateway and the heads of the replicas that serve a request.
 DECODE_OPEN: Final = Method("decode.open", m.DecodeOpen, m.DecodeOpened)

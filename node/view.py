@@ -150,6 +150,11 @@ class NetworkView:
         engine = self._engine_of(peer)
         return engine.starts if engine is not None else 0
 
+    def usd_per_hour(self, peer: str) -> float:
+        """What a box costs, as its owner has told."""
+        advert = self.adverts.get(PeerId(peer))
+        return advert.usd_per_hour if advert is not None else 0.0
+
     def boxes(self, service: str) -> list[BoxView]:
         """What the planner may use. A box that serves alone counts from its engine's first start on; one that has
         room for some layers only, from the moment it waits for them."""

@@ -29,6 +29,7 @@ from ..bootstrap import (
 )
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.members.states import MemberState
+from ..bootstrap.methods import Answer, Body, Method
 from ..bootstrap.network import Network
 from ..node.messages import (
     ADVERT,
@@ -208,13 +209,24 @@ class Session:
 
     async def status(self) -> Status:
         """The network as the nearest node sees it. Raises ConnectionFailed."""
+        return await self.ask(STATUS, StatusQuery(), STATUS_TIMEOUT_S)
+
+    async def ask(
+        self, method: Method[Body, Answer], body: Body, timeout_s: float, peer: PeerId | None = None
+    ) -> Answer:
+        """Ask a node something, or, without `peer`, the nearest that answers. Raises ConnectionFailed."""
         give_up = trio.current_time() + self._timeout_s
         reason = "no node of the network answers"
         while trio.current_time() < give_up:
             revision = self._network.revision
-            for candidate in sorted(self._candidates(), key=_nearness):
+            nearest = [candidate.peer for candidate in sorted(self._candidates(), key=_nearness)]
+            for each in nearest if peer is None else [peer]:
                 try:
-                    return await self._network.request(candidate.peer, STATUS, StatusQuery(), STATUS_TIMEOUT_S)
+                    return await self._network.request(each, method, body, timeout_s)
+                except RemoteError as error:
+                    if peer is not None:
+                        raise RequestFailed(f"node {_short(peer)}: {error.message}") from error
+                    reason = str(error)
                 except NetworkError as error:
                     reason = str(error)
             with trio.move_on_at(min(give_up, trio.current_time() + 1.0)):

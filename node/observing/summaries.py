@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from ...kvtransport.probing.figures import LinkFigures, Source, streams_for
 from ...kvtransport.probing.sites import SiteLinks
 from ..messages import Advert, LinkTable, NodeStatus, Status
-from .values import LinkSummary, NodeSummary
+from .traces import cost_of
+from .values import MAX_REASONS, EventKind, Fact, KvSent, LinkSummary, NodeEvent, NodeSummary, RequestSummary
 
 _NO_TABLE = LinkTable()
 ALIVE = "alive"
@@ -26,7 +27,8 @@ def summarise_nodes(status: Status, names: Mapping[str, str] | None = None) -> t
 
 def summarise_links(status: Status, now: float) -> tuple[LinkSummary, ...]:
     """Every link of which somebody has told, and those that their sites tell of; `now` in unix seconds."""
-    tables = {node.peer: node.links or _NO_TABLE for node in status.nodes if node.role != CLIENT and node.state == ALIVE}
+    nodes = [node for node in status.nodes if node.role != CLIENT and node.state == ALIVE]
+    tables = {node.peer: node.links or _NO_TABLE for node in nodes}
     told = {
         (source, target): figures
         for source, table in tables.items()
@@ -34,13 +36,20 @@ def summarise_links(status: Status, now: float) -> tuple[LinkSummary, ...]:
         if target in tables
     }
     known = SiteLinks(told, {peer: table.site for peer, table in tables.items()})
+    sent = {
+        (node.peer, target): sent
+        for node in nodes
+        if node.advert is not None and node.advert.served is not None
+        for target, sent in node.advert.served.kv_sent.items()
+    }
     found = []
     for source in tables:
         for target in tables:
             figures = known.get((source, target)) if source != target else None
             if figures is not None:
                 own = (source, target) in told
-                found.append(_summarise_link(source, target, figures, tables, is_told=own, now=now))
+                link = _summarise_link(source, target, figures, tables, is_told=own, now=now)
+                found.append(_with_flow(link, sent.get((source, target), KvSent())))
     return tuple(found)
 
 
@@ -92,6 +101,18 @@ def _with_advert(node: NodeSummary, advert: Advert, phase: str, layers: tuple[in
         kv_tokens=engine.kv_tokens if engine is not None else None,
         requests_s=advert.demand.requests_s if advert.demand is not None else None,
         usd_per_hour=advert.usd_per_hour,
+        prefilled_tokens=advert.served.prefilled_tokens if advert.served is not None else 0,
+        decoded_tokens=advert.served.decoded_tokens if advert.served is not None else 0,
+    )
+
+
+def _with_flow(link: LinkSummary, sent: KvSent) -> LinkSummary:
+    return replace(
+        link,
+        kv_transfers=sent.transfers,
+        kv_failed=sent.failed,
+        kv_bytes=sent.wire_bytes,
+        relayed_bytes=sent.relayed_bytes,
     )
 
 
@@ -118,3 +139,67 @@ def _summarise_link(
         reason=link.reason if is_told else f"as between their sites: {link.reason}",
         age_s=max(0.0, now - link.measured_at) if link.measured_at else None,
     )
+
+
+def summarise_requests(events: Iterable[NodeEvent]) -> tuple[RequestSummary, ...]:
+    """The requests of a gateway, oldest first, from its log: as far as that goes back."""
+    found: dict[str, RequestSummary] = {}
+    for event in events:
+        if event.kind == EventKind.REQUEST_BEGUN:
+            found[event.request] = _begun(event)
+        elif event.request in found:
+            found[event.request] = _follow(found[event.request], event)
+    return tuple(found.values())
+
+
+def _begun(event: NodeEvent) -> RequestSummary:
+    return RequestSummary(
+        id=event.request,
+        gateway=event.node,
+        client=event.peer,
+        client_request=_text(event.facts.get("client_request"))[:128],
+        service=_text(event.facts.get("service")) or None,
+        arrived=event.time,
+        prompt_tokens=_count(event.facts.get("prompt_tokens")) or 0,
+    )
+
+
+def _follow(request: RequestSummary, event: NodeEvent) -> RequestSummary:
+    """What it is after an event of its gateway."""
+    facts = event.facts
+    match event.kind:
+        case EventKind.REQUEST_ROUTED:
+            prefill, decode = _text(facts.get("prefill"))[:128], _text(facts.get("decode"))[:128]
+            attempts = _count(facts.get("attempt")) or 0
+            return replace(request, state="routed", prefill=prefill, decode=decode, attempts=attempts)
+        case EventKind.REQUEST_FIRST_TOKEN:
+            return replace(request, state="answering", ttft_s=max(0.0, event.time - request.arrived))
+        case EventKind.REQUEST_RECOVERED:
+            return replace(request, recovered=(*request.recovered, _text(facts.get("why")))[-MAX_REASONS:])
+        case EventKind.REQUEST_ENDED:
+            return replace(
+                request,
+                state=_text(facts.get("finish"))[:128],
+                completion_tokens=_count(facts.get("completion_tokens")),
+                ttft_s=_seconds(facts.get("ttft_s")),
+                tpot_s=_seconds(facts.get("tpot_s")),
+                e2e_s=_seconds(facts.get("e2e_s")),
+                raw_bytes=_count(facts.get("raw_bytes")) or 0,
+                wire_bytes=_count(facts.get("wire_bytes")) or 0,
+                error=_text(facts.get("error")),
+                cost=cost_of(event),
+            )
+        case _:
+            return request
+
+
+def _text(value: Fact | None) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _count(value: Fact | None) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def _seconds(value: Fact | None) -> float | None:
+    return value if isinstance(value, float) and 0.0 <= value <= 1e6 else None

@@ -13,12 +13,14 @@ from typing import Annotated, Final
 import msgspec
 
 from ...coordinator.bounds import Count, Counter, Figure, ModelName, Name, Seconds, Text
+from ..engine.protocol import MAX_LAYER_TIMES, LayerTimes
 
 MAX_FACTS: Final = 32  # of one event
 MAX_SPANS: Final = 4096  # of one request
 MAX_BOXES: Final = 64  # that had a part in one request
 MAX_EVENTS: Final = 512  # that one answer has
 MAX_REASONS: Final = 256
+MAX_TARGETS: Final = 64  # of KV, that one box tells of
 
 UnixTime = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
 Word = Annotated[str, msgspec.Meta(max_length=128)]
@@ -71,7 +73,8 @@ class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
 
     `number` counts the events of this log; `time` is by the node's own clock. `kind` is an `EventKind`, or what a newer
     release calls one. `request` is the network's id of the request that it is about, the same on all boxes; `peer`
-    the other box, or the client, where there is one. `facts` are plain values by name, in the units of this module.
+    the other box, or the client, where there is one. `facts` are plain values by name, in the units of this module;
+    `layers`: of a KV transfer that ends with this event.
     """
 
     number: Counter
@@ -81,6 +84,25 @@ class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
     request: Word = ""
     peer: Word = ""
     facts: Facts = {}
+    layers: Annotated[tuple[LayerTimes, ...], msgspec.Meta(max_length=MAX_LAYER_TIMES)] = ()
+
+
+class KvSent(msgspec.Struct, frozen=True, kw_only=True):
+    """KV transfers to one box since this node was started: how many, their bytes on the wire, and those that went
+    through a relay."""
+
+    transfers: Count = 0
+    failed: Count = 0
+    wire_bytes: Count = 0
+    relayed_bytes: Count = 0
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine of a node has done since the node was started."""
+
+    prefilled_tokens: Count = 0
+    decoded_tokens: Count = 0
+    kv_sent: Annotated[dict[Name, KvSent], msgspec.Meta(max_length=MAX_TARGETS)] = {}
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +184,8 @@ class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: Share | None = None
     kv_tokens: Count | None = None
     requests_s: Figure | None = None  # that clients ask of it
+    prefilled_tokens: Count = 0  # since it was started
+    decoded_tokens: Count = 0
     usd_per_hour: Figure = 0.0
     up_usd_per_gb: Figure = 0.0
     down_usd_per_gb: Figure = 0.0
@@ -189,7 +213,10 @@ class LinkSummary(msgspec.Struct, frozen=True, kw_only=True):
     confidence: Share = 0.0
     reason: Text = ""
     age_s: Figure | None = None
-    load_gbps: Figure = 0.0  # KV that goes over it now
+    kv_transfers: Count = 0  # from the one box to the other since the former was started, by whatever path
+    kv_failed: Count = 0
+    kv_bytes: Count = 0  # on the wire
+    relayed_bytes: Count = 0
 
 
 class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):

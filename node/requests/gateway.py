@@ -21,6 +21,7 @@ from ...coordinator.requests.values import RequestSettings
 from .. import messages
 from ..models import ModelInfo
 from ..models.text import PromptError, TextModel
+from ..observing.event_log import Record, ignore
 from ..settings import ClientLimits
 from ..view import NetworkView, Queue, count_queues
 from .acceptance import check, check_arrival, check_length, prepare
@@ -29,6 +30,7 @@ from .engine_room import measure_room
 from .fair_queue import FairQueue, OverQuota, Quota
 from .live_request import LiveRequest
 from .opened import OpenedRequest
+from .request_log import RequestLog
 from .routes import RouteFinder
 from .tokenizing import TOKEN_BYTES, Tokenizing
 
@@ -81,6 +83,8 @@ class Gateway:
         self._silent: set[PeerId] = set()  # they do not answer
         self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
+        self.record: Record = ignore
+        """Tells the node's log."""
 
     def __repr__(self) -> str:
         return f"<Gateway {self._model.service} requests={len(self._requests)}>"
@@ -155,6 +159,8 @@ class Gateway:
             live, service=service, prompt_tokens=len(live.prompt), now=arrived, deadline=deadline, settings=settings
         )
         request = OpenedRequest(client, live, machine, deadline, token=secrets.token_hex(12))
+        log = RequestLog(request, self.record, self._view.usd_per_hour, lambda: self._view.plan)
+        log.begin(service, deadline - arrived)
         driver = RequestDriver(
             request,
             view=self._view,
@@ -163,6 +169,7 @@ class Gateway:
             nursery=self._nursery,
             open_timeout_s=settings.open_timeout_s,
             turns=self,
+            log=log,
         )
         self._requests[client, live.id] = self._by_token[request.token] = driver
         driver.step(machine.start)
