@@ -8,12 +8,12 @@ rebinding); and it says from which page a request comes, so that another's canno
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from hashlib import sha256
 from hmac import compare_digest, new
 from ipaddress import ip_address
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 from urllib.parse import urlsplit
 
 MIN_TOKEN_CHARACTERS: Final = 16
@@ -50,10 +50,10 @@ class Caller(NamedTuple):
     passed_on: bool = False
 
     @classmethod
-    def of(cls, client: tuple[str, int] | None, headers: Mapping[str, str]) -> Caller:
+    def of(cls, client: Sequence[Any] | None, headers: Mapping[str, str]) -> Caller:
         """From an ASGI connection's peer and headers (with lower-case names)."""
         return cls(
-            host=client[0] if client else None,
+            host=str(client[0]) if client else None,
             asked_for=headers.get("host", ""),
             origin=headers.get("origin", ""),
             passed_on=any(name in headers for name in _PASSED_ON),

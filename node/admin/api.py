@@ -103,7 +103,7 @@ def _refuse_unknown(request: Request) -> None:
     for name in request.query_params:
         if name not in known:
             close = get_close_matches(name, known, n=1)
-            there = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}" if known else "there are none"
+            there = f"did you mean {close[0]}?" if close else f"there are {', '.join(known) or 'none'}"
             raise AdminRefusal(422, f"{name[:128]}: there is no such parameter; {there}", param=name[:128])
 
 
@@ -175,9 +175,7 @@ async def list_links(
 ) -> Response:
     """Directed links: what they carry, how surely that is known, and why it is believed."""
     nodes = (await admin.feed.snapshot()).nodes
-    wanted = LinkFilter(
-        source=source, target=target, site=site, known=known, min_gbps=min_gbps, max_gbps=max_gbps
-    )
+    wanted = LinkFilter(source=source, target=target, site=site, known=known, min_gbps=min_gbps, max_gbps=max_gbps)
     found = select_links(await admin.feed.links(), nodes, wanted)
     return _json(cut_page(found, link_key, limit=limit, after=after))
 
@@ -220,9 +218,8 @@ async def show_request(admin: Admitted, request_id: RequestName) -> Response:
     """One request across boxes: queue, prefill, KV, decode, replays."""
     trace = await admin.feed.trace(request_id)
     if trace is None:
-        raise AdminRefusal(
-            404, f"request_id: no box remembers a request {request_id}; /requests has those that are", param="request_id"
-        )
+        text = f"request_id: no box remembers a request {request_id}; /requests has those that are"
+        raise AdminRefusal(404, text, param="request_id")
     return _json(trace)
 
 

@@ -79,9 +79,7 @@ class LinkFilter(msgspec.Struct, frozen=True, kw_only=True):
     max_gbps: float | None = None
 
 
-def select_links(
-    links: Iterable[LinkSummary], nodes: Sequence[NodeSummary], wanted: LinkFilter
-) -> list[LinkSummary]:
+def select_links(links: Iterable[LinkSummary], nodes: Sequence[NodeSummary], wanted: LinkFilter) -> list[LinkSummary]:
     """The links that fit all that is asked. Raises UnknownBox."""
     source = find_box(nodes, wanted.source, "source").id if wanted.source is not None else None
     target = find_box(nodes, wanted.target, "target").id if wanted.target is not None else None

@@ -10,6 +10,7 @@ import msgspec
 
 from ...coordinator import Plan
 from ...coordinator.bounds import Counter, Name, Seconds
+from ...kvtransport.probing.figures import gbps_of
 from ..observing.values import (
     MAX_EVENTS,
     LinkSummary,
@@ -20,6 +21,7 @@ from ..observing.values import (
     UnixTime,
     Word,
 )
+from .rates import RateMeter
 
 MAX_REQUESTS: Final = 1024  # that one snapshot has
 SNAPSHOT_S: Final = 1.0
@@ -112,9 +114,12 @@ class Feed:
     """A source for many: one snapshot a second for all together, links every five, and nothing while nobody asks."""
 
     def __init__(self, source: Source, clock: Callable[[], float]) -> None:
-        self._snapshot = Shared(source.snapshot, SNAPSHOT_S, clock)
-        self._links = Shared(source.links, LINKS_S, clock)
+        self._snapshot = Shared(self._ask_snapshot, SNAPSHOT_S, clock)
+        self._links = Shared(self._ask_links, LINKS_S, clock)
         self._source = source
+        self._clock = clock
+        self._tokens: RateMeter[str] = RateMeter()
+        self._bytes: RateMeter[tuple[str, str]] = RateMeter()
 
     async def snapshot(self) -> Snapshot:
         """At most a second old. Raises SourceError."""
@@ -123,6 +128,27 @@ class Feed:
     async def links(self) -> tuple[LinkSummary, ...]:
         """At most five seconds old. Raises SourceError."""
         return await self._links.get()
+
+    @property
+    def tokens_s(self) -> float | None:
+        """What all boxes decode, tokens per second; None until that is known."""
+        rates = self._tokens.rates()
+        return sum(rates.values()) if rates else None
+
+    @property
+    def flows(self) -> dict[tuple[str, str], float]:
+        """KV that goes from one box to another, Gb/s, where some does."""
+        return {pair: gbps_of(rate, 1.0) for pair, rate in self._bytes.rates().items() if rate}
+
+    async def _ask_snapshot(self) -> Snapshot:
+        snapshot = await self._source.snapshot()
+        self._tokens.learn({node.id: node.decoded_tokens for node in snapshot.nodes}, self._clock())
+        return snapshot
+
+    async def _ask_links(self) -> tuple[LinkSummary, ...]:
+        links = await self._source.links()
+        self._bytes.learn({(link.source, link.target): link.kv_bytes for link in links}, self._clock())
+        return links
 
     async def trace(self, request: str) -> RequestTrace | None:
         """As the source's, each time anew: few look at one request."""

@@ -67,6 +67,8 @@ PAGES: Final[Mapping[str, Page]] = MappingProxyType(
     }
 )
 
+PATHS: Final = ("", "plan", "requests", "events", "chat", "boxes/{about}", "requests/{about}")
+
 
 @final
 class Gallery:
@@ -133,9 +135,11 @@ class Dashboard:
             return JSONResponse({"error": str(error)}, 503, {"Retry-After": "2"})
         except UnknownBox as error:
             return JSONResponse({"error": str(error)}, 404)
-        have = dict.fromkeys(request.headers.get("x-have", "").split(","))
-        drawn = {section: self._gallery.draw(section, view) for section in PAGES[name].sections}
-        changed = {section: {"html": html, "digest": digest} for section, (html, digest) in drawn.items() if digest not in have}
+        have, changed = request.headers.get("x-have", "").split(","), {}
+        for section in PAGES[name].sections:
+            html, digest = self._gallery.draw(section, view)
+            if digest not in have:
+                changed[section] = {"html": html, "digest": digest}
         return JSONResponse({"time": view.snapshot.time, "sections": changed}, headers={"Cache-Control": "no-store"})
 
     async def ask_token(self, request: Request) -> Response:
@@ -151,7 +155,7 @@ class Dashboard:
             body += chunk
             if len(body) > MAX_FORM:
                 return self._answer(request, "login.html", 413, page="", error="admin-token: that is too long for one")
-        caller = Caller.of(request.client and tuple(request.client), request.headers)
+        caller = Caller.of(request.client, request.headers)
         token = dict(parse_qsl(body.decode("latin-1"))).get("token", "").strip()
         if not caller.is_own_page or not self._access.knows(token):
             return self._answer(request, "login.html", 401, page="", error="That is not this node's admin token.")
@@ -185,7 +189,7 @@ class Dashboard:
         return RedirectResponse(_base(request) + "/login", 303)
 
     def _judge(self, request: Request) -> Verdict:
-        caller = Caller.of(request.client and tuple(request.client), request.headers)
+        caller = Caller.of(request.client, request.headers)
         return self._access.judge_session(caller, request.cookies.get(COOKIE, ""), self._wall())
 
     async def _look(self, request: Request, page: str, about: str) -> View:
@@ -196,6 +200,8 @@ class Dashboard:
         return View(
             snapshot=snapshot,
             links=await self._feed.links(),
+            flows=self._feed.flows,
+            tokens_s=self._feed.tokens_s,
             base=_base(request),
             query=query,
             name=find_box(snapshot.nodes, about, "box").id if page == "boxes" else about,
@@ -224,7 +230,8 @@ def make_dashboard(feed: Feed, access: Access, wall: Callable[[], float]) -> Sta
         Route("/login", pages.log_in, methods=["POST"]),
         Route("/logout", pages.log_out, methods=["POST"]),
         Mount("/static", StaticFiles(directory=Path(__file__).parent / "static")),
-        *(Route(f"{prefix}/{path}", endpoint) for prefix, endpoint in (("/news", pages.news), ("", pages.show)) for path in _paths()),
+        *(Route(f"/news/{path}", pages.news) for path in PATHS),
+        *(Route(f"/{path}", pages.show) for path in PATHS),
     ]
     return Starlette(
         routes=shown,
@@ -233,10 +240,6 @@ def make_dashboard(feed: Feed, access: Access, wall: Callable[[], float]) -> Sta
             Middleware(GZipMiddleware, minimum_size=1000),
         ],
     )
-
-
-def _paths() -> list[str]:
-    return ["", "plan", "requests", "events", "chat", "boxes/{about}", "requests/{about}"]
 
 
 def _page_of(request: Request) -> tuple[str, str]:
@@ -248,4 +251,3 @@ def _page_of(request: Request) -> tuple[str, str]:
 
 def _base(request: Request) -> str:
     return str(request.scope.get("root_path", "")).rstrip("/")
-

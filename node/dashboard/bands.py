@@ -18,8 +18,8 @@ def band_of(gbps: float) -> int:
     return bisect_right(EDGES, gbps)
 
 
-def describe(link: LinkSummary, source: str, target: str) -> str:
-    """A link in a line: what it carries, how far it is, and how that is known."""
+def describe(link: LinkSummary, source: str, target: str, flow: float | None = None) -> str:
+    """A link in a line: what it carries, how far it is, how that is known, and the KV that goes over it, in Gb/s."""
     head = f"{source} → {target}: "
     if not link.reachable:
         return f"{head}unreachable. {link.reason}".strip()
@@ -32,6 +32,6 @@ def describe(link: LinkSummary, source: str, target: str) -> str:
         f"loss {link.loss * 100:.2g}{units.SPACE}%" if link.loss else "no loss",
         f"{units.usd(link.usd_per_gb)}/GB" if link.usd_per_gb else "",
         f"{link.known}{age}",
-        f"carries {units.gbps(link.load_gbps)} of KV" if link.load_gbps else "",
+        f"carries {units.gbps(flow)} of KV" if flow else "",
     ]
     return head + ", ".join(part for part in parts if part)

@@ -69,18 +69,17 @@ def _fill(
         if link.source in home and link.target in home:
             found[home[link.source], home[link.target]].append(link)
     has_numbers, told = len(keys) <= MAX_NUMBERS, len(keys) <= MAX_TOLD
+    names = dict(zip(keys, labels, strict=True))
     rows = tuple(
-        tuple(
-            _make_cell(found.get((source, target), []), (labels[row], labels[column]), told=told, alone=source == target)
-            for column, target in enumerate(keys)
-        )
-        for row, source in enumerate(keys)
+        tuple(_make_cell(found.get((source, target), []), (names[source], names[target]), told=told) for target in keys)
+        for source in keys
     )
     return LinkMatrix(ends=labels, sites=sites, rows=rows, has_numbers=has_numbers, left_out=left_out)
 
 
-def _make_cell(links: Sequence[LinkSummary], ends: tuple[str, str], *, told: bool, alone: bool) -> Cell:
+def _make_cell(links: Sequence[LinkSummary], ends: tuple[str, str], *, told: bool) -> Cell:
     if not links:
+        alone = ends[0] == ends[1]
         return Cell("" if alone else "?", None, False, "" if alone or not told else f"{ends[0]} → {ends[1]}: not known")
     reachable = [link for link in links if link.reachable]
     if not reachable:

@@ -11,7 +11,7 @@ import jinja2
 from markupsafe import Markup
 
 from ..admin.listing import select_events, select_requests
-from ..observing.values import EventKind, LinkSummary, NodeEvent, NodeSummary
+from ..observing.values import EventKind, NodeEvent, NodeSummary
 from . import bands, units
 from .matrix import draw_matrix
 from .statistics import measure_traffic
@@ -34,7 +34,7 @@ TEMPLATES: Final = jinja2.Environment(
 TEMPLATES.filters |= {
     name: getattr(units, name) for name in ("seconds", "gbps", "size", "usd", "share", "count", "ago", "clock_time")
 }
-TEMPLATES.globals |= {"none": units.NONE, "space": units.SPACE, "site_of": site_of}
+TEMPLATES.globals |= {"nothing": units.NONE, "space": units.SPACE, "site_of": site_of}
 
 
 def tiles(view: View) -> Markup:
@@ -108,15 +108,12 @@ def events(view: View) -> Markup:
 def box(view: View) -> Markup:
     """One box, with its links, requests and events."""
     node = next((node for node in view.snapshot.nodes if node.id == view.name), None)
-    links = {True: [], False: []}  # type: dict[bool, list[LinkSummary]]
-    for link in view.links:
-        if view.name in (link.source, link.target):
-            links[link.source == view.name].append(link)
-    for found in links.values():
-        found.sort(key=lambda link: -link.gbps)
+    fastest = sorted(view.links, key=lambda link: -link.gbps)
+    out = [link for link in fastest if link.source == view.name]
+    into = [link for link in fastest if link.target == view.name]
     told = [(event, _tell(view, event)) for event in select_events(view.snapshot.events, node=view.name)[::-1][:20]]
     return _render(
-        "_box.html", view, node=node, out=links[True], into=links[False], events=told,
+        "_box.html", view, node=node, out=out, into=into, events=told,
         requests=select_requests(view.snapshot.requests, node=view.name)[::-1][:20], band_of=bands.band_of,
     )  # fmt: skip
 
@@ -134,13 +131,13 @@ def event_groups() -> list[str]:
 
 def _render(template: str, view: View, **values: Any) -> Markup:
     text = TEMPLATES.get_template(template).render(view=view, label=view.label, base=view.base, **values)
-    return Markup(text)  # noqa: S704 (rendered with autoescape)
+    return Markup(text)
 
 
 def _tell(view: View, event: NodeEvent) -> str:
     """An event's facts in a line."""
     who = [view.label(event.peer)] if event.peer else []
-    return " · ".join([*who, *(f"{name} {_shorten(view, str(value))}" for name, value in event.facts.items())])
+    return " · ".join([*who, *(_shorten(view, units.fact(name, value)) for name, value in event.facts.items())])
 
 
 def _shorten(view: View, text: str) -> str:

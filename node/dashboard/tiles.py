@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from ..observing.values import LinkSummary, NodeSummary
+from ..observing.values import NodeSummary
 from . import units
 from .statistics import WINDOW_S, Percentiles, Traffic, measure_traffic
 from .timeline import draw_spark
@@ -31,11 +31,11 @@ def make_tiles(view: View) -> tuple[Tile, ...]:
     return (
         _boxes(view),
         _queue(view, traffic),
-        _tokens(traffic),
+        _tokens(view, traffic),
         _times("First token", traffic.ttft, traffic.ttft_course, "TTFT: from a request's arrival to its first token"),
-        _times("Each next token", traffic.tpot, traffic.tpot_course, "TPOT: the mean time from token to token of a request"),
+        _times("Each next token", traffic.tpot, traffic.tpot_course, "TPOT: a request's mean time from token to token"),
         _in_time(view, traffic),
-        _kv(view.links, traffic),
+        _kv(view, traffic),
         _cost(view.alive, traffic),
     )
 
@@ -62,16 +62,18 @@ def _queue(view: View, traffic: Traffic) -> Tile:
         label="Requests",
         value=f"{units.digits(traffic.requests_s)}{units.SPACE}/s",
         detail=f"{running} running · {waiting} waiting",
-        hint="answered in the last minute; running and waiting at all boxes now",
+        hint="answered through this box in the last minute; running and waiting at all boxes now",
     )
 
 
-def _tokens(traffic: Traffic) -> Tile:
+def _tokens(view: View, traffic: Traffic) -> Tile:
+    everywhere = view.tokens_s is not None
+    rate = view.tokens_s if view.tokens_s is not None else traffic.tokens_s
     return Tile(
         label="Tokens out",
-        value=f"{units.digits(traffic.tokens_s)}{units.SPACE}/s",
+        value=f"{units.digits(rate)}{units.SPACE}/s",
         detail=f"{units.count(traffic.ended)} answers in {WINDOW_S / 60:.0f}{units.SPACE}min",
-        hint="new tokens of requests that ended in the last minute",
+        hint="what all boxes decode" if everywhere else "new tokens of requests that ended here in the last minute",
     )
 
 
@@ -98,14 +100,13 @@ def _in_time(view: View, traffic: Traffic) -> Tile:
     )
 
 
-def _kv(links: tuple[LinkSummary, ...], traffic: Traffic) -> Tile:
-    now = sum(link.load_gbps for link in links)
+def _kv(view: View, traffic: Traffic) -> Tile:
     saved = f" · {units.digits(traffic.raw_bytes / traffic.wire_bytes)}× smaller" if traffic.wire_bytes else ""
     return Tile(
         label="KV between boxes",
-        value=units.gbps(now),
+        value=units.gbps(sum(view.flows.values())),
         detail=f"{units.size(traffic.wire_bytes)} in {WINDOW_S / 60:.0f}{units.SPACE}min{saved}",
-        hint="what crosses links now; bytes on the wire, and by how much they are fewer than in the engines",
+        hint="what crosses links now; of requests here the bytes on the wire, and how much smaller than in engines",
     )
 
 

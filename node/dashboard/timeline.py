@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, log10
 from typing import Final
 
 from ..observing.values import RequestTrace, TraceSpan
@@ -34,10 +33,9 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """Bars from the first span's begin to the last one's end; `ticks`: places and labels along it."""
+    """Bars from the first span's begin to the last one's end, which is `total` later."""
 
     bars: tuple[Bar, ...]
-    ticks: tuple[tuple[float, str], ...]
     left_out: int
     total: str
 
@@ -46,14 +44,13 @@ def draw_timeline(view: View, trace: RequestTrace) -> Timeline:
     """Spans in the order in which they began; one that has not ended reaches to the last moment known."""
     spans = sorted(trace.spans, key=lambda span: (span.begin, span.name))
     if not spans:
-        return Timeline(bars=(), ticks=(), left_out=0, total=units.NONE)
+        return Timeline(bars=(), left_out=0, total=units.NONE)
     first = spans[0].begin
     last = max(*(span.end or span.begin for span in spans), first + 1e-6)
     scale = WIDTH / (last - first)
     bars = tuple(_make_bar(view, span, row, first, last, scale) for row, span in enumerate(spans[:MAX_BARS]))
     return Timeline(
         bars=bars,
-        ticks=_make_ticks(last - first),
         left_out=len(spans) - len(bars),
         total=units.seconds(last - first),
     )
@@ -62,9 +59,9 @@ def draw_timeline(view: View, trace: RequestTrace) -> Timeline:
 def _make_bar(view: View, span: TraceSpan, row: int, first: float, last: float, scale: float) -> Bar:
     end = span.end if span.end is not None else last
     seconds = units.seconds(max(0.0, end - span.begin))
-    facts = ", ".join(f"{name} {_fact(name, value)}" for name, value in span.facts.items())
+    facts = ", ".join(units.fact(name, value) for name, value in span.facts.items())
+    lines = (f"{span.name} at {view.label(span.node)}", f"from {units.seconds(max(0.0, span.begin - first))} on", facts)
     attempt = f", attempt {span.attempt}" if span.attempt > 1 else ""
-    begin = units.seconds(max(0.0, span.begin - first))
     return Bar(
         label=f"{span.name}{attempt}",
         box=view.label(span.node),
@@ -73,34 +70,19 @@ def _make_bar(view: View, span: TraceSpan, row: int, first: float, last: float, 
         x=round((span.begin - first) * scale, 1),
         width=round(max(1.5, (end - span.begin) * scale), 1),
         seconds=seconds,
-        tip=f"{span.name} at {view.label(span.node)}{attempt}\nfrom {begin} on, for {seconds}" + (f"\n{facts}" if facts else ""),
+        tip="\n".join(filter(None, lines)),
         is_open=span.end is None,
     )
 
 
-def _fact(name: str, value: bool | int | float | str) -> str:
-    if isinstance(value, bool) or isinstance(value, str):
-        return str(value)
-    if name.endswith("_s"):
-        return units.seconds(value)
-    return units.size(value) if name.endswith("bytes") else units.count(value) if value >= 100 else units.digits(value)
-
-
-def _make_ticks(seconds: float) -> tuple[tuple[float, str], ...]:
-    """Four to eight round moments."""
-    step = 10.0 ** ceil(log10(seconds / 4))
-    while seconds / step < 4:
-        step /= 2 if round(seconds / step * 4) != 5 else 2.5
-    return tuple((round(number * step / seconds * WIDTH, 1), units.seconds(number * step)) for number in range(int(seconds / step) + 1))
-
-
 def draw_spark(values: Sequence[float | None]) -> str:
-    """A line through the values that there are, oldest first, as an SVG path within SPARK; nothing for fewer than two."""
+    """A line through the values that there are, oldest first, as an SVG path within SPARK; none for fewer than two."""
     known = [(number, value) for number, value in enumerate(values) if value is not None]
     if len(known) < 2:
         return ""
     low, high = min(value for _, value in known), max(value for _, value in known)
     width, height = SPARK
     x_step, span = width / (len(values) - 1), (high - low) or 1.0
-    points = (f"{number * x_step:.1f} {height - 2 - (value - low) / span * (height - 4):.1f}" for number, value in known)
+    y_step = (height - 4) / span
+    points = (f"{number * x_step:.1f} {height - 2 - (value - low) * y_step:.1f}" for number, value in known)
     return "M" + "L".join(points)

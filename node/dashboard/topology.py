@@ -20,6 +20,10 @@ from .view import NO_SITE, View
 
 MAX_BOXES: Final = 24
 
+ALONE_HEIGHT: Final = 130  # of a drawing with a single spot
+BOX_RADIUS: Final = 9.0
+SITE_RADIUS: Final = 20.0
+
 _SITE_GAP: Final = 0.55  # of a box's share of the ring, between two sites
 _LABEL_GAP: Final = 76.0  # units of the drawing that a level label needs along the ring
 _LABEL_LINES: Final = 17.0
@@ -37,6 +41,7 @@ class Spot:
     is_coordinator: bool
     is_here: bool
     boxes: int
+    arcs: tuple[PhaseArc, ...]
     href: str
     tip: str
     x: float
@@ -65,13 +70,23 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """A drawing of `width` by `height` units."""
+    """A drawing of `width` by `height` units. `is_crowded`: only those curves are drawn that the plan uses."""
 
     width: int
     height: int
     spots: tuple[Spot, ...]
     curves: tuple[Curve, ...]
     is_folded: bool
+    is_crowded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseArc:
+    """How many hundredths of a site's boxes have a phase, and where its arc begins."""
+
+    phase: str
+    begin: float
+    length: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +110,26 @@ def draw_topology(view: View, width: int, height: int) -> Topology:
     places = _fold(view.shown) if folded else _line_up(view.shown)
     angles = _share_ring(places)
     level = len(places) <= 1 or _spacing(len(places), width, height) >= _LABEL_GAP
-    margin = (96.0, 44.0) if level else (118.0, 112.0)
+    radius = SITE_RADIUS if folded else BOX_RADIUS
+    margin = (radius + 92.0, radius + 42.0) if level else (radius + 110.0, radius + 104.0)
     ring = (max(40.0, width / 2 - margin[0]), max(40.0, height / 2 - margin[1]))
-    centre = (width / 2, height / 2)
     if len(places) == 1:
-        ring = (0.0, 0.0)
+        height, ring = ALONE_HEIGHT, (0.0, 0.0)
+    centre = (width / 2, height / 2)
     spots = tuple(
         _make_spot(view, place, angle, ring=ring, centre=centre, level=level)
         for place, angle in zip(places, angles, strict=True)
     )
     curves = _make_curves(view, places, {spot.key: (spot.x, spot.y) for spot in spots}, centre)
-    return Topology(width=width, height=height, spots=spots, curves=curves, is_folded=folded)
+    crowded = len(places) > MAX_BOXES
+    return Topology(
+        width=width,
+        height=height,
+        spots=spots,
+        curves=tuple(curve for curve in curves if curve.planned) if crowded else curves,
+        is_folded=folded,
+        is_crowded=crowded,
+    )
 
 
 def site_of(node: NodeSummary) -> str:
@@ -154,21 +178,22 @@ def _make_spot(
     level: bool,
 ) -> Spot:
     x, y = centre[0] + ring[0] * cos(angle), centre[1] + ring[1] * sin(angle)
-    if ring[0] == 0.0:  # alone: its label stands below it
-        label, anchor, turn = (x, y + 34.0), "middle", 0.0
-    else:
-        label, anchor, turn = _place_label(angle, (x, y), level=level)
     node = place.nodes[0]
-    is_box = len(place.nodes) == 1 and place.key == node.id
+    is_box = place.key == node.id
+    if ring[0] == 0.0:  # alone: its label stands below it
+        y -= 20.0
+        angle = pi / 2
+    label, anchor, turn = _place_label(angle, (x, y), BOX_RADIUS if is_box else SITE_RADIUS, level=level)
     return Spot(
         key=place.key,
         label=view.label(node.id) if is_box else place.site,
-        detail=place.site if is_box else _count_phases(place.nodes),
+        detail=place.site if is_box else f"{len(place.nodes)} boxes",
         phase=_common({node.phase for node in place.nodes}),
         state=node.state if is_box else "alive",
         is_coordinator=any(node.is_coordinator for node in place.nodes),
         is_here=any(node.id == view.snapshot.answered_by for node in place.nodes),
-        boxes=len(place.nodes),
+        boxes=0 if is_box else len(place.nodes),
+        arcs=() if is_box else _make_arcs(place.nodes),
         href=f"{view.base}/boxes/{node.id}" if is_box else f"{view.base}/?sites=open&site={place.site}",
         tip=_tell_box(view, node) if is_box else f"{place.site}: {_count_phases(place.nodes)}",
         x=round(x, 1),
@@ -180,17 +205,19 @@ def _make_spot(
     )
 
 
-def _place_label(angle: float, at: tuple[float, float], *, level: bool) -> tuple[tuple[float, float], str, float]:
+def _place_label(
+    angle: float, at: tuple[float, float], radius: float, *, level: bool
+) -> tuple[tuple[float, float], str, float]:
     """Outside the ring: level beside its spot, or, where spots are close, turned away from the centre."""
     across, down = cos(angle), sin(angle)
+    away = radius + 8.0
     if not level:
-        away = 18.0
         left = across < -1e-9
         turn = degrees(angle) + (180.0 if left else 0.0)
         return (at[0] + away * across, at[1] + away * down), "end" if left else "start", round(turn, 1)
     anchor = "middle" if abs(across) < 0.35 else "start" if across > 0 else "end"
-    beside = 0.0 if anchor == "middle" else 17.0 * (1 if across > 0 else -1)
-    above = (-8.0 - _LABEL_LINES if down < 0 else 26.0) if anchor == "middle" else -2.0
+    beside = 0.0 if anchor == "middle" else away * (1 if across > 0 else -1)
+    above = (-away - _LABEL_LINES if down < 0 else away + 10.0) if anchor == "middle" else -2.0
     return (at[0] + beside, at[1] + above), anchor, 0.0
 
 
@@ -206,10 +233,10 @@ def _make_curves(
             between[ends[0], ends[1]].append(link)
     planned = _planned_pairs(view, place_of)
     pairs = {(min(pair), max(pair)) for pair in between}
-    curves = [
-        _make_curve(view, pair, (between.get(pair, []), between.get(pair[::-1], [])), planned, _bend(spots, pair, centre))
-        for pair in sorted(pairs)
-    ]
+    curves = []
+    for pair in sorted(pairs):
+        ways = (between.get(pair, []), between.get(pair[::-1], []))
+        curves.append(_make_curve(view, pair, ways, planned, _bend(spots, pair, centre)))
     return tuple(sorted(curves, key=lambda curve: (curve.planned, -curve.band)))
 
 
@@ -221,8 +248,9 @@ def _make_curve(
     d: str,
 ) -> Curve:
     rates = [median(link.gbps if link.reachable else 0.0 for link in links) for links in ways if links]
-    loads = [sum(link.load_gbps for link in links) for links in ways]
+    loads = [sum(view.flows.get((link.source, link.target), 0.0) for link in links) for links in ways]
     links = [*ways[0], *ways[1]]
+    told = (_tell_links(view, ways[0], pair), _tell_links(view, ways[1], pair[::-1]))
     return Curve(
         one=pair[0],
         other=pair[1],
@@ -232,7 +260,7 @@ def _make_curve(
         is_reachable=any(link.reachable for link in links),
         planned=pair in planned or pair[::-1] in planned,
         flow=(0 if not any(loads) else 1 if loads[0] >= loads[1] else -1),
-        tip="\n".join(filter(None, (_tell_links(view, way, pair[::step]) for way, step in zip(ways, (1, -1), strict=True)))),
+        tip="\n".join(filter(None, told)),
     )
 
 
@@ -257,7 +285,8 @@ def _tell_links(view: View, links: Sequence[LinkSummary], ends: tuple[str, str])
     if not links:
         return ""
     if len(links) == 1:
-        return describe(links[0], view.label(links[0].source), view.label(links[0].target))
+        pair = (links[0].source, links[0].target)
+        return describe(links[0], view.label(pair[0]), view.label(pair[1]), view.flows.get(pair))
     rates = [link.gbps for link in links]
     rtt = median(link.rtt_s for link in links)
     return (
@@ -271,7 +300,8 @@ def _tell_box(view: View, node: NodeSummary) -> str:
     queue = f"{node.running} running, {node.waiting} waiting" if node.running is not None else "no engine runs"
     kv = f", KV {units.share(node.kv_usage)}" if node.kv_usage is not None else ""
     roles = [node.phase or "no part in the plan", node.state if node.state != "alive" else ""]
-    roles += ["coordinates" if node.is_coordinator else "", "shows you this" if node.id == view.snapshot.answered_by else ""]
+    roles.append("coordinates" if node.is_coordinator else "")
+    roles.append("shows you this" if node.id == view.snapshot.answered_by else "")
     return f"{view.label(node.id)} · {site_of(node)}\n{node.hardware}\n{', '.join(filter(None, roles))}\n{queue}{kv}"
 
 
@@ -280,6 +310,14 @@ def _count_phases(nodes: Sequence[NodeSummary]) -> str:
     return f"{len(nodes)} box{'es' if len(nodes) > 1 else ''}: " + ", ".join(
         f"{number} {phase}" for phase, number in sorted(phases.items())
     )
+
+
+def _make_arcs(nodes: Sequence[NodeSummary]) -> tuple[PhaseArc, ...]:
+    at, arcs = 0.0, []
+    for phase, number in sorted(Counter(node.phase for node in nodes).items()):
+        arcs.append(PhaseArc(phase, round(at, 1), round(100 * number / len(nodes), 1)))
+        at += 100 * number / len(nodes)
+    return tuple(arcs)
 
 
 def _common(values: set[str]) -> str:

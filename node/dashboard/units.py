@@ -82,3 +82,16 @@ def ago(value: float | None) -> str:
 def clock_time(value: float) -> str:
     """A moment in UTC: `09:14:03`."""
     return datetime.fromtimestamp(value, UTC).strftime("%H:%M:%S")
+
+
+def fact(name: str, value: bool | float | str) -> str:
+    """A named value, whose name tells its unit: `ttft_s` as `ttft 412 ms`, `wire_bytes` as `wire 0.63 MB`."""
+    if isinstance(value, bool | str):
+        return f"{name.replace('_', ' ')} {value}"
+    if name.endswith("_s"):
+        return f"{name[:-2].replace('_', ' ')} {seconds(value)}"
+    if name.endswith("_bytes"):
+        return f"{name[:-6].replace('_', ' ')} {size(value)}"
+    if name.endswith("_gbps"):
+        return f"{name[:-5].replace('_', ' ')} {gbps(value)}".strip()
+    return f"{name.replace('_', ' ')} {count(value) if isinstance(value, int) or value >= 100 else digits(value)}"

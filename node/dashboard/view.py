@@ -15,11 +15,14 @@ NO_SITE: Final = "no site"
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """The network, and what its viewer asks to see of it. `base`: where the dashboard is mounted; `query`: what stands
+    """The network, and what its viewer asks to see of it. `flows`: KV between two boxes in Gb/s,
+    and `tokens_s`, what all boxes decode, both lately. `base`: where the dashboard is mounted; `query`: what stands
     behind the page's address, each at most once; `name`: the box or request that the page is about."""
 
     snapshot: Snapshot
     links: tuple[LinkSummary, ...] = ()
+    flows: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    tokens_s: float | None = None
     base: str = ""
     query: Mapping[str, str] = field(default_factory=dict)
     name: str = ""

@@ -1,4 +1,4 @@
-"""A browser without a screen, driven over its own protocol on a pair of pipes: no driver program, no port, no library."""
+"""A browser without a screen, driven over its own protocol on a pair of pipes: no driver, no port, no library."""
 
 from __future__ import annotations
 
@@ -94,14 +94,15 @@ class Tab:
             if value := self.evaluate(expression):
                 return value
             time.sleep(0.05)
-        raise BrowserError(f"{expression} has not become true; the page says: {self.evaluate('document.body.innerText')}")
+        text = self.evaluate("document.body.innerText")
+        raise BrowserError(f"{expression} has not become true; the page says: {text}")
 
     def press(self, key: str, **more: Any) -> None:
         """One key, as from a keyboard."""
-        text = {"text": "\r"} if key == "Enter" else {}
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, windowsVirtualKeyCode=codes[key], **text, **more)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key, windowsVirtualKeyCode=codes[key], **more)
+        code = {"Tab": 9, "Enter": 13, "Escape": 27}[key]
+        told: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code, **more}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **told, **({"text": "\r"} if key == "Enter" else {}))
+        self.call("Input.dispatchKeyEvent", type="keyUp", **told)
 
     def point_at(self, selector: str) -> None:
         """Move the pointer to the middle of an element."""
@@ -160,7 +161,10 @@ def open_tab(program: str, folder: Path) -> Iterator[Tab]:
     try:
         yield Tab(ours_out, ours_in)
     finally:
-        os.close(ours_out)
+        os.close(ours_out)  # at which it ends, with all its processes
         os.close(ours_in)
-        process.kill()
-        process.wait()
+        try:
+            process.wait(WAIT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
