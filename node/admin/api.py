@@ -9,25 +9,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from difflib import get_close_matches
 from typing import Annotated, Any, Final, TypeVar, final
 
 import msgspec
 from fastapi import Depends, FastAPI, Header, HTTPException, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
-from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ... import __version__
-from ..observing.values import NodeSummary
+from ..observing.values import NodeEvent, NodeSummary
 from . import schema
 from .access import Access, Caller, Verdict
 from .listing import (
     MAX_PAGE,
     PAGE,
     CursorError,
+    EventFilter,
     LinkFilter,
     Order,
     cut_page,
@@ -54,13 +54,57 @@ T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 
-Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="items of a page, at most")]
-After = Annotated[str | None, Query(max_length=512, description="`last_id` of the page before")]
 BoxName = Annotated[str, Path(min_length=1, max_length=128, description="short name or peer id")]
-AnyBox = Annotated[str | None, Query(min_length=1, max_length=128, description="short name or peer id")]
-Label = Annotated[str | None, Query(min_length=1, max_length=512)]
-Gbps = Annotated[float | None, Query(ge=0, le=1e6, allow_inf_nan=False)]
+AnyBox = Annotated[str | None, Field(min_length=1, max_length=128, description="short name or peer id")]
+Label = Annotated[str | None, Field(min_length=1, max_length=512)]
+Gbps = Annotated[float | None, Field(ge=0, le=1e6, allow_inf_nan=False)]
 RequestName = Annotated[str, Path(min_length=1, max_length=128)]
+
+
+class ListQuery(BaseModel, extra="forbid"):
+    """Which part of a list. What is mistyped is refused: it must not answer with everything."""
+
+    limit: Annotated[int, Field(ge=1, le=MAX_PAGE, description="items of a page, at most")] = PAGE
+    after: Annotated[str | None, Field(max_length=512, description="`last_id` of the page before")] = None
+
+
+class NodesQuery(ListQuery):
+    """Of these boxes."""
+
+    site: Label = None
+    state: Label = None
+    phase: Label = None
+    service: Label = None
+
+
+class LinksQuery(ListQuery):
+    """Of these links; `site` is that of either end."""
+
+    source: AnyBox = None
+    target: AnyBox = None
+    site: Label = None
+    known: Label = None
+    min_gbps: Gbps = None
+    max_gbps: Gbps = None
+
+
+class RequestsQuery(ListQuery):
+    """Of these requests; `node` is gateway or either replica's box."""
+
+    node: AnyBox = None
+    state: Label = None
+    service: Label = None
+    order: Order = "desc"
+
+
+class EventsQuery(ListQuery):
+    """Of these events; `node` is the box that tells or the one told of."""
+
+    kind: Annotated[str | None, Field(min_length=1, max_length=128, description="a kind, or a group of them")] = None
+    node: AnyBox = None
+    request: Label = None
+    order: Order = "desc"
+    stream: Annotated[bool, Field(description="follow them as server-sent events")] = False
 
 
 @final
@@ -91,20 +135,7 @@ async def admin_of(request: Request) -> Admin:
     if verdict is not Verdict.ADMITTED:
         status = 401 if verdict in (Verdict.TOKEN_MISSING, Verdict.TOKEN_WRONG) else 403
         raise AdminRefusal(status, verdict.value)
-    _refuse_unknown(request)
     return admin
-
-
-def _refuse_unknown(request: Request) -> None:
-    """A filter that is mistyped must not answer with everything. Raises AdminRefusal."""
-    route = request.scope["route"]
-    assert isinstance(route, APIRoute)
-    known = [field.alias for field in route.dependant.query_params]
-    for name in request.query_params:
-        if name not in known:
-            close = get_close_matches(name, known, n=1)
-            there = f"did you mean {close[0]}?" if close else f"there are {', '.join(known) or 'none'}"
-            raise AdminRefusal(422, f"{name[:128]}: there is no such parameter; {there}", param=name[:128])
 
 
 Admitted = Annotated[Admin, Depends(admin_of)]
@@ -142,19 +173,11 @@ def make_admin_api(feed: Feed, access: Access) -> FastAPI:
     return app
 
 
-async def list_nodes(
-    admin: Admitted,
-    site: Label = None,
-    state: Label = None,
-    phase: Label = None,
-    service: Label = None,
-    limit: Limit = PAGE,
-    after: After = None,
-) -> Response:
+async def list_nodes(admin: Admitted, query: Annotated[NodesQuery, Query()]) -> Response:
     """The boxes of the network, without its clients."""
-    snapshot = await admin.feed.snapshot()
-    found = select_nodes(snapshot.nodes, site=site, state=state, phase=phase, service=service)
-    return _json(cut_page(found, lambda node: node.id, limit=limit, after=after))
+    nodes = (await admin.feed.snapshot()).nodes
+    found = select_nodes(nodes, site=query.site, state=query.state, phase=query.phase, service=query.service)
+    return _json(cut_page(found, lambda node: node.id, limit=query.limit, after=query.after))
 
 
 async def show_node(admin: Admitted, name: BoxName) -> Response:
@@ -162,22 +185,12 @@ async def show_node(admin: Admitted, name: BoxName) -> Response:
     return _json(find_box((await admin.feed.snapshot()).nodes, name))
 
 
-async def list_links(
-    admin: Admitted,
-    source: AnyBox = None,
-    target: AnyBox = None,
-    site: Label = None,
-    known: Label = None,
-    min_gbps: Gbps = None,
-    max_gbps: Gbps = None,
-    limit: Limit = PAGE,
-    after: After = None,
-) -> Response:
+async def list_links(admin: Admitted, query: Annotated[LinksQuery, Query()]) -> Response:
     """Directed links: what they carry, how surely that is known, and why it is believed."""
     nodes = (await admin.feed.snapshot()).nodes
-    wanted = LinkFilter(source=source, target=target, site=site, known=known, min_gbps=min_gbps, max_gbps=max_gbps)
+    wanted = LinkFilter(**query.model_dump(exclude={"limit", "after"}))
     found = select_links(await admin.feed.links(), nodes, wanted)
-    return _json(cut_page(found, link_key, limit=limit, after=after))
+    return _json(cut_page(found, link_key, limit=query.limit, after=query.after))
 
 
 async def show_link(admin: Admitted, source: BoxName, target: BoxName) -> Response:
@@ -198,20 +211,14 @@ async def show_plan(admin: Admitted) -> Response:
     return _json(plan)
 
 
-async def list_requests(
-    admin: Admitted,
-    node: AnyBox = None,
-    state: Label = None,
-    service: Label = None,
-    order: Order = "desc",
-    limit: Limit = PAGE,
-    after: After = None,
-) -> Response:
+async def list_requests(admin: Admitted, query: Annotated[RequestsQuery, Query()]) -> Response:
     """The latest requests; nobody is shown what was asked or answered."""
     snapshot = await admin.feed.snapshot()
-    peer = _peer(snapshot.nodes, node)
-    found = select_requests(snapshot.requests, node=peer, state=state, service=service)
-    return _json(cut_page(_ordered(found, order), lambda request: request.id, limit=limit, after=after))
+    peer = _peer(snapshot.nodes, query.node)
+    found = select_requests(snapshot.requests, node=peer, state=query.state, service=query.service)
+    return _json(
+        cut_page(_ordered(found, query.order), lambda request: request.id, limit=query.limit, after=query.after)
+    )
 
 
 async def show_request(admin: Admitted, request_id: RequestName) -> Response:
@@ -225,31 +232,23 @@ async def show_request(admin: Admitted, request_id: RequestName) -> Response:
 
 async def list_events(
     admin: Admitted,
-    kind: Annotated[str | None, Query(min_length=1, max_length=128, description="a kind, or a group of them")] = None,
-    node: AnyBox = None,
-    request: Label = None,
-    stream: Annotated[bool, Query(description="follow them as server-sent events")] = False,
-    order: Order = "desc",
-    limit: Limit = PAGE,
-    after: After = None,
+    query: Annotated[EventsQuery, Query()],
     last_event_id: Annotated[str | None, Header(max_length=512)] = None,
 ) -> Response:
     """What happened, the latest first. With `stream`, what happens from now on, or after `Last-Event-ID`."""
     snapshot = await admin.feed.snapshot()
-    peer = _peer(snapshot.nodes, node)
-    if stream:
+    wanted = EventFilter(kind=query.kind, node=_peer(snapshot.nodes, query.node), request=query.request)
+    if query.stream:
         if admin.followers >= MAX_FOLLOWERS:
             raise AdminRefusal(429, f"{MAX_FOLLOWERS} follow the events already; try again when one of them has ended")
-        chunks = _follow(admin, kind=kind, node=peer, request=request, last=last_event_id or after)
+        chunks = _follow(admin, wanted, last_event_id or query.after)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(chunks, media_type="text/event-stream", headers=headers)
-    found = select_events(snapshot.events, kind=kind, node=peer, request=request)
-    return _json(cut_page(_ordered(found, order), event_key, limit=limit, after=after))
+    found = _ordered(select_events(snapshot.events, wanted), query.order)
+    return _json(cut_page(found, event_key, limit=query.limit, after=query.after))
 
 
-async def _follow(
-    admin: Admin, *, kind: str | None, node: str | None, request: str | None, last: str | None
-) -> AsyncIterator[bytes]:
+async def _follow(admin: Admin, wanted: EventFilter, last: str | None) -> AsyncIterator[bytes]:
     """Events as they come, and a comment now and then, so that nothing between takes the connection for dead."""
     async with _following(admin):
         known = (await admin.feed.snapshot()).events
@@ -257,13 +256,9 @@ async def _follow(
         silent_s = 0.0
         yield b": following\n\n"
         while True:
-            chosen = select_events(news, kind=kind, node=node, request=request)
+            chosen = select_events(news, wanted)
             if chosen:
-                yield b"".join(
-                    b"id: %s\nevent: %s\ndata: %s\n\n"
-                    % (event_key(event).encode(), _one_line(event.kind), _encoder.encode(event))
-                    for event in chosen
-                )
+                yield b"".join(map(_as_sent, chosen))
             elif silent_s >= KEEP_ALIVE_S:
                 yield b": nothing new\n\n"
             silent_s = 0.0 if chosen or silent_s >= KEEP_ALIVE_S else silent_s + SNAPSHOT_S
@@ -272,8 +267,14 @@ async def _follow(
                 events = (await admin.feed.snapshot()).events
             except SourceError as error:
                 yield b": " + _one_line(str(error)) + b"\n\n"
+                news = []
                 continue
             news, known = find_news(known, events), events
+
+
+def _as_sent(event: NodeEvent) -> bytes:
+    key, kind = event_key(event).encode(), _one_line(event.kind)
+    return b"id: %s\nevent: %s\ndata: %s\n\n" % (key, kind, _encoder.encode(event))
 
 
 @asynccontextmanager
@@ -313,7 +314,8 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     field = str(first["loc"][-1])
-    return _error(422, f"{field}: {first['msg']}", field)
+    what = "there is no such parameter" if first["type"] == "extra_forbidden" else first["msg"]
+    return _error(422, f"{field}: {what}", field)
 
 
 async def _answer_refusal(request: Request, error: Exception) -> Response:

@@ -22,7 +22,7 @@ class CursorError(ValueError):
     """`after` names nothing that is in the list; the text says how to go on."""
 
 
-class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
+class ListPage(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """A part of a list, as OpenAI's API has them. `last_id`, given as `after`, asks for what follows."""
 
     object: Literal["list"] = "list"
@@ -32,7 +32,7 @@ class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     last_id: str | None
 
 
-def cut_page(items: Sequence[T], key: Callable[[T], str], *, limit: int, after: str | None) -> Page[T]:
+def cut_page(items: Sequence[T], key: Callable[[T], str], *, limit: int, after: str | None) -> ListPage[T]:
     """At most `limit` items, from behind the one whose key is `after`. Raises CursorError where there is none."""
     start = 0
     if after is not None:
@@ -41,7 +41,7 @@ def cut_page(items: Sequence[T], key: Callable[[T], str], *, limit: int, after: 
             raise CursorError(f"after: {after} is not in this list (any more); begin again without it")
     data = tuple(items[start : start + limit])
     ends = (key(data[0]), key(data[-1])) if data else (None, None)
-    return Page(data=data, has_more=start + limit < len(items), first_id=ends[0], last_id=ends[1])
+    return ListPage(data=data, has_more=start + limit < len(items), first_id=ends[0], last_id=ends[1])
 
 
 def link_key(link: LinkSummary) -> str:
@@ -109,18 +109,26 @@ def select_requests(
     ]
 
 
-def select_events(
-    events: Iterable[NodeEvent], *, kind: str | None = None, node: str | None = None, request: str | None = None
-) -> list[NodeEvent]:
-    """The events that fit all that is given. `kind` may be a group, as `request` for all of `request.*`; `node` is a
+class EventFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which events are asked for; None: all. `kind` may be a group, as `request` for all of `request.*`; `node` is a
     peer id, of the box that tells or of the one told of."""
-    return [
-        event
-        for event in events
-        if (kind is None or event.kind == kind or event.kind.startswith(f"{kind}."))
-        and node in (None, event.node, event.peer)
-        and request in (None, event.request)
-    ]
+
+    kind: str | None = None
+    node: str | None = None
+    request: str | None = None
+
+    def takes(self, event: NodeEvent) -> bool:
+        """Whether it fits all that is asked."""
+        return (
+            (self.kind is None or event.kind == self.kind or event.kind.startswith(f"{self.kind}."))
+            and self.node in (None, event.node, event.peer)
+            and self.request in (None, event.request)
+        )
+
+
+def select_events(events: Iterable[NodeEvent], wanted: EventFilter) -> list[NodeEvent]:
+    """Those that are asked for, in their order."""
+    return [event for event in events if wanted.takes(event)]
 
 
 def find_news(before: Iterable[NodeEvent], now: Sequence[NodeEvent]) -> list[NodeEvent]:

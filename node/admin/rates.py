@@ -13,7 +13,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 @final
-class RateMeter(Generic[K]):
+class CounterRates(Generic[K]):
     """Of counters by name. `learn` them whenever they are read: the last WINDOW_S make their rates."""
 
     def __init__(self) -> None:

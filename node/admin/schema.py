@@ -9,18 +9,18 @@ from fastapi import FastAPI
 
 from ...coordinator import Plan
 from ..observing.values import LinkSummary, NodeEvent, NodeSummary, RequestSummary, RequestTrace
-from .listing import Page
+from .listing import ListPage
 
 _TEMPLATE: Final = "#/components/schemas/{name}"
 BODIES: Final = {
-    "nodes": Page[NodeSummary],
+    "nodes": ListPage[NodeSummary],
     "node": NodeSummary,
-    "links": Page[LinkSummary],
+    "links": ListPage[LinkSummary],
     "link": LinkSummary,
     "plan": Plan,
-    "requests": Page[RequestSummary],
+    "requests": ListPage[RequestSummary],
     "request": RequestTrace,
-    "events": Page[NodeEvent],
+    "events": ListPage[NodeEvent],
 }
 """What answers consist of, by the name that `answer` takes."""
 

@@ -21,7 +21,7 @@ from ..observing.values import (
     UnixTime,
     Word,
 )
-from .rates import RateMeter
+from .rates import CounterRates
 
 MAX_REQUESTS: Final = 1024  # that one snapshot has
 SNAPSHOT_S: Final = 1.0
@@ -57,7 +57,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     deadlines: Deadlines | None = None
 
 
-class Source(Protocol):
+class NetworkSource(Protocol):
     """A node that tells what it sees. All raise SourceError where it does not answer."""
 
     async def snapshot(self) -> Snapshot:
@@ -113,13 +113,13 @@ def _look_at(answer: asyncio.Task[T]) -> None:
 class Feed:
     """A source for many: one snapshot a second for all together, links every five, and nothing while nobody asks."""
 
-    def __init__(self, source: Source, clock: Callable[[], float]) -> None:
+    def __init__(self, source: NetworkSource, clock: Callable[[], float]) -> None:
         self._snapshot = Shared(self._ask_snapshot, SNAPSHOT_S, clock)
         self._links = Shared(self._ask_links, LINKS_S, clock)
         self._source = source
         self._clock = clock
-        self._tokens: RateMeter[str] = RateMeter()
-        self._bytes: RateMeter[tuple[str, str]] = RateMeter()
+        self._tokens: CounterRates[str] = CounterRates()
+        self._bytes: CounterRates[tuple[str, str]] = CounterRates()
 
     async def snapshot(self) -> Snapshot:
         """At most a second old. Raises SourceError."""

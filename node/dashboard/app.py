@@ -47,7 +47,7 @@ QUERIES: Final = ("view", "sites", "site", "kind", "node", "request", "state")
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class Screen:
     """A page: its title, the sections it consists of, and whether it is in the menu."""
 
     title: str
@@ -55,15 +55,15 @@ class Page:
     in_menu: bool = True
 
 
-PAGES: Final[Mapping[str, Page]] = MappingProxyType(
+PAGES: Final[Mapping[str, Screen]] = MappingProxyType(
     {
-        "": Page("Network", ("tiles", "topology", "boxes")),
-        "plan": Page("Plan", ("plan",)),
-        "requests": Page("Requests", ("requests",)),
-        "events": Page("Events", ("events",)),
-        "chat": Page("Chat", ()),
-        "boxes": Page("Box", ("box",), in_menu=False),
-        "trace": Page("Request", ("trace",), in_menu=False),
+        "": Screen("Network", ("tiles", "topology", "boxes")),
+        "plan": Screen("Plan", ("plan",)),
+        "requests": Screen("Requests", ("requests",)),
+        "events": Screen("Events", ("events",)),
+        "chat": Screen("Chat", ()),
+        "boxes": Screen("Box", ("box",), in_menu=False),
+        "trace": Screen("Request", ("trace",), in_menu=False),
     }
 )
 

@@ -21,7 +21,7 @@ MAX_TOLD: Final = 32  # ends whose cells say all that is known: of more that wou
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class LinkCell:
     """One direction. `band` None: nothing is known of it; -1: unreachable. `is_measured`: not inferred."""
 
     text: str
@@ -36,7 +36,7 @@ class LinkMatrix:
 
     ends: tuple[str, ...]
     sites: tuple[tuple[str, int], ...]  # and how many of the ends are there
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[LinkCell, ...], ...]
     has_numbers: bool
     left_out: int
 
@@ -77,13 +77,15 @@ def _fill(
     return LinkMatrix(ends=labels, sites=sites, rows=rows, has_numbers=has_numbers, left_out=left_out)
 
 
-def _make_cell(links: Sequence[LinkSummary], ends: tuple[str, str], *, told: bool) -> Cell:
+def _make_cell(links: Sequence[LinkSummary], ends: tuple[str, str], *, told: bool) -> LinkCell:
     if not links:
         alone = ends[0] == ends[1]
-        return Cell("" if alone else "?", None, False, "" if alone or not told else f"{ends[0]} → {ends[1]}: not known")
+        return LinkCell(
+            "" if alone else "?", None, False, "" if alone or not told else f"{ends[0]} → {ends[1]}: not known"
+        )
     reachable = [link for link in links if link.reachable]
     if not reachable:
-        return Cell("×", -1, False, describe(links[0], *ends) if told else "")
+        return LinkCell("×", -1, False, describe(links[0], *ends) if told else "")
     rate = median(link.gbps for link in reachable)
     measured = any(link.known == "measured" for link in reachable)
     tip = ""
@@ -91,4 +93,4 @@ def _make_cell(links: Sequence[LinkSummary], ends: tuple[str, str], *, told: boo
         tip = describe(links[0], *ends)
     elif told:
         tip = f"{ends[0]} → {ends[1]}: {units.gbps(rate)}, in the middle of {len(links)} links"
-    return Cell(units.digits(rate), band_of(rate), measured, tip)
+    return LinkCell(units.digits(rate), band_of(rate), measured, tip)

@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 
 from ..admin.access import Access
 from ..admin.api import make_admin_api
-from ..admin.source import Feed, Source
+from ..admin.source import Feed, NetworkSource
 from .app import make_dashboard
 
 ADMIN_PATH: Final = "/p2p/v1"
@@ -18,7 +18,7 @@ OWN_ACCESS: Final = (ADMIN_PATH, DASHBOARD_PATH)
 """Paths that the API's keys do not open, and that do not ask for them: they have the admin token."""
 
 
-def mount(app: Starlette, source: Source, access: Access) -> None:
+def mount(app: Starlette, source: NetworkSource, access: Access) -> None:
     """Mounts both, with one feed for all who look."""
     feed = Feed(source, time.monotonic)
     app.mount(ADMIN_PATH, make_admin_api(feed, access))

@@ -10,7 +10,7 @@ from typing import Any, Final
 import jinja2
 from markupsafe import Markup
 
-from ..admin.listing import select_events, select_requests
+from ..admin.listing import EventFilter, select_events, select_requests
 from ..observing.values import EventKind, NodeEvent, NodeSummary
 from . import bands, units
 from .matrix import draw_matrix
@@ -98,7 +98,7 @@ def trace(view: View) -> Markup:
 def events(view: View) -> Markup:
     """What happened, the newest first."""
     asked = {name: view.query.get(name) or None for name in ("kind", "node", "request")}
-    found = select_events(view.snapshot.events, **asked)[::-1]
+    found = select_events(view.snapshot.events, EventFilter(**asked))[::-1]
     return _render(
         "_events.html", view, events=[(event, _tell(view, event)) for event in found[:MAX_ROWS]],
         is_filtered=any(asked.values()),
@@ -111,7 +111,10 @@ def box(view: View) -> Markup:
     fastest = sorted(view.links, key=lambda link: -link.gbps)
     out = [link for link in fastest if link.source == view.name]
     into = [link for link in fastest if link.target == view.name]
-    told = [(event, _tell(view, event)) for event in select_events(view.snapshot.events, node=view.name)[::-1][:20]]
+    told = [
+        (event, _tell(view, event))
+        for event in select_events(view.snapshot.events, EventFilter(node=view.name))[::-1][:20]
+    ]
     return _render(
         "_box.html", view, node=node, out=out, into=into, events=told,
         requests=select_requests(view.snapshot.requests, node=view.name)[::-1][:20], band_of=bands.band_of,

@@ -17,7 +17,7 @@ MILLION: Final = 1e6
 
 
 @dataclass(frozen=True, slots=True)
-class Percentiles:
+class LatencyPercentiles:
     """Of some figure, in its unit; None where there is none of it yet."""
 
     p50: float | None
@@ -35,8 +35,8 @@ class Traffic:
     tokens_s: float
     ended: int
     failed: int
-    ttft: Percentiles
-    tpot: Percentiles
+    ttft: LatencyPercentiles
+    tpot: LatencyPercentiles
     ttft_course: tuple[float | None, ...]
     tpot_course: tuple[float | None, ...]
     in_time: float | None
@@ -83,13 +83,13 @@ def is_in_time(request: RequestSummary, deadlines: Deadlines) -> bool:
     return all(limit is None or value is None or value <= limit for value, limit in limits)
 
 
-def percentiles(values: Iterable[float | None]) -> Percentiles:
+def percentiles(values: Iterable[float | None]) -> LatencyPercentiles:
     """By the nearest rank: each is a value that occurred."""
     known = sorted(value for value in values if value is not None)
     if not known:
-        return Percentiles(None, None, None)
+        return LatencyPercentiles(None, None, None)
     p50, p95, p99 = (known[min(len(known) - 1, int(len(known) * part))] for part in (0.5, 0.95, 0.99))
-    return Percentiles(p50, p95, p99)
+    return LatencyPercentiles(p50, p95, p99)
 
 
 def _course(requests: Iterable[RequestSummary], field: str, now: float) -> tuple[float | None, ...]:

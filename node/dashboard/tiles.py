@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..observing.values import NodeSummary
 from . import units
-from .statistics import WINDOW_S, Percentiles, Traffic, measure_traffic
+from .statistics import WINDOW_S, LatencyPercentiles, Traffic, measure_traffic
 from .timeline import draw_spark
 from .view import View
 
@@ -77,7 +77,7 @@ def _tokens(view: View, traffic: Traffic) -> Tile:
     )
 
 
-def _times(label: str, found: Percentiles, course: tuple[float | None, ...], hint: str) -> Tile:
+def _times(label: str, found: LatencyPercentiles, course: tuple[float | None, ...], hint: str) -> Tile:
     return Tile(
         label=label,
         value=units.seconds(found.p50),

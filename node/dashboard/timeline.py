@@ -32,7 +32,7 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class RequestTimeline:
     """Bars from the first span's begin to the last one's end, which is `total` later."""
 
     bars: tuple[Bar, ...]
@@ -40,16 +40,16 @@ class Timeline:
     total: str
 
 
-def draw_timeline(view: View, trace: RequestTrace) -> Timeline:
+def draw_timeline(view: View, trace: RequestTrace) -> RequestTimeline:
     """Spans in the order in which they began; one that has not ended reaches to the last moment known."""
     spans = sorted(trace.spans, key=lambda span: (span.begin, span.name))
     if not spans:
-        return Timeline(bars=(), left_out=0, total=units.NONE)
+        return RequestTimeline(bars=(), left_out=0, total=units.NONE)
     first = spans[0].begin
     last = max(*(span.end or span.begin for span in spans), first + 1e-6)
     scale = WIDTH / (last - first)
     bars = tuple(_make_bar(view, span, row, first, last, scale) for row, span in enumerate(spans[:MAX_BARS]))
-    return Timeline(
+    return RequestTimeline(
         bars=bars,
         left_out=len(spans) - len(bars),
         total=units.seconds(last - first),

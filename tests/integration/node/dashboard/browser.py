@@ -81,8 +81,8 @@ class Tab:
         self.wait_for("document.readyState === 'complete' && location.href !== 'about:blank'")
 
     def evaluate(self, expression: str) -> Any:
-        """The value of an expression in the page; a promise's, when it has one."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """The value of an expression in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         if "exceptionDetails" in answer:
             raise BrowserError(f"{expression}: {answer['exceptionDetails'].get('exception', {}).get('description')}")
         return answer["result"].get("value")
