@@ -6,10 +6,12 @@ as it has: their links are told by the median of all between two sites.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, degrees, hypot, pi, sin
+from itertools import accumulate, combinations, pairwise
+from math import cos, degrees, dist, pi, sin
 from statistics import median
 from typing import Final
 
@@ -25,13 +27,18 @@ BOX_RADIUS: Final = 9.0
 SITE_RADIUS: Final = 20.0
 
 _SITE_GAP: Final = 0.55  # of a box's share of the ring, between two sites
-_LABEL_GAP: Final = 76.0  # units of the drawing that a level label needs along the ring
+_LEVEL_MARGIN: Final = (106.0, 42.0)  # from the ring to the edge, for labels beside it or above it
+_TURNED_MARGIN: Final = (110.0, 104.0)
+_CHORDS: Final = 720
+_LETTER: Final = 8.0
+_SMALL_LETTER: Final = 6.9
 _LABEL_LINES: Final = 17.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A box, or the boxes of a site: its place, and its label's with the angle that it is turned by."""
+    """A box, or the boxes of a site: its place, and its label's with the angle that it is turned by (None: it is level,
+    and has a second line)."""
 
     key: str
     label: str
@@ -49,7 +56,7 @@ class Spot:
     label_x: float
     label_y: float
     anchor: str
-    turn: float
+    turn: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +115,12 @@ def draw_topology(view: View, width: int, height: int) -> Topology:
     """A map of this size. Labels need 14 units a line, whatever the size: a phone has a drawing of its own."""
     folded = wants_sites(view)
     places = _fold(view.shown) if folded else _line_up(view.shown)
-    angles = _share_ring(places)
-    level = len(places) <= 1 or _spacing(len(places), width, height) >= _LABEL_GAP
-    radius = SITE_RADIUS if folded else BOX_RADIUS
-    margin = (radius + 92.0, radius + 42.0) if level else (radius + 110.0, radius + 104.0)
-    ring = (max(40.0, width / 2 - margin[0]), max(40.0, height / 2 - margin[1]))
     if len(places) == 1:
-        height, ring = ALONE_HEIGHT, (0.0, 0.0)
+        height = ALONE_HEIGHT
     centre = (width / 2, height / 2)
-    spots = tuple(
-        _make_spot(view, place, angle, ring=ring, centre=centre, level=level)
-        for place, angle in zip(places, angles, strict=True)
-    )
+    spots = _place_spots(view, places, centre, level=True)
+    if any(_lie_upon_each_other(one, other) for one, other in combinations(spots, 2)):
+        spots = _place_spots(view, places, centre, level=False)
     curves = _make_curves(view, places, {spot.key: (spot.x, spot.y) for spot in spots}, centre)
     crowded = len(places) > MAX_BOXES
     return Topology(
@@ -152,20 +153,46 @@ def _fold(nodes: Sequence[NodeSummary]) -> list[_Place]:
     return [_Place(key=site, site=site, nodes=group) for site, group in groups]
 
 
-def _share_ring(places: Sequence[_Place]) -> list[float]:
-    """An angle for each, clockwise from the top; between two sites there is more room than between two boxes."""
-    several = len({place.site for place in places}) > 1 and len(places) > len({place.site for place in places})
-    at, marks = 0.0, []
-    for before, place in zip([places[-1:], *([place] for place in places)], places, strict=False):
-        at += 1.0 + (_SITE_GAP if several and before and before[0].site != place.site else 0.0)
+def _place_spots(view: View, places: Sequence[_Place], centre: tuple[float, float], *, level: bool) -> tuple[Spot, ...]:
+    radius = max((BOX_RADIUS if place.key == place.nodes[0].id else SITE_RADIUS for place in places), default=0.0)
+    margin = _LEVEL_MARGIN if level else _TURNED_MARGIN
+    ring = tuple(max(40.0, half - radius - edge) for half, edge in zip(centre, margin, strict=True))
+    if len(places) == 1:
+        ring = (0.0, 0.0)
+    angles = _share_ring(places, ring[0], ring[1])
+    return tuple(
+        _make_spot(view, place, angle, ring=(ring[0], ring[1]), centre=centre, level=level)
+        for place, angle in zip(places, angles, strict=True)
+    )
+
+
+def _share_ring(places: Sequence[_Place], across: float, down: float) -> list[float]:
+    """An angle for each, clockwise from the top, so that they are equally far apart along the ellipse; between two
+    sites there is more room than between two boxes."""
+    sites = {place.site for place in places}
+    gap = _SITE_GAP if 1 < len(sites) < len(places) else 0.0
+    marks, at = [], 0.0
+    for number, place in enumerate(places):
+        at += 1.0 + (gap if places[number - 1].site != place.site else 0.0)
         marks.append(at)
-    turn = marks[-1] if marks else 1.0
-    return [2 * pi * (mark - marks[0]) / turn - pi / 2 for mark in marks]
+    # The ellipse as a chain of chords, from the top on: where so much of it lies behind, there is the angle.
+    turns = [2 * pi * step / _CHORDS - pi / 2 for step in range(_CHORDS + 1)]
+    points = [(across * cos(turn), down * sin(turn)) for turn in turns]
+    lengths = [0.0, *accumulate(dist(one, other) for one, other in pairwise(points))]
+    return [turns[bisect_left(lengths, (mark - marks[0]) / marks[-1] * lengths[-1])] for mark in marks]
 
 
-def _spacing(places: int, width: int, height: int) -> float:
-    """About how far apart neighbours on the ring are."""
-    return pi * hypot(width / 2 - 96.0, height / 2 - 44.0) * 2**0.5 / places
+def _label_area(spot: Spot) -> tuple[float, float, float, float]:
+    """Left, top, right and bottom of what a level label takes, by the width of wide letters."""
+    width = max(_LETTER * len(spot.label), _SMALL_LETTER * len(spot.detail))
+    left = spot.label_x - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[spot.anchor]
+    return left, spot.label_y - 14.0, left + width, spot.label_y + 18.0
+
+
+def _lie_upon_each_other(one: Spot, other: Spot) -> bool:
+    left, top, right, bottom = _label_area(one)
+    left_2, top_2, right_2, bottom_2 = _label_area(other)
+    return left < right_2 and left_2 < right and top < bottom_2 and top_2 < bottom
 
 
 def _make_spot(
@@ -207,7 +234,7 @@ def _make_spot(
 
 def _place_label(
     angle: float, at: tuple[float, float], radius: float, *, level: bool
-) -> tuple[tuple[float, float], str, float]:
+) -> tuple[tuple[float, float], str, float | None]:
     """Outside the ring: level beside its spot, or, where spots are close, turned away from the centre."""
     across, down = cos(angle), sin(angle)
     away = radius + 8.0
@@ -218,7 +245,7 @@ def _place_label(
     anchor = "middle" if abs(across) < 0.35 else "start" if across > 0 else "end"
     beside = 0.0 if anchor == "middle" else away * (1 if across > 0 else -1)
     above = (-away - _LABEL_LINES if down < 0 else away + 10.0) if anchor == "middle" else -2.0
-    return (at[0] + beside, at[1] + above), anchor, 0.0
+    return (at[0] + beside, at[1] + above), anchor, None
 
 
 def _make_curves(

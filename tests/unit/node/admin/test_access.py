@@ -81,7 +81,16 @@ def test_a_session_ends_and_cannot_be_made_up() -> None:
 
     assert judge(cookie) is Verdict.ADMITTED
     assert judge(cookie, 1000.0 + SESSION_S) is Verdict.TOKEN_MISSING
-    for made_up in ("", ".", "9", f"{int(expiry) + 9}.{signature}", f"{expiry}.", f"²{cookie}", "9" * 5000, f"-{cookie}"):
+    for made_up in (
+        "",
+        ".",
+        "9",
+        f"{int(expiry) + 9}.{signature}",
+        f"{expiry}.",
+        f"²{cookie}",
+        "9" * 5000,
+        f"-{cookie}",
+    ):
         assert judge(made_up) is Verdict.TOKEN_MISSING
 
 

@@ -173,7 +173,15 @@ def test_nothing_is_kept_by_browsers(client: TestClient) -> None:
 def test_the_document_names_every_body_and_error(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
-    assert {"NodeSummary", "LinkSummary", "RequestSummary", "RequestTrace", "NodeEvent", "Plan", "Error"} <= schemas.keys()
+    assert {
+        "NodeSummary",
+        "LinkSummary",
+        "RequestSummary",
+        "RequestTrace",
+        "NodeEvent",
+        "Plan",
+        "Error",
+    } <= schemas.keys()
     assert "HTTPValidationError" not in schemas
     for path in document["paths"].values():
         responses = path["get"]["responses"]

@@ -118,7 +118,12 @@ def event(number: int, kind: str = "request.begun", time: float = 1.0, **more: s
 
 
 def test_events_by_kind_group_box_and_request() -> None:
-    events = [event(1), event(2, "request.ended", request="r"), event(3, "member.dead", peer="b"), event(4, "requests.x")]
+    events = [
+        event(1),
+        event(2, "request.ended", request="r"),
+        event(3, "member.dead", peer="b"),
+        event(4, "requests.x"),
+    ]
     numbers = lambda **asked: [each.number for each in select_events(events, EventFilter(**asked))]  # noqa: E731
     assert numbers(kind="request") == [1, 2]
     assert numbers(kind="request.ended") == [2]
