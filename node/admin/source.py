@@ -136,9 +136,10 @@ class Feed:
         return sum(rates.values()) if rates else None
 
     @property
-    def flows(self) -> dict[tuple[str, str], float]:
-        """KV that goes from one box to another, Gb/s, where some does."""
-        return {pair: gbps_of(rate, 1.0) for pair, rate in self._bytes.rates().items() if rate}
+    def flows(self) -> dict[tuple[str, str], float] | None:
+        """KV that goes from one box to another, Gb/s, where some does; None until that is known."""
+        rates = self._bytes.rates()
+        return {pair: gbps_of(rate, 1.0) for pair, rate in rates.items() if rate} if rates else None
 
     async def _ask_snapshot(self) -> Snapshot:
         snapshot = await self._source.snapshot()

@@ -18,7 +18,7 @@ def band_of(gbps: float) -> int:
     return bisect_right(EDGES, gbps)
 
 
-def describe(link: LinkSummary, source: str, target: str, flow: float | None = None) -> str:
+def describe(link: LinkSummary, source: str, target: str, flow: float = 0.0) -> str:
     """A link in a line: what it carries, how far it is, how that is known, and the KV that goes over it, in Gb/s."""
     head = f"{source} → {target}: "
     if not link.reachable:

@@ -104,7 +104,7 @@ def _kv(view: View, traffic: Traffic) -> Tile:
     saved = f" · {units.digits(traffic.raw_bytes / traffic.wire_bytes)}× smaller" if traffic.wire_bytes else ""
     return Tile(
         label="KV between boxes",
-        value=units.gbps(sum(view.flows.values())),
+        value=units.gbps(sum(view.flows.values()) if view.flows is not None else None),
         detail=f"{units.size(traffic.wire_bytes)} in {WINDOW_S / 60:.0f}{units.SPACE}min{saved}",
         hint="what crosses links now; of requests here the bytes on the wire, and how much smaller than in engines",
     )

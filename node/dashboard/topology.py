@@ -119,7 +119,7 @@ def draw_topology(view: View, width: int, height: int) -> Topology:
         height = ALONE_HEIGHT
     centre = (width / 2, height / 2)
     spots = _place_spots(view, places, centre, level=True)
-    if any(_lie_upon_each_other(one, other) for one, other in combinations(spots, 2)):
+    if len(places) > MAX_BOXES or any(_lie_upon_each_other(one, other) for one, other in combinations(spots, 2)):
         spots = _place_spots(view, places, centre, level=False)
     curves = _make_curves(view, places, {spot.key: (spot.x, spot.y) for spot in spots}, centre)
     crowded = len(places) > MAX_BOXES
@@ -275,7 +275,7 @@ def _make_curve(
     d: str,
 ) -> Curve:
     rates = [median(link.gbps if link.reachable else 0.0 for link in links) for links in ways if links]
-    loads = [sum(view.flows.get((link.source, link.target), 0.0) for link in links) for links in ways]
+    loads = [sum(view.flow(link.source, link.target) for link in links) for links in ways]
     links = [*ways[0], *ways[1]]
     told = (_tell_links(view, ways[0], pair), _tell_links(view, ways[1], pair[::-1]))
     return Curve(
@@ -313,7 +313,7 @@ def _tell_links(view: View, links: Sequence[LinkSummary], ends: tuple[str, str])
         return ""
     if len(links) == 1:
         pair = (links[0].source, links[0].target)
-        return describe(links[0], view.label(pair[0]), view.label(pair[1]), view.flows.get(pair))
+        return describe(links[0], view.label(pair[0]), view.label(pair[1]), view.flow(*pair))
     rates = [link.gbps for link in links]
     rtt = median(link.rtt_s for link in links)
     return (

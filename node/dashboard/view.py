@@ -16,12 +16,13 @@ NO_SITE: Final = "no site"
 @dataclass(frozen=True, kw_only=True)
 class View:
     """The network, and what its viewer asks to see of it. `flows`: KV between two boxes in Gb/s,
-    and `tokens_s`, what all boxes decode, both lately. `base`: where the dashboard is mounted; `query`: what stands
+    and `tokens_s`, what all boxes decode, both lately; None: not
+    known yet. `base`: where the dashboard is mounted; `query`: what stands
     behind the page's address, each at most once; `name`: the box or request that the page is about."""
 
     snapshot: Snapshot
     links: tuple[LinkSummary, ...] = ()
-    flows: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    flows: Mapping[tuple[str, str], float] | None = None
     tokens_s: float | None = None
     base: str = ""
     query: Mapping[str, str] = field(default_factory=dict)
@@ -35,6 +36,10 @@ class View:
     def label(self, peer: str) -> str:
         """What people call a box; one that is not there any more, by the end of its id."""
         return self.labels.get(peer) or short_id(peer)
+
+    def flow(self, source: str, target: str) -> float:
+        """KV that goes from one box to the other, Gb/s."""
+        return self.flows.get((source, target), 0.0) if self.flows else 0.0
 
     @property
     def alive(self) -> tuple[NodeSummary, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -70,7 +71,9 @@ def main() -> None:
         ]
     )
     mount(app, Showcase(options.boxes, time.time, per_site=options.per_site), Access(options.admin_token))
-    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning")
+    with socket.create_server(("127.0.0.1", options.port)) as listener:
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}{DASHBOARD_PATH}", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning")).run([listener])
 
 
 if __name__ == "__main__":

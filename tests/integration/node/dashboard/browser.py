@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -87,12 +88,12 @@ class Tab:
             raise BrowserError(f"{expression}: {answer['exceptionDetails'].get('exception', {}).get('description')}")
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str) -> Any:
+    def wait_for(self, expression: str) -> None:
         """Look at the page until this is true there; a busy machine may take long."""
         end = time.monotonic() + WAIT_S
         while time.monotonic() < end:
-            if value := self.evaluate(expression):
-                return value
+            if self.evaluate(f"!!({expression})"):
+                return
             time.sleep(0.05)
         text = self.evaluate("document.body.innerText")
         raise BrowserError(f"{expression} has not become true; the page says: {text}")
@@ -145,10 +146,12 @@ class Tab:
 @contextmanager
 def open_tab(program: str, folder: Path) -> Iterator[Tab]:
     """A browser with one page, and a profile of its own in `folder`."""
-    theirs_in, ours_out = os.pipe()
-    ours_in, theirs_out = os.pipe()
-    # The protocol's pipes are descriptors 3 and 4 of the browser.
-    command = ["/bin/sh", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "sh"]
+    (low_in, ours_out), (ours_in, low_out) = os.pipe(), os.pipe()
+    theirs_in, theirs_out = (fcntl.fcntl(low, fcntl.F_DUPFD, 10) for low in (low_in, low_out))
+    os.close(low_in)
+    os.close(low_out)
+    # The protocol's pipes are descriptors 3 and 4 of the browser; those here are kept clear of these numbers.
+    command = ["/bin/sh", "-c", f'exec "$@" 3</proc/self/fd/{theirs_in} 4>/proc/self/fd/{theirs_out}', "sh"]
     process = subprocess.Popen(
         [*command, program, *FLAGS, f"--user-data-dir={folder}"],
         pass_fds=(theirs_in, theirs_out),

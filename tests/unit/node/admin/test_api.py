@@ -83,7 +83,7 @@ def test_one_of_each_by_its_name(client: TestClient, network: Showcase) -> None:
     link = client.get("/links/amber-otter/brave-otter").json()
     assert (link["source"], link["target"]) == network.peers[:2]
     request = client.get("/requests?state=stop").json()["data"][0]["id"]
-    assert [span["name"] for span in client.get(f"/requests/{request}").json()["spans"]][0] == "queue"
+    assert next(span["name"] for span in client.get(f"/requests/{request}").json()["spans"]) == "queue"
 
 
 def test_pages_follow_each_other(client: TestClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -34,7 +35,7 @@ def network() -> Showcase:
 
 
 def test_pages_hold_every_item_once() -> None:
-    items, seen, after = [f"i{number}" for number in range(7)], [], None
+    items, seen, after = [f"i{number}" for number in range(7)], list[str](), None
     while True:
         page = cut_page(items, str, limit=3, after=after)
         seen += page.data
@@ -46,7 +47,7 @@ def test_pages_hold_every_item_once() -> None:
 
 
 def test_a_page_of_nothing() -> None:
-    page = cut_page([], str, limit=3, after=None)
+    page = cut_page(list[str](), str, limit=3, after=None)
     assert (page.data, page.has_more, page.first_id, page.last_id) == ((), False, None, None)
 
 
@@ -113,7 +114,7 @@ def test_requests_of_a_box_are_those_in_which_it_had_a_part(network: Showcase) -
     assert select_requests(requests, service="another model") == []
 
 
-def event(number: int, kind: str = "request.begun", time: float = 1.0, **more: str) -> NodeEvent:
+def event(number: int, kind: str = "request.begun", time: float = 1.0, **more: Any) -> NodeEvent:
     return NodeEvent(number=number, time=time, node="a", kind=kind, **more)
 
 
@@ -124,7 +125,10 @@ def test_events_by_kind_group_box_and_request() -> None:
         event(3, "member.dead", peer="b"),
         event(4, "requests.x"),
     ]
-    numbers = lambda **asked: [each.number for each in select_events(events, EventFilter(**asked))]  # noqa: E731
+
+    def numbers(**asked: str) -> list[int]:
+        return [each.number for each in select_events(events, EventFilter(**asked))]
+
     assert numbers(kind="request") == [1, 2]
     assert numbers(kind="request.ended") == [2]
     assert numbers(node="b") == [3]

@@ -139,11 +139,8 @@ def test_files_are_served_and_refer_to_nobody_else(client: TestClient) -> None:
 def test_nobody_s_words_become_code() -> None:
     showcase = network(3)
     snapshot = showcase.look(NOW)
-    nodes = tuple(
-        replace(node, name=EVIL[:128], site=EVIL, hardware=EVIL, engine=EVIL, engine_detail=EVIL, state=EVIL, address=EVIL,
-                service=EVIL, phase=EVIL, pinned=EVIL)
-        for node in snapshot.nodes
-    )  # fmt: skip
+    texts = ("name", "site", "hardware", "engine", "engine_detail", "state", "address", "service", "phase", "pinned")
+    nodes = tuple(replace(node, **dict.fromkeys(texts, EVIL)) for node in snapshot.nodes)
     requests = tuple(replace(each, id=EVIL, client=EVIL, state="error", error=EVIL) for each in snapshot.requests[-3:])
     events = tuple(replace(each, kind=EVIL, request=EVIL, facts={EVIL: EVIL}) for each in snapshot.events[-3:])
     assert snapshot.plan is not None

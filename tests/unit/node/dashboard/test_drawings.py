@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import hypot
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_nothing_lies_upon_anything(boxes: int, size: tuple[int, int]) -> None:
 
 def test_boxes_of_a_site_stand_side_by_side() -> None:
     sites = [spot.detail for spot in draw_topology(view_of(network(8)), *DESKTOP).spots]
-    assert len([None for one, other in zip(sites, sites[1:], strict=False) if one != other]) == len(set(sites)) - 1
+    assert len([None for one, other in pairwise(sites) if one != other]) == len(set(sites)) - 1
 
 
 def test_every_link_is_one_curve() -> None:

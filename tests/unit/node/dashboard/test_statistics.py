@@ -20,7 +20,7 @@ DEADLINES = Deadlines(ttft_s=1.0, tpot_s=0.1)
 
 def request(age: float = 10.0, **more: Any) -> RequestSummary:
     """One that ended `age` seconds ago and took a second."""
-    fields = {
+    fields: dict[str, Any] = {
         "state": "stop", "prompt_tokens": 100, "completion_tokens": 60, "ttft_s": 0.4, "tpot_s": 0.01, "e2e_s": 1.0,
     } | more  # fmt: skip
     return RequestSummary(id="r", gateway="a", arrived=NOW - age - 1.0, **fields)
@@ -100,7 +100,7 @@ def test_tiles_of_nothing_say_so() -> None:
     found = tiles(empty_view())
     assert found["Boxes"].value == "0"
     assert found["Boxes"].tone == "bad"
-    assert found["First token"].value == "–"
+    assert found["First token"].value == found["KV between boxes"].value == "–"
     assert found["In time"].detail == "no deadlines are set"
     assert found["Cost"].detail == "tell a box's price with --usd-per-hour"
 
