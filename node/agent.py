@@ -36,9 +36,9 @@ from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
-from .observing.desk import EventDesk
 from .observing.event_file import EventFile
 from .observing.event_log import EventLog
+from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
@@ -47,6 +47,7 @@ from .planning.plan_file import PlanFile
 from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
+from .showing import Showing
 
 DRAIN_POLL_S = 0.05
 
@@ -126,6 +127,10 @@ async def _join(
             joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
             nursery.start_soon(plans.keep, joined.view)
             events.follow(log)
+            spans = open_spans(identity.peer_id, os.environ, say)
+            if spans is not None:
+                log.followers.append(spans.on_event)
+                nursery.start_soon(_close_in_the_end, spans)
             nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
             address = network.address
@@ -178,6 +183,7 @@ class Node:
             Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
         )
         serving = self._serving
+        self.showing = Showing(joined, serving)
         prober = Prober(
             joined.knowledge,
             messenger=network,
@@ -188,7 +194,6 @@ class Node:
             tuning=settings.tuning,
         )
         prober.record = joined.record
-        self._desk = EventDesk(joined.log, network, lambda: joined.present)
         port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, relay.attach)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, prober.attach)
         if serving is not None:
@@ -324,15 +329,16 @@ class Node:
 
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""
+        self.showing.follow_plan()
         if self._serving is not None:
             self._serving.gateway.network_changed()
             if not self._draining:
                 self._serving.host.follow(self._joined.view.plan)
 
 
-async def _close_in_the_end(relay: Relay) -> None:
+async def _close_in_the_end(closing: Relay | SpanExport) -> None:
     try:
         await trio.sleep_forever()
     finally:
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(relay.close)
+            await trio.to_thread.run_sync(closing.close)

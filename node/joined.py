@@ -197,6 +197,10 @@ class Joined:
         ]
 
     async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
+        return self.status()
+
+    def status(self) -> messages.Status:
+        """The network as this node sees it."""
         leader = self.network.coordinator
         return messages.Status(
             answered_by=self.own,

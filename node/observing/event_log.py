@@ -73,6 +73,11 @@ class EventLog:
         return f"<EventLog of {self.node}: {len(self._events)} events, the next is {self._next}>"
 
     @property
+    def events(self) -> tuple[NodeEvent, ...]:
+        """All that are in memory, oldest first."""
+        return tuple(self._events)
+
+    @property
     def last(self) -> int:
         """The number of the latest event; 0 before the first."""
         return self._next - 1

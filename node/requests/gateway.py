@@ -95,6 +95,11 @@ class Gateway:
         return not self._requests and not self._tokenizing
 
     @property
+    def open_requests(self) -> int:
+        """How many have not ended."""
+        return len(self._requests)
+
+    @property
     def demand(self) -> Demand | None:
         """What clients have asked for lately; it changes only when that is news."""
         return self._meter.demand(trio.current_time())
