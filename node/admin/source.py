@@ -9,8 +9,10 @@ from typing import Annotated, Final, Generic, Protocol, TypeVar, final
 import msgspec
 
 from ...coordinator import Plan
-from ...coordinator.bounds import Counter, Name, Seconds
+from ...coordinator.bounds import Counter, Name
+from ...coordinator.plan import Deadlines
 from ...kvtransport.probing.figures import gbps_of
+from ..observing.metrics import NO_DEADLINES
 from ..observing.values import (
     MAX_EVENTS,
     LinkSummary,
@@ -35,15 +37,7 @@ class SourceError(Exception):
     """The node does not tell what the network is like; the text says why, for people."""
 
 
-class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request should keep to be in time; None: no such deadline."""
-
-    ttft_s: Seconds | None = None
-    tpot_s: Seconds | None = None
-    e2e_s: Seconds | None = None
-
-
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
+class NetworkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The network as one node sees it at `time`. Requests and events are the latest ones, the oldest first."""
 
     time: UnixTime
@@ -54,13 +48,17 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan | None = None
     requests: Annotated[tuple[RequestSummary, ...], msgspec.Meta(max_length=MAX_REQUESTS)] = ()
     events: Annotated[tuple[NodeEvent, ...], msgspec.Meta(max_length=MAX_EVENTS)] = ()
-    deadlines: Deadlines | None = None
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """What requests should keep, by the plan; 0 where nothing is asked for."""
+        return self.plan.deadlines if self.plan is not None else NO_DEADLINES
 
 
 class NetworkSource(Protocol):
     """A node that tells what it sees. All raise SourceError where it does not answer."""
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> NetworkSnapshot:
         """Everything but links."""
 
     async def links(self) -> tuple[LinkSummary, ...]:
@@ -121,7 +119,7 @@ class Feed:
         self._tokens: CounterRates[str] = CounterRates()
         self._bytes: CounterRates[tuple[str, str]] = CounterRates()
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> NetworkSnapshot:
         """At most a second old. Raises SourceError."""
         return await self._snapshot.get()
 
@@ -141,7 +139,7 @@ class Feed:
         rates = self._bytes.rates()
         return {pair: gbps_of(rate, 1.0) for pair, rate in rates.items() if rate} if rates else None
 
-    async def _ask_snapshot(self) -> Snapshot:
+    async def _ask_snapshot(self) -> NetworkSnapshot:
         snapshot = await self._source.snapshot()
         self._tokens.learn({node.id: node.decoded_tokens for node in snapshot.nodes}, self._clock())
         return snapshot

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..admin.source import Deadlines
+from ...coordinator.plan import Deadlines
+from ..observing.metrics import NO_DEADLINES
 from ..observing.values import RequestSummary
 
 RATE_S: Final = 60.0
@@ -45,7 +46,7 @@ class Traffic:
     wire_bytes: int
 
 
-def measure_traffic(requests: Sequence[RequestSummary], deadlines: Deadlines | None, now: float) -> Traffic:
+def measure_traffic(requests: Sequence[RequestSummary], deadlines: Deadlines, now: float) -> Traffic:
     """Of the requests that a snapshot has; `now` in unix seconds."""
     over = [request for request in requests if request.e2e_s is not None or request.state == "error"]
     recent = [request for request in over if now - ended_at(request) <= WINDOW_S]
@@ -55,7 +56,7 @@ def measure_traffic(requests: Sequence[RequestSummary], deadlines: Deadlines | N
     tokens = sum(request.prompt_tokens + (request.completion_tokens or 0) for request in answered)
     usd = sum(request.cost.usd for request in answered)
     judged = len(answered) + failed
-    kept = sum(is_in_time(request, deadlines) for request in answered) if deadlines is not None else 0
+    kept = sum(is_in_time(request, deadlines) for request in answered)
     return Traffic(
         requests_s=len(last) / RATE_S,
         tokens_s=sum(request.completion_tokens or 0 for request in last) / RATE_S,
@@ -65,7 +66,7 @@ def measure_traffic(requests: Sequence[RequestSummary], deadlines: Deadlines | N
         tpot=percentiles(request.tpot_s for request in answered),
         ttft_course=_course(answered, "ttft_s", now),
         tpot_course=_course(answered, "tpot_s", now),
-        in_time=kept / judged if judged and deadlines is not None else None,
+        in_time=kept / judged if judged and deadlines != NO_DEADLINES else None,
         usd_per_million=usd / tokens * MILLION if tokens and usd else None,
         raw_bytes=sum(request.raw_bytes for request in recent),
         wire_bytes=sum(request.wire_bytes for request in recent),
@@ -80,7 +81,7 @@ def ended_at(request: RequestSummary) -> float:
 def is_in_time(request: RequestSummary, deadlines: Deadlines) -> bool:
     """Whether a request that was answered met all deadlines that there are."""
     limits = ((request.ttft_s, deadlines.ttft_s), (request.tpot_s, deadlines.tpot_s), (request.e2e_s, deadlines.e2e_s))
-    return all(limit is None or value is None or value <= limit for value, limit in limits)
+    return all(not limit or value is None or value <= limit for value, limit in limits)
 
 
 def percentiles(values: Iterable[float | None]) -> LatencyPercentiles:

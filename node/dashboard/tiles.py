@@ -89,8 +89,8 @@ def _times(label: str, found: LatencyPercentiles, course: tuple[float | None, ..
 
 def _in_time(view: View, traffic: Traffic) -> Tile:
     deadlines = view.snapshot.deadlines
-    named = (("first", deadlines.ttft_s), ("next", deadlines.tpot_s), ("all", deadlines.e2e_s)) if deadlines else ()
-    limits = " · ".join(f"{name} {units.seconds(limit)}" for name, limit in named if limit is not None)
+    named = (("first", deadlines.ttft_s), ("next", deadlines.tpot_s), ("all", deadlines.e2e_s))
+    limits = " · ".join(f"{name} {units.seconds(limit)}" for name, limit in named if limit)
     return Tile(
         label="In time",
         value=units.share(traffic.in_time),

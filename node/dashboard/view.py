@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..admin.naming import labels_of, short_id
-from ..admin.source import Snapshot
+from ..admin.source import NetworkSnapshot
 from ..observing.values import LinkSummary, NodeSummary, RequestTrace
 
 NO_SITE: Final = "no site"
@@ -20,7 +20,7 @@ class View:
     known yet. `base`: where the dashboard is mounted; `query`: what stands
     behind the page's address, each at most once; `name`: the box or request that the page is about."""
 
-    snapshot: Snapshot
+    snapshot: NetworkSnapshot
     links: tuple[LinkSummary, ...] = ()
     flows: Mapping[tuple[str, str], float] | None = None
     tokens_s: float | None = None

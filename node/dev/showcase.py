@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from ...coordinator import Demand, Pairing, Phase, Plan, Replica, Stage
 from ...coordinator.costs.model_shape import ModelShape
+from ...coordinator.plan import Deadlines
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures, Source, one_stream_gbps
-from ..admin.source import Deadlines, Snapshot
+from ..admin.source import NetworkSnapshot
 from ..box.hardware import Gpu, Hardware
 from ..engine.protocol import EngineStats
 from ..messages import Advert, EngineAdvert, LinkTable, NodeStatus, Status
@@ -82,7 +83,7 @@ class Showcase:
         self._requests: list[RequestSummary] = []
         self._events = self._first_events()
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> NetworkSnapshot:
         """As a node would answer."""
         await asyncio.sleep(0)
         return self.look(self._clock())
@@ -98,11 +99,11 @@ class Showcase:
                 return _trace_of(found)
         return None
 
-    def look(self, now: float) -> Snapshot:
+    def look(self, now: float) -> NetworkSnapshot:
         """The network at `now`, in unix seconds; what has happened since the last look is made up on the way."""
         self._advance(now)
         status = self._status(now)
-        return Snapshot(
+        return NetworkSnapshot(
             time=now,
             answered_by=self.peers[0],
             coordinator=self.peers[0],
@@ -111,7 +112,6 @@ class Showcase:
             plan=self._plan,
             requests=tuple(_as_of(request, now) for request in self._requests[-MAX_KEPT:]),
             events=tuple(sorted((e for e in self._events if e.time <= now), key=lambda e: e.time)[-MAX_KEPT:]),
-            deadlines=DEADLINES,
         )
 
     def _status(self, now: float) -> Status:
@@ -219,6 +219,7 @@ class Showcase:
                 for (one, other), weight in zip(sorted(pairs), weights, strict=True)
             ),
             codec="kv4",
+            deadlines=DEADLINES,
             why=(
                 "planned for 0.42 requests/s: 1210 tokens in and 182 out on average; deadlines 2 s to the first token",
                 f"of {len(self.peers)} boxes {len(prefills)} prefill and {len(decodes)} decode",

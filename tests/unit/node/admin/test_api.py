@@ -17,7 +17,7 @@ from p2pserve.node.admin import api
 from p2pserve.node.admin.access import Access
 from p2pserve.node.admin.api import MAX_FOLLOWERS, Admin, make_admin_api
 from p2pserve.node.admin.listing import EventFilter
-from p2pserve.node.admin.source import Feed, Snapshot, SourceError
+from p2pserve.node.admin.source import Feed, NetworkSnapshot, SourceError
 from p2pserve.node.dev.showcase import Showcase
 from p2pserve.node.observing.values import LinkSummary, NodeEvent, RequestTrace
 
@@ -32,10 +32,10 @@ class Empty:
         self.fault = fault
         self.events: tuple[NodeEvent, ...] = ()
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> NetworkSnapshot:
         if self.fault:
             raise SourceError(self.fault)
-        return Snapshot(time=NOW, answered_by="a", events=self.events)
+        return NetworkSnapshot(time=NOW, answered_by="a", events=self.events)
 
     async def links(self) -> tuple[LinkSummary, ...]:
         return ()

@@ -10,7 +10,7 @@ import pytest
 
 from p2pserve.node.admin import source
 from p2pserve.node.admin.rates import WINDOW_S, CounterRates
-from p2pserve.node.admin.source import LINKS_S, SNAPSHOT_S, Feed, Snapshot, SourceError
+from p2pserve.node.admin.source import LINKS_S, SNAPSHOT_S, Feed, NetworkSnapshot, SourceError
 from p2pserve.node.observing.values import LinkSummary, NodeSummary, RequestTrace
 
 
@@ -23,15 +23,14 @@ class Node:
         self.fault: Exception | None = None
         self.silent = False
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> NetworkSnapshot:
         self.asked += 1
-        await asyncio.sleep(0)
         if self.silent:
             await asyncio.Event().wait()
         if self.fault is not None:
             raise self.fault
         box = NodeSummary(id="a", role="worker", state="alive", address="", decoded_tokens=int(self.now * 10))
-        return Snapshot(time=self.now, answered_by="a", nodes=(box,))
+        return NetworkSnapshot(time=self.now, answered_by="a", nodes=(box,))
 
     async def links(self) -> tuple[LinkSummary, ...]:
         self.asked_links += 1
@@ -95,7 +94,7 @@ def test_who_leaves_does_not_take_the_answer_away() -> None:
         node = Node()
         feed = Feed(node, lambda: node.now)
         leaving, staying = asyncio.create_task(feed.snapshot()), asyncio.create_task(feed.snapshot())
-        await asyncio.sleep(0)
+        await asyncio.wait({leaving}, timeout=0)
         leaving.cancel()
         assert (await staying).answered_by == "a"
         assert node.asked == 1

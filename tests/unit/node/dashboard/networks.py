@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from p2pserve.node.admin.source import Snapshot
+from p2pserve.node.admin.source import NetworkSnapshot
 from p2pserve.node.dashboard.view import View
 from p2pserve.node.dev.showcase import Showcase
 from p2pserve.node.observing.summaries import summarise_links
@@ -25,7 +25,7 @@ def view_of(showcase: Showcase, query: Mapping[str, str] | None = None, **more: 
 
 
 def empty_view(**more: Any) -> View:
-    return View(snapshot=Snapshot(time=NOW, answered_by="12D3KooWalone"), base="/dashboard", **more)
+    return View(snapshot=NetworkSnapshot(time=NOW, answered_by="12D3KooWalone"), base="/dashboard", **more)
 
 
 def without_links(view: View) -> View:

@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from p2pserve.node.admin.access import COOKIE, Access
-from p2pserve.node.admin.source import Snapshot, SourceError
+from p2pserve.node.admin.source import NetworkSnapshot, SourceError
 from p2pserve.node.dashboard.mounting import OWN_ACCESS, mount
 from p2pserve.node.dev.showcase import Showcase
 from p2pserve.node.observing.values import LinkSummary, RequestTrace
@@ -41,7 +41,7 @@ class Changed:
     def __init__(self, showcase: Showcase, fault: str = "", **changes: Any) -> None:
         self.showcase, self.fault, self.changes = showcase, fault, changes
 
-    async def snapshot(self) -> Snapshot:
+    async def snapshot(self) -> NetworkSnapshot:
         if self.fault:
             raise SourceError(self.fault)
         return replace(self.showcase.look(NOW), **self.changes)

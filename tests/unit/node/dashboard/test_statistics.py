@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from p2pserve.node.admin.source import Deadlines
+from p2pserve.coordinator.plan import Deadlines
 from p2pserve.node.dashboard.statistics import BUCKETS, WINDOW_S, is_in_time, measure_traffic, percentiles
 from p2pserve.node.dashboard.tiles import Tile, make_tiles
 from p2pserve.node.dashboard.view import View
@@ -31,7 +31,7 @@ def tiles(view: View) -> dict[str, Tile]:
 
 
 def test_rates_are_of_the_last_minute() -> None:
-    found = measure_traffic([request(10)] * 30 + [request(70)] * 5, None, NOW)
+    found = measure_traffic([request(10)] * 30 + [request(70)] * 5, Deadlines(), NOW)
     assert (found.requests_s, found.tokens_s, found.ended) == (0.5, 30.0, 35)
 
 
@@ -52,7 +52,7 @@ def test_in_time_are_those_that_met_all_deadlines() -> None:
     requests = [request(), request(ttft_s=1.1), request(tpot_s=0.2), request(state="error"), request(state="cancelled")]
     found = measure_traffic(requests, DEADLINES, NOW)
     assert (found.in_time, found.failed) == (0.25, 1)
-    assert measure_traffic(requests, None, NOW).in_time is None
+    assert measure_traffic(requests, Deadlines(), NOW).in_time is None
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,15 @@ def test_a_deadline_is_met_up_to_its_end(changes: dict[str, Any], kept: bool) ->
 
 
 def test_a_million_tokens_cost_what_their_requests_did() -> None:
-    found = measure_traffic([request(cost=Cost(box_usd=0.00012, traffic_usd=0.00004))] * 3, None, NOW)
+    found = measure_traffic([request(cost=Cost(box_usd=0.00012, traffic_usd=0.00004))] * 3, Deadlines(), NOW)
     assert found.usd_per_million == pytest.approx(1.0)
-    assert measure_traffic([request()], None, NOW).usd_per_million is None
+    assert measure_traffic([request()], Deadlines(), NOW).usd_per_million is None
 
 
 def test_a_course_is_the_median_of_each_part() -> None:
     part = WINDOW_S / BUCKETS
-    found = measure_traffic([request(0.5), request(part + 1, ttft_s=3.0), request(part + 2, ttft_s=5.0)], None, NOW)
+    requests = [request(0.5), request(part + 1, ttft_s=3.0), request(part + 2, ttft_s=5.0)]
+    found = measure_traffic(requests, Deadlines(), NOW)
     assert found.ttft_course[-2:] == (5.0, 0.4)
     assert set(found.ttft_course[:-2]) == {None}
 
