@@ -22,6 +22,7 @@ from ..bootstrap import (
     NetworkError,
     NetworkSettings,
     PeerId,
+    Refused,
     RemoteError,
     Role,
     TokenError,
@@ -48,12 +49,14 @@ from ..node.planning.manifest import read_manifest
 from ..node.view import NetworkView
 from . import environment
 from .errors import (
+    AccessRefused,
     Busy,
     ClientError,
     ConnectionFailed,
     DeadlineExceeded,
     InvalidAddress,
     InvalidRequest,
+    NotReady,
     RequestFailed,
     first_of,
 )
@@ -141,7 +144,7 @@ def connection_error(error: NetworkError) -> ClientError:
     """What a client is told about a failure to join."""
     if isinstance(error, AddressError | TokenError):
         return InvalidAddress(str(error))
-    return ConnectionFailed(str(error))
+    return (AccessRefused if isinstance(error, Refused) else ConnectionFailed)(str(error))
 
 
 class _GatewayLost(Exception):
@@ -355,7 +358,7 @@ class Session:
             if not lost and now >= give_up:
                 nodes = len(self._candidates())
                 model = f"the model {service}" if service is not None else "a model"
-                raise RequestFailed(
+                raise NotReady(
                     f"no node of this network serves {model} ({nodes} alive); start one with `p2pserve join`"
                 )
             with trio.move_on_at(again if lost else give_up):
