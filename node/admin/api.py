@@ -40,7 +40,7 @@ from .listing import (
     select_requests,
     skip_seen,
 )
-from .naming import UnknownBox, find_box
+from .naming import UnknownBox, find_box, shown
 from .source import SNAPSHOT_S, Feed, SourceError
 
 MAX_FOLLOWERS: Final = 32
@@ -154,7 +154,7 @@ def make_admin_api(feed: Feed, access: Access) -> FastAPI:
     app.state.admin = Admin(feed, access)
     secured: list[Any] = [Depends(BEARER)]
     for path, endpoint, body in (
-        ("/nodes", list_nodes, schema.answer("nodes")),
+        ("/nodes", list_nodes, schema.answer("nodes", more=schema.NOT_FOUND)),
         ("/nodes/{name}", show_node, schema.answer("node", more=schema.NOT_FOUND)),
         ("/links", list_links, schema.answer("links", more=schema.NOT_FOUND)),
         ("/links/{source}/{target}", show_link, schema.answer("link", more=schema.NOT_FOUND)),
@@ -225,7 +225,7 @@ async def show_request(admin: Admitted, request_id: RequestName) -> Response:
     """One request across boxes: queue, prefill, KV, decode, replays."""
     trace = await admin.feed.trace(request_id)
     if trace is None:
-        text = f"request_id: no box remembers a request {request_id}; /requests has those that are"
+        text = f"request_id: no box remembers a request {shown(request_id)}; /requests has those that are"
         raise AdminRefusal(404, text, param="request_id")
     return _json(trace)
 
@@ -331,7 +331,7 @@ async def _answer_unknown(request: Request, error: Exception) -> Response:
 
 
 async def _answer_cursor(request: Request, error: Exception) -> Response:
-    return _error(422, str(error), "after")
+    return _error(404, str(error), "after")
 
 
 async def _answer_silent(request: Request, error: Exception) -> Response:

@@ -8,7 +8,7 @@ from typing import Annotated, Final, Generic, Literal, TypeVar
 import msgspec
 
 from ..observing.values import LinkSummary, NodeEvent, NodeSummary, RequestSummary
-from .naming import find_box
+from .naming import find_box, shown
 
 MAX_PAGE: Final = 1000
 PAGE: Final = 100
@@ -38,7 +38,7 @@ def cut_page(items: Sequence[T], key: Callable[[T], str], *, limit: int, after: 
     if after is not None:
         start = next((number for number, item in enumerate(items, 1) if key(item) == after), 0)
         if not start:
-            raise CursorError(f"after: {after} is not in this list (any more); begin again without it")
+            raise CursorError(f"after: {shown(after)} is not in this list (any more); begin again without it")
     data = tuple(items[start : start + limit])
     ends = (key(data[0]), key(data[-1])) if data else (None, None)
     return ListPage(data=data, has_more=start + limit < len(items), first_id=ends[0], last_id=ends[1])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from ..observing.values import NodeSummary
+
+MAX_SHOWN: Final = 64
 
 
 class UnknownBox(LookupError):
@@ -21,6 +24,11 @@ def short_id(peer: str) -> str:
     return peer if len(peer) <= 8 else f"..{peer[-6:]}"
 
 
+def shown(text: str) -> str:
+    """What somebody has given, no longer than is told back."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def labels_of(nodes: Sequence[NodeSummary]) -> dict[str, str]:
     """What people call them, by peer id."""
     return {node.id: label_of(node) for node in nodes}
@@ -34,6 +42,6 @@ def find_box(nodes: Sequence[NodeSummary], name: str, field: str = "node") -> No
     if len(found) == 1:
         return found[0]
     if found:
-        raise UnknownBox(f"{field}: {len(found)} boxes are called {name}; give the whole peer id")
+        raise UnknownBox(f"{field}: {len(found)} boxes are called {shown(name)}; give the whole peer id")
     known = ", ".join(label_of(node) for node in nodes[:20]) or "none at all"
-    raise UnknownBox(f"{field}: no box is called {name}; there are {known}")
+    raise UnknownBox(f"{field}: no box is called {shown(name)}; there are {known}")

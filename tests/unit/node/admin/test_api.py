@@ -104,7 +104,7 @@ def test_pages_follow_each_other(client: TestClient) -> None:
         ("/nodes?limit=0", 422, "limit", "greater than or equal to 1"),
         ("/nodes?limit=1001", 422, "limit", "less than or equal to 1000"),
         ("/nodes?limit=many", 422, "limit", "valid integer"),
-        ("/nodes?after=x", 422, "after", "begin again without it"),
+        ("/nodes?after=x", 404, "after", "begin again without it"),
         ("/links?source=nobody", 404, "source", "there are amber-otter"),
         ("/links?min_gbps=nan", 422, "min_gbps", "finite number"),
         ("/links?max_gbps=-1", 422, "max_gbps", "greater than or equal to 0"),
