@@ -11,6 +11,7 @@ from typing import Final
 
 from ..bootstrap.methods import EVERYONE, Method, Notice
 from . import messages as m
+from .http import messages as http
 
 # Clients ask a gateway.
 STATUS: Final = Method("status", m.StatusQuery, m.Status, EVERYONE)
@@ -18,6 +19,12 @@ GENERATE: Final = Method("generate", m.Generate, m.Generating, EVERYONE)
 GENERATE_CONTINUE: Final = Method("generate.continue", m.ContinueGenerate, m.Generating, EVERYONE)
 GENERATE_STOP: Final = Notice("generate.stop", m.StopRequest, EVERYONE)
 ANSWER: Final = Notice("answer", m.AnswerUpdate)
+
+# Whoever carries HTTP asks a box with an API server.
+HTTP_OPEN: Final = Method("http.open", http.HttpOpen, m.Opened, EVERYONE)
+HTTP_MORE: Final = Notice("http.more", http.HttpMore, EVERYONE)
+HTTP_ANSWER: Final = Notice("http.answer", http.HttpAnswer)
+HTTP_STOP: Final = Notice("http.stop", m.StopRequest, EVERYONE)
 
 # A gateway and the heads of the replicas that serve a request.
 DECODE_OPEN: Final = Method("decode.open", m.DecodeOpen, m.DecodeOpened)
