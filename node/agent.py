@@ -32,6 +32,10 @@ from .box import hardware
 from .box.home import lock_home
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
+from .http.admission import FrontRules, check_listen
+from .http.answering import Connect, no_api_server
+from .http.asking import HttpAsking
+from .http.front import HttpFront
 from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
@@ -61,11 +65,15 @@ async def run_node(
     *,
     say: Say,
     stop: trio.Event,
+    connect_api: Connect = no_api_server,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises
-    NodeError, ModelError, GpuError, EngineError or NetworkError, perhaps in exception groups."""
+    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). `connect_api` reaches the API
+    server of this box. Raises NodeError, ModelError, GpuError, EngineError or NetworkError, perhaps in exception
+    groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
+    if settings.http is not None:
+        check_listen(settings.http, FrontRules(keys=settings.api_keys))
     invitation = await accept_invitation(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     backend = find_backend(settings.engine.backend)
     found = backend.hardware(hardware.probe(), settings.engine)
@@ -74,7 +82,7 @@ async def run_node(
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with lock_home(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home, say)
-        await _join(settings, membership, found, served, say, stop, task_status)
+        await _join(settings, membership, found, served, say, stop, connect_api, task_status)
 
 
 async def _join(
@@ -84,6 +92,7 @@ async def _join(
     served: ServedModel | None,
     say: Say,
     stop: trio.Event,
+    connect_api: Connect,
     task_status: trio.TaskStatus[Started],
 ) -> None:
     """Join, serve, drain, leave."""
@@ -119,7 +128,9 @@ async def _join(
             plans = PlanFile(settings.home, membership.network, say)
             joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
             nursery.start_soon(plans.keep, joined.view)
-            node = Node(joined, found, served, port, relay, nursery)
+            node = Node(joined, found, served, port, relay, nursery, connect_api)
+            if settings.http is not None:
+                await _serve_http(settings.http, settings.api_keys, joined, nursery)
             address = network.address
             handed_out: dict[str, str] = {}
             owner = membership.owner
@@ -146,6 +157,7 @@ class Node:
         port: DataPort,
         relay: Relay,
         nursery: trio.Nursery,
+        connect_api: Connect,
     ) -> None:
         settings, network = joined.settings, joined.network
         self._joined = joined
@@ -167,7 +179,9 @@ class Node:
             tuning=settings.tuning,
         )
         self._serving = (
-            Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
+            Serving(joined, served, found, nursery=nursery, on_news=self._hurry, connect_api=connect_api)
+            if served is not None
+            else None
         )
         serving = self._serving
         prober = Prober(
@@ -313,6 +327,13 @@ class Node:
             self._serving.gateway.network_changed()
             if not self._draining:
                 self._serving.host.follow(self._joined.view.plan)
+
+
+async def _serve_http(listen: Address, keys: tuple[str, ...], joined: Joined, nursery: trio.Nursery) -> None:
+    """Serve the OpenAI API at a port of this box, from whichever box of the network has an engine that is ready."""
+    front = HttpFront(HttpAsking(joined.network, nursery), FrontRules(keys=keys))
+    at = await nursery.start(front.serve, listen)
+    joined.say(f"OpenAI API at http://{at}/v1")
 
 
 async def _close_in_the_end(relay: Relay) -> None:

@@ -14,6 +14,7 @@ from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .box.hardware import Hardware
 from .engine.backend import ServedModel
+from .http.answering import Connect, HttpAnswering
 from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
@@ -25,7 +26,8 @@ LEAST_LOOK_S = 0.02
 
 @final
 class Serving:
-    """Constructed once the node has joined; starts its tasks in `nursery`. `on_news`: the advert must not wait."""
+    """Constructed once the node has joined; starts its tasks in `nursery`. `on_news`: the advert must not wait.
+    `connect_api` reaches the API server of this box."""
 
     def __init__(
         self,
@@ -35,6 +37,7 @@ class Serving:
         *,
         nursery: trio.Nursery,
         on_news: Callable[[], None],
+        connect_api: Connect,
     ) -> None:
         settings, network = joined.settings, joined.network
         self.served = served
@@ -74,6 +77,7 @@ class Serving:
             settings=settings.requests,
             limits=settings.tuning.clients,
         )
+        self.http = HttpAnswering(network, connect_api, nursery)
         network.handle(methods.GENERATE, self.gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
@@ -113,17 +117,19 @@ class Serving:
     @property
     def is_idle(self) -> bool:
         """Whether no request is under way here."""
-        return self.host.worker.idle and self.gateway.idle
+        return self.host.worker.idle and self.gateway.idle and self.http.is_idle
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
         self.host.worker.drain()
         self.gateway.drain()
+        self.http.drain()
 
     def peer_lost(self, peer: PeerId) -> None:
         """The connection to a node or a client has ended."""
         self.host.worker.peer_lost(peer)
         self.gateway.peer_lost(peer)
+        self.http.peer_lost(peer)
 
     def _peer_hung(self, peer: PeerId, hung: bool) -> None:
         self.host.worker.peer_hung(peer, hung)

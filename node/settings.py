@@ -197,6 +197,8 @@ class NodeSettings:
     engine: BoxEngineSettings = field(default_factory=BoxEngineSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
+    http: Address | None = None  # where this node serves the OpenAI API; None: nowhere
+    api_keys: tuple[str, ...] = ()  # that let in there; none: whoever reaches it, which must be this box alone
     tuning: NodeTuning = WAN
     join_timeout_s: float = 60.0  # how long to ask members that do not answer; longer: one that starts later is found
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner

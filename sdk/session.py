@@ -77,6 +77,12 @@ def client_folder() -> Path:
 @asynccontextmanager
 async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> AsyncIterator[Session]:
     """Join as a client for the length of the body. Raises ConnectionFailed or InvalidAddress."""
+    async with enter(await find_network(bootstrap, token, timeout_s), timeout_s) as session:
+        yield session
+
+
+async def find_network(bootstrap: str, token: str | None, timeout_s: float) -> Network:
+    """The network that a client's token is for, not entered yet. Raises ConnectionFailed or InvalidAddress."""
     # Neither is needed before there is a network to join: 0.5 s and 90 MB.
     from ..bootstrap.streams.libp2p_host import Libp2pTransport
     from ..node.joining import read_join_target
@@ -86,9 +92,12 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
     try:
         text, members = await read_join_target(bootstrap, token)
         parsed = JoinToken.parse(text)
+        if parsed.role is not Role.CLIENT:
+            raise TokenError(
+                f"this is a {parsed.role.value}'s token; use the client line that `p2pserve bootstrap` printed"
+            )
         book = AddressBook(client_folder(), parsed.network)
-        remembered = await trio.to_thread.run_sync(book.load)
-        network = Network(
+        return Network(
             transport=Libp2pTransport(identity, None, nowhere),
             identity=identity,
             token=text,
@@ -96,29 +105,30 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
             role=parsed.role,
             announce=nowhere,
             bootstraps=members,
-            remembered=remembered,
+            remembered=await trio.to_thread.run_sync(book.load),
             book=book,
             rng=random.Random(),  # chooses gossip partners, makes no secrets
             settings=NetworkSettings(join_s=timeout_s),
         )
-        if parsed.role is not Role.CLIENT:
-            raise TokenError(
-                f"this is a {parsed.role.value}'s token; use the client line that `p2pserve bootstrap` printed"
-            )
     except NetworkError as error:
         raise connection_error(error) from error
-    async with enter(network, timeout_s) as session:
-        yield session
 
 
 @asynccontextmanager
 async def enter(network: Network, timeout_s: float) -> AsyncIterator[Session]:
     """A session in a network that has not been entered yet; says goodbye at the end. Raises ConnectionFailed."""
     session = Session(network, timeout_s)
+    async with enter_network(network):
+        yield session
+
+
+@asynccontextmanager
+async def enter_network(network: Network) -> AsyncIterator[None]:
+    """Be in it for the length of the body, and say goodbye at the end. Raises ConnectionFailed or InvalidAddress."""
     try:
         async with network:
             try:
-                yield session
+                yield
             finally:
                 with trio.CancelScope(shield=True), trio.move_on_after(LEAVE_S):
                     await network.leave()

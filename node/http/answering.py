@@ -41,6 +41,11 @@ Connect = Callable[[], Awaitable[trio.abc.Stream]]
 """A fresh connection to the box's API server, which speaks HTTP/1.1. Raises ApiUnavailable."""
 
 
+async def no_api_server() -> trio.abc.Stream:
+    """A `Connect` of a box without one."""
+    raise ApiUnavailable("this node has no API server; send the request to another one")
+
+
 class _ExchangeFailed(Exception):
     """There will be no more of the answer."""
 
