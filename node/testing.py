@@ -197,6 +197,9 @@ class MemoryStarter:
     ) -> MemoryEngine:
         return await self._start(config)
 
+    async def start_api(self, config: ApiConfig, on_message: Callable[[FromApi], None]) -> ApiLink:
+        raise EngineStartError("this server forks no API process")
+
 
 @final
 @dataclass(slots=True)
