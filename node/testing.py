@@ -24,7 +24,8 @@ from ..kvtransport.wire.dial_path import DialPath
 from ..kvtransport.wire.tickets import LinkTicket
 from . import messages
 from .engine import protocol
-from .engine.agent_side.engine_link import EngineLost
+from .engine.agent_side.engine_link import ApiLink, EngineLost, EngineStartError
+from .engine.api.protocol import ApiConfig, FromApi
 
 
 class Sent(NamedTuple):

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
-from ...http.admission import HttpRefusal, is_loopback
-from ...http.headers import CLIENT, RawHeaders, find_header
+from ...web.fields import CLIENT, RawHeaders, find_header, shown_keys
+from ...web.listening import HttpRefusal, host_of, is_loopback
 from .protocol import ApiConfig, KeyDigest
 
 DEADLINE: Final = b"x-p2p-deadline-s"
@@ -29,7 +29,7 @@ def admit(method: str, headers: RawHeaders, config: ApiConfig, *, is_vouched: bo
         key: str | None = (find_header(headers, CLIENT) or b"").decode("latin-1")[:256]
     elif not config.keys:
         # A page in a browser of this machine can have its own name point here: without a key, that name gives it away.
-        if not is_loopback(_host_of(headers)):
+        if not is_loopback(host_of(headers)):
             return HttpRefusal(403, "host: without --api-key this server answers to localhost and 127.0.0.1 only")
         key = ""
     else:
@@ -49,11 +49,7 @@ def too_large(config: ApiConfig) -> HttpRefusal:
 
 def find_key(headers: RawHeaders, keys: Sequence[KeyDigest]) -> str | None:
     """Whose key a request shows, as OpenAI's clients do or as Anthropic's. Takes as long for each wrong one."""
-    shown = [find_header(headers, b"x-api-key") or b""]
-    scheme, _, secret = (find_header(headers, b"authorization") or b"").partition(b" ")
-    if scheme.lower() == b"bearer":
-        shown.append(secret.strip())
-    digests = [sha256(one).digest() for one in shown]
+    digests = [sha256(one).digest() for one in shown_keys(headers)]
     found = [key.name for key in keys for digest in digests if hmac.compare_digest(digest, key.digest)]
     return found[0] if found else None
 
@@ -69,11 +65,3 @@ def _with_deadline(key: str, headers: RawHeaders, config: ApiConfig) -> Admitted
     if not 0 < deadline_s <= config.deadline_s:
         return HttpRefusal(400, f"{DEADLINE.decode()}: not above 0 and at most {config.deadline_s:g} seconds")
     return Admitted(key, deadline_s)
-
-
-def _host_of(headers: RawHeaders) -> str:
-    """Without its port; of HTTP/1.0, which need not say it, this machine's."""
-    host = (find_header(headers, b"host") or b"localhost").decode("latin-1")
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]

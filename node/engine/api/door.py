@@ -13,10 +13,10 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Protocol, final
 
-from ...http.admission import HttpRefusal
-from ...http.envelope import describe_error, describe_event
-from ...http.headers import pick_request_id
-from ...http.paths import is_below
+from ...web.listening import HttpRefusal
+from ...web.envelope import describe_error, describe_event
+from ...web.fields import pick_request_id
+from ...web.paths import is_below
 from .admission import admit, too_large
 from .exchange import Exchange, current_exchange
 from .protocol import ApiConfig, ServiceState
