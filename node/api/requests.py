@@ -11,7 +11,7 @@ import trio
 
 from ...bootstrap import PeerId, RemoteError, Role
 from ..engine.api.protocol import ApiAnswers, ApiCancel, ApiOutcome, ApiRefused, ApiSubmit
-from ..engine.protocol import EngineMessage, NewTokens
+from ..engine.protocol import EngineMessage, NewTokens, Sampling
 from ..messages import AnswerUpdate, Generate, StopRequest
 from ..requests.gateway import Gateway
 from ..requests.local_clients import LocalClients, local_client
@@ -22,6 +22,7 @@ STATUSES: Final = {"busy": 429, "draining": 503, "invalid": 400, "stopped": 499,
 ENDINGS: Final = (("deadline: ", 504), ("the engine refuses the request: ", 400), ("no engine is left ", 503))
 """How a gateway says that an answer has failed, and what HTTP calls that; whatever else it is, an engine failed."""
 ENGINE_FAILED: Final = 502
+_CARRIED: Final = tuple(field for field in Sampling.__struct_fields__ if field in Generate.__struct_fields__)
 NOBODY_RETRY_S: Final = 2.0
 
 
@@ -108,9 +109,9 @@ class ApiRequests:
         body = Generate(
             request=submit.request,
             prompt_token_ids=submit.prompt,
-            sampling=submit.sampling,
             deadline_s=submit.deadline_s,
             detokenize=False,
+            **{field: getattr(submit.sampling, field) for field in _CARRIED},
         )
         try:
             await self._gateway.generate(client, Role.CLIENT, body)
