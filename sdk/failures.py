@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..bootstrap.errors import AddressError, NetworkError, TokenError
+from ..bootstrap.errors import AddressError, NetworkError, Refused, TokenError
 from ..coordinator import CapacityError, PlanError
 from ..coordinator.costs.gpus import GpuError
 from ..coordinator.costs.model_shape import ModelShapeError
@@ -19,10 +19,21 @@ from ..sims.records import TraceError
 from ..sims.results.report import ReportError
 from ..sims.scenario import WorldError
 from ..sims.splitwise.setups import SetupError
-from .errors import ClientError, DemoFailed, InvalidAddress, InvalidRequest, UsageError, first_of
+from .errors import (
+    AccessRefused,
+    ClientError,
+    DemoFailed,
+    InvalidAddress,
+    InvalidRequest,
+    NotReady,
+    UsageError,
+    first_of,
+)
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_NOT_READY = 3
+EXIT_REFUSED = 4
 
 _USAGE = (
     AddressError,
@@ -44,6 +55,11 @@ _USAGE = (
     WorkloadError,
     WorldError,
 )
+_CODES = (
+    ((AccessRefused, Refused), EXIT_REFUSED),
+    ((NotReady,), EXIT_NOT_READY),
+    (_USAGE, EXIT_USAGE),
+)
 _FAILED = (
     CodecError,
     CapacityError,
@@ -64,4 +80,4 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     if found is None:
         return None
     line = " ".join(str(found).split()) or type(found).__name__
-    return (EXIT_USAGE if isinstance(found, _USAGE) else EXIT_FAILED), line
+    return next((code for kinds, code in _CODES if isinstance(found, kinds)), EXIT_FAILED), line

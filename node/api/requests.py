@@ -3,6 +3,7 @@ gateway tells that client goes back to it, many updates in one message."""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
@@ -35,8 +36,8 @@ def status_of_failure(error: str) -> int:
 class _Running:
     submit: ApiSubmit
     client: PeerId
+    id: str  # of the gateway's: the API process's may be as long as its client likes
     asked: int  # tokens, at most
-    cached_tokens: int = 0
 
 
 @final
@@ -55,8 +56,10 @@ class ApiRequests:
         self._accounts = accounts
         self._send = send
         self._nursery = nursery
-        self._running: dict[tuple[PeerId, str], _Running] = {}
-        self._clients: dict[str, PeerId] = {}  # by request
+        self._running: dict[str, _Running] = {}  # by the gateway's id
+        self._ids: dict[str, str] = {}  # by the API process's
+        self._count = 0
+        self._prefix = f"{secrets.token_hex(4)}-"  # what is left of an earlier process is not taken for its own
         self._outputs: list[NewTokens] = []
         self._outcomes: list[ApiOutcome] = []
         self._news = trio.Event()
@@ -80,66 +83,67 @@ class ApiRequests:
 
     def submit(self, submit: ApiSubmit) -> None:
         """Give a request to the gateway, or say why not."""
-        client = local_client(submit.key)
         asked = len(submit.prompt) + submit.sampling.max_tokens
-        now = trio.current_time()
-        if submit.request in self._clients:
+        if submit.request in self._ids:
             self._refuse(submit.request, 400, "request: this id is in use")
             return
         try:
-            self._accounts.begin(submit.key, submit.exchange, asked, now)
+            self._accounts.begin(submit.key, submit.exchange, asked, trio.current_time())
         except OverLimit as error:
             self._refuse(submit.request, 429, str(error), error.retry_after_s)
             return
-        self._running[client, submit.request] = _Running(submit, client, asked)
-        self._clients[submit.request] = client
-        self._nursery.start_soon(self._accept, client, submit, name=f"api request {submit.request}")
+        self._count += 1
+        running = _Running(submit, local_client(submit.key), f"{self._prefix}{self._count:x}", asked)
+        self._running[running.id], self._ids[submit.request] = running, running.id
+        self._nursery.start_soon(self._accept, running, name=f"api request {submit.request}")
 
     def cancel(self, cancel: ApiCancel) -> None:
         """Nobody waits for these any more."""
         for request in cancel.requests:
-            if (client := self._clients.get(request)) is not None:
-                self._gateway.stop(client, Role.CLIENT, StopRequest(request=request))
+            running = self._running.get(self._ids.get(request, ""))
+            if running is not None:
+                self._gateway.stop(running.client, Role.CLIENT, StopRequest(request=running.id))
 
     def stop_all(self) -> None:
         """The API process is gone."""
-        self.cancel(ApiCancel(requests=tuple(self._clients)))
+        self.cancel(ApiCancel(requests=tuple(self._ids)))
 
-    async def _accept(self, client: PeerId, submit: ApiSubmit) -> None:
+    async def _accept(self, running: _Running) -> None:
+        submit = running.submit
         body = Generate(
-            request=submit.request,
+            request=running.id,
             prompt_token_ids=submit.prompt,
             deadline_s=submit.deadline_s,
             detokenize=False,
             **{field: getattr(submit.sampling, field) for field in _CARRIED},
         )
         try:
-            await self._gateway.generate(client, Role.CLIENT, body)
+            await self._gateway.generate(running.client, Role.CLIENT, body)
         except RemoteError as error:
-            self._end(client, submit.request, KeyUsage())
+            self._end(running, KeyUsage())
             retry_after_s = error.retry_after_s if error.code != "draining" else NOBODY_RETRY_S
-            self._refuse(submit.request, STATUSES.get(error.code, 502), error.message, retry_after_s)
+            self._refuse(submit.request, STATUSES.get(error.code, ENGINE_FAILED), error.message, retry_after_s)
 
     def _on_stopped(self, client: PeerId, update: AnswerUpdate) -> None:
-        if (client, update.request) in self._running:
-            self._tell_outcome(client, update)
+        if (running := self._running.get(update.request)) is not None and running.client == client:
+            self._tell_outcome(running, update)
 
     def _on_update(self, client: PeerId, update: AnswerUpdate) -> None:
-        running = self._running.get((client, update.request))
-        if running is None:
+        running = self._running.get(update.request)
+        if running is None or running.client != client:
             return
-        running.cached_tokens = update.cached_tokens or running.cached_tokens
         if update.error:
-            self._end(client, update.request, _usage(update))
+            self._end(running, _usage(update))
             status = status_of_failure(update.error)
-            self._refuse(update.request, status, update.error, NOBODY_RETRY_S if status == 503 else None)
+            retry_after_s = NOBODY_RETRY_S if status == 503 else None
+            self._refuse(running.submit.request, status, update.error, retry_after_s)
             return
         self._outputs.append(
             NewTokens(
-                request=update.request,
+                request=running.submit.request,
                 tokens=update.tokens,
                 finish=update.finish,
-                cached_tokens=running.cached_tokens,
+                cached_tokens=update.cached_tokens,
                 logprobs=update.logprobs,
                 prompt_logprobs=update.prompt_logprobs,
                 stop_reason=update.stop_reason,
@@ -147,20 +151,18 @@ class ApiRequests:
         )
         self._news.set()
         if update.finish is not None:
-            self._tell_outcome(client, update)
+            self._tell_outcome(running, update)
 
-    def _tell_outcome(self, client: PeerId, update: AnswerUpdate) -> None:
+    def _tell_outcome(self, running: _Running, update: AnswerUpdate) -> None:
         usage = _usage(update)
-        self._outcomes.append(_outcome(update, usage))
-        self._end(client, update.request, usage)
+        self._outcomes.append(_outcome(running.submit.request, update, usage))
+        self._end(running, usage)
         self._news.set()
 
-    def _end(self, client: PeerId, request: str, usage: KeyUsage) -> None:
-        running = self._running.pop((client, request), None)
-        self._clients.pop(request, None)
-        if running is not None:
-            submit = running.submit
-            self._accounts.end(submit.key, submit.exchange, running.asked, usage, trio.current_time())
+    def _end(self, running: _Running, usage: KeyUsage) -> None:
+        submit = running.submit
+        del self._running[running.id], self._ids[submit.request]
+        self._accounts.end(submit.key, submit.exchange, running.asked, usage, trio.current_time())
 
     def _refuse(self, request: str, status: int, reason: str, retry_after_s: float | None = None) -> None:
         self._flush()  # what it was told before comes first
@@ -185,10 +187,10 @@ def _usage(update: AnswerUpdate) -> KeyUsage:
     )
 
 
-def _outcome(update: AnswerUpdate, usage: KeyUsage) -> ApiOutcome:
+def _outcome(request: str, update: AnswerUpdate, usage: KeyUsage) -> ApiOutcome:
     figures = update.figures
     return ApiOutcome(
-        request=update.request,
+        request=request,
         prefill_node=(figures.prefill_node or figures.decode_node) if figures is not None else "",
         decode_node=figures.decode_node if figures is not None else "",
         kv_bytes=usage.kv_bytes,
