@@ -2,66 +2,58 @@
 
 from __future__ import annotations
 
-from ..bootstrap.errors import AddressError, NetworkError, TokenError
-from ..coordinator import CapacityError, PlanError
-from ..coordinator.costs.gpus import GpuError
-from ..coordinator.costs.model_shape import ModelShapeError
-from ..coordinator.planning.model.cluster import ClusterError
-from ..coordinator.planning.model.errors import NoPlan, UnservedError
-from ..coordinator.planning.model.workload import WorkloadError
-from ..kernels.errors import CodecError
-from ..kvtransport.errors import FiguresError
-from ..node.box.home import NodeError, NodeUsageError
-from ..node.engine.agent_side.engine_link import EngineError, EngineRefused
-from ..node.models import ModelError
-from ..node.models.text import PromptError
-from ..sims.records import TraceError
-from ..sims.results.report import ReportError
-from ..sims.scenario import WorldError
-from ..sims.splitwise.setups import SetupError
-from .errors import ClientError, DemoFailed, InvalidAddress, InvalidRequest, UsageError, first_of
+import sys
+from typing import Final
+
+from .errors import first_of
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 
-_USAGE = (
-    AddressError,
-    TokenError,
-    ModelError,
-    PromptError,
-    FiguresError,
-    InvalidAddress,
-    InvalidRequest,
-    UsageError,
-    ClusterError,
-    EngineRefused,
-    GpuError,
-    ModelShapeError,
-    NoPlan,
-    NodeUsageError,
-    SetupError,
-    TraceError,
-    WorkloadError,
-    WorldError,
-)
-_FAILED = (
-    CodecError,
-    CapacityError,
-    PlanError,
-    ReportError,
-    UnservedError,
-    NetworkError,
-    NodeError,
-    EngineError,
-    ClientError,
-    DemoFailed,
-)
+_USAGE: Final = {
+    "bootstrap.errors": ("AddressError", "TokenError"),
+    "coordinator.costs.gpus": ("GpuError",),
+    "coordinator.costs.model_shape": ("ModelShapeError",),
+    "coordinator.planning.model.cluster": ("ClusterError",),
+    "coordinator.planning.model.errors": ("NoPlan",),
+    "coordinator.planning.model.workload": ("WorkloadError",),
+    "kvtransport.errors": ("FiguresError",),
+    "node.box.errors": ("NodeUsageError",),
+    "node.engine.agent_side.engine_link": ("EngineRefused",),
+    "node.models.errors": ("ModelError", "PromptError"),
+    "sdk.errors": ("InvalidAddress", "InvalidRequest", "UsageError"),
+    "sims.records": ("TraceError",),
+    "sims.scenario": ("WorldError",),
+    "sims.splitwise.setups": ("SetupError",),
+}
+_FAILED: Final = {
+    "bootstrap.errors": ("NetworkError",),
+    "coordinator.capacity": ("CapacityError",),
+    "coordinator.plan": ("PlanError",),
+    "coordinator.planning.model.errors": ("UnservedError",),
+    "kernels.errors": ("CodecError",),
+    "node.box.errors": ("NodeError",),
+    "node.engine.agent_side.engine_link": ("EngineError",),
+    "sdk.errors": ("ClientError", "DemoFailed"),
+    "sims.results.report": ("ReportError",),
+}
 
 
 def explain(error: BaseException) -> tuple[int, str] | None:
     """Exit code and one line for an error meant for users, at any depth; None for a bug."""
-    found: BaseException | None = first_of(error, (*_USAGE, *_FAILED))
+    usage = _loaded(_USAGE)
+    found: BaseException | None = first_of(error, (*usage, *_loaded(_FAILED)))
     if found is None:
         return None
     line = " ".join(str(found).split()) or type(found).__name__
-    return (EXIT_USAGE if isinstance(found, _USAGE) else EXIT_FAILED), line
+    return (EXIT_USAGE if isinstance(found, usage) else EXIT_FAILED), line
+
+
+def _loaded(names: dict[str, tuple[str, ...]]) -> tuple[type[BaseException], ...]:
+    """The classes of these names. Those of a module that was not loaded, in a client perhaps not installed, were not
+    raised either."""
+    package = __package__.rpartition(".")[0]
+    modules = {module: sys.modules.get(f"{package}.{module}") for module in names}
+    return tuple(
+        getattr(modules[module], each) for module, all_of in names.items() for each in all_of if modules[module]
+    )

@@ -84,8 +84,8 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
 async def find_network(bootstrap: str, token: str | None, timeout_s: float) -> Network:
     """The network that a client's token is for, not entered yet. Raises ConnectionFailed or InvalidAddress."""
     # Neither is needed before there is a network to join.
+    from ..bootstrap.join_targets import read_join_target
     from ..bootstrap.streams.dialling import DiallingTransport
-    from ..node.joining import read_join_target
 
     identity = Identity.generate()
     nowhere = Address("0.0.0.0", 0)  # clients are not dialled

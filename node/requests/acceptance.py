@@ -7,12 +7,16 @@ request itself says, and `tokenize` and `prepare` by what the model and its engi
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from ...bootstrap import RemoteError
 from ..messages import MAX_PROMPT_BYTES, Generate
 from ..models import ModelInfo
-from ..models.text import PromptError, TextModel
-from .live_request import LiveRequest
+from ..models.errors import PromptError
+
+if TYPE_CHECKING:
+    from ..models.text import TextModel
+    from .live_request import LiveRequest
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 16
@@ -122,6 +126,8 @@ def prepare(
 ) -> LiveRequest:
     """A checked request with its prompt's tokens; `so_far` is what the client has of the answer. Takes seconds for
     megabytes of text. Raises PromptError."""
+    from .live_request import LiveRequest  # with a tokenizer's library, which clients have not
+
     vocabulary = model.shape.vocabulary
     if (worst := max(so_far, default=0)) >= vocabulary:  # the engine would refuse it
         raise PromptError(f"tokens: {worst} is no token of this model, which has {vocabulary}")

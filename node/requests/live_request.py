@@ -10,7 +10,8 @@ import msgspec
 from ...coordinator.requests.values import ShowTokens
 from ..engine.protocol import Sampling
 from ..messages import Generate
-from ..models.text import PromptError, StopFinder, TextModel
+from ..models.errors import PromptError
+from ..models.text import StopFinder, TextModel
 
 
 @final
