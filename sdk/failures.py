@@ -39,14 +39,37 @@ _FAILED: Final = {
 }
 
 
+_LINUX_ONLY: Final = frozenset({"fcntl", "resource"})
+_OF_NODES: Final = frozenset(
+    {"huggingface_hub", "jinja2", "libp2p", "msgpack", "multiaddr", "nicegui", "numpy", "psutil", "pynvml"}
+    | {"safetensors", "scipy", "tokenizers", "torch", "vllm"}
+)
+"""Modules of the package's extras."""
+
+
 def explain(error: BaseException) -> tuple[int, str] | None:
     """Exit code and one line for an error meant for users, at any depth; None for a bug."""
+    missing = first_of(error, (ModuleNotFoundError,))
+    if missing is not None and (said := _explain_missing((missing.name or "").partition(".")[0])) is not None:
+        return EXIT_USAGE, said
     usage = _loaded(_USAGE)
     found: BaseException | None = first_of(error, (*usage, *_loaded(_FAILED)))
     if found is None:
         return None
     line = " ".join(str(found).split()) or type(found).__name__
     return (EXIT_USAGE if isinstance(found, usage) else EXIT_FAILED), line
+
+
+def _explain_missing(module: str) -> str | None:
+    """What is not installed with a client; None for what should be."""
+    if module in _LINUX_ONLY:
+        return "this system cannot run it: nodes and what they bring run on Linux; clients run here as well"
+    if module in _OF_NODES:
+        return (
+            f"only the client is installed here, and this needs more ({module}): pip install 'p2pserve[node]' plans and "
+            "simulates, 'p2pserve[cpu]' and 'p2pserve[gpu]' serve as well"
+        )
+    return None
 
 
 def _loaded(names: dict[str, tuple[str, ...]]) -> tuple[type[BaseException], ...]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from p2pserve.sdk.failures import explain
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -73,6 +75,16 @@ print(*map(explain, found))
 print("numpy" in sys.modules)
 """
     assert run(program, *NODES_ONLY) == "(2, 'top_p: no') (1, 'gone') None\nFalse"
+
+
+def test_what_is_not_installed_is_said_in_a_line() -> None:
+    found = [explain(ModuleNotFoundError("no", name=name)) for name in ("numpy.linalg", "fcntl", "nonsense")]
+    assert found[0] is not None
+    assert found[0][0] == 2
+    assert "pip install 'p2pserve[node]'" in found[0][1]
+    assert found[1] is not None
+    assert "run on Linux" in found[1][1]
+    assert found[2] is None
 
 
 def test_what_a_client_imports_is_what_it_is_installed_with() -> None:
