@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
     from .errors import (
+        AccessRefused,
         Busy,
         ClientClosed,
         ClientError,
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
         DeadlineExceeded,
         InvalidAddress,
         InvalidRequest,
+        NotReady,
         RequestFailed,
     )
     from .requests import Generation, TextDelta
 
 __all__ = [
+    "AccessRefused",
     "AsyncClient",
     "AsyncGenerationStream",
     "Busy",
@@ -31,6 +34,7 @@ __all__ = [
     "GenerationStream",
     "InvalidAddress",
     "InvalidRequest",
+    "NotReady",
     "RequestFailed",
     "TextDelta",
 ]

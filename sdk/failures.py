@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Final
 
 from .errors import first_of
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_NOT_READY = 3
+EXIT_REFUSED = 4
 
+_REFUSED: Final = {"bootstrap.errors": ("Refused",), "sdk.errors": ("AccessRefused",)}
+_NOT_READY: Final = {"sdk.errors": ("NotReady",)}
 _USAGE: Final = {
     "bootstrap.errors": ("AddressError", "TokenError"),
     "coordinator.costs.gpus": ("GpuError",),
@@ -52,12 +57,13 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     missing = first_of(error, (ModuleNotFoundError,))
     if missing is not None and (said := _explain_missing((missing.name or "").partition(".")[0])) is not None:
         return EXIT_USAGE, said
-    usage = _loaded(_USAGE)
-    found: BaseException | None = first_of(error, (*usage, *_loaded(_FAILED)))
+    codes = [(_loaded(_REFUSED), EXIT_REFUSED), (_loaded(_NOT_READY), EXIT_NOT_READY), (_loaded(_USAGE), EXIT_USAGE)]
+    codes.append((_loaded(_FAILED), EXIT_FAILED))
+    found: BaseException | None = first_of(error, tuple(kind for kinds, _ in codes for kind in kinds))
     if found is None:
         return None
     line = " ".join(str(found).split()) or type(found).__name__
-    return (EXIT_USAGE if isinstance(found, usage) else EXIT_FAILED), line
+    return next(code for kinds, code in codes if isinstance(found, kinds)), line
 
 
 def _explain_missing(module: str) -> str | None:
@@ -66,13 +72,13 @@ def _explain_missing(module: str) -> str | None:
         return "this system cannot run it: nodes and what they bring run on Linux; clients run here as well"
     if module in _OF_NODES:
         return (
-            f"only the client is installed here, and this needs more ({module}): pip install 'p2pserve[node]' plans and "
-            "simulates, 'p2pserve[cpu]' and 'p2pserve[gpu]' serve as well"
+            f"only the client is installed here, and this needs more ({module}): pip install 'p2pserve[node]' to plan "
+            "and simulate, 'p2pserve[cpu]' or 'p2pserve[gpu]' to serve"
         )
     return None
 
 
-def _loaded(names: dict[str, tuple[str, ...]]) -> tuple[type[BaseException], ...]:
+def _loaded(names: Mapping[str, tuple[str, ...]]) -> tuple[type[BaseException], ...]:
     """The classes of these names. Those of a module that was not loaded, in a client perhaps not installed, were not
     raised either."""
     package = __package__.rpartition(".")[0]

@@ -22,6 +22,7 @@ from ..bootstrap import (
     NetworkError,
     NetworkSettings,
     PeerId,
+    Refused,
     RemoteError,
     Role,
     TokenError,
@@ -42,12 +43,14 @@ from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP
 from ..node.requests.gateway_choice import GatewayCandidate, GatewayFinder
 from . import environment
 from .errors import (
+    AccessRefused,
     Busy,
     ClientError,
     ConnectionFailed,
     DeadlineExceeded,
     InvalidAddress,
     InvalidRequest,
+    NotReady,
     RequestFailed,
     first_of,
 )
@@ -143,7 +146,7 @@ def connection_error(error: NetworkError) -> ClientError:
     """What a client is told about a failure to join."""
     if isinstance(error, AddressError | TokenError):
         return InvalidAddress(str(error))
-    return ConnectionFailed(str(error))
+    return (AccessRefused if isinstance(error, Refused) else ConnectionFailed)(str(error))
 
 
 class _GatewayLost(Exception):
@@ -339,7 +342,7 @@ class Session:
             if not lost and now >= give_up:
                 nodes = len(self._gateways.candidates())
                 model = f"the model {service}" if service is not None else "a model"
-                raise RequestFailed(
+                raise NotReady(
                     f"no node of this network serves {model} ({nodes} alive); start one with `p2pserve join`"
                 )
             with trio.move_on_at(again if lost else give_up):

@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final, final
 
 import msgspec
@@ -31,10 +31,10 @@ from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
 from ...node.models.errors import PromptError
 from ...node.models.text import TextModel
 from ...node.requests.acceptance import tokenize
+from ..actions.status_view import open_console, shortened
 from ..client import AsyncClient
-from ..commands.option_values import settings_of
-from ..commands.status_view import open_console, shortened
 from ..errors import DemoFailed, UsageError
+from ..options.values import settings_of
 from ..requests import Generation, build_request
 from .box import KV_CACHE_MIB, DemoBox, open_box
 from .report import (
@@ -92,7 +92,7 @@ class DemoSettings:
     timeout_s: float = 120.0
 
 
-def run_demo(arguments: Namespace) -> int:
+def run_demo(arguments: SimpleNamespace) -> int:
     """Run the command: 0 when everything worked, 1 when not, 130 when interrupted."""
     logging.disable(logging.CRITICAL if not arguments.debug else logging.NOTSET)
     settings = settings_of(DemoSettings, arguments)

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ...node.messages import NodeStatus, RequestFigures, Status
 from ...node.models import ModelInfo
-from ..commands.status_view import short
+from ..actions.status_view import short
 from ..requests import Generation
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

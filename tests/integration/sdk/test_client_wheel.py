@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import venv
 import zipfile
@@ -160,6 +161,14 @@ def test_it_asks_a_network_and_is_a_gateway_to_it(laptop: Laptop) -> None:
     trio.run(main)
 
 
+def health_of(where: str) -> int:
+    try:
+        with urllib.request.urlopen(f"{where}/health", timeout=LIMIT_S) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def be_a_gateway(laptop: Laptop, token: str) -> None:
     command = [str(laptop.scripts / "p2pserve"), "gateway", "--bootstrap", token, "--http", "127.0.0.1:0"]
     process = subprocess.Popen([*command, "--format", "json"], stdout=subprocess.PIPE, text=True, cwd=laptop.folder)
@@ -167,14 +176,9 @@ def be_a_gateway(laptop: Laptop, token: str) -> None:
         assert process.stdout is not None
         where = json.loads(process.stdout.readline())["http"]
         until = time.monotonic() + LIMIT_S
-        while True:
-            try:
-                with urllib.request.urlopen(f"{where}/health", timeout=LIMIT_S) as answer:
-                    assert answer.status == 200
-                    break
-            except urllib.error.HTTPError as error:
-                assert error.code == 503
-                assert time.monotonic() < until
+        while (status := health_of(where)) != 200:
+            assert status == 503
+            assert time.monotonic() < until
     finally:
         process.terminate()
         assert process.wait(LIMIT_S) == 0

@@ -17,11 +17,22 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.engine.agent_side.engine_link import EngineRefused, EngineStartError
 from p2pserve.node.models import ModelError
 from p2pserve.node.models.errors import PromptError
-from p2pserve.sdk.cli import build_parser, main
-from p2pserve.sdk.commands import network as commands
-from p2pserve.sdk.commands import node as node_commands
-from p2pserve.sdk.errors import DemoFailed, InvalidRequest, RequestFailed, UsageError, first_of
+from p2pserve.sdk.actions import network as commands
+from p2pserve.sdk.actions import node as node_commands
+from p2pserve.sdk.cli import main
+from p2pserve.sdk.commands import COMMANDS
+from p2pserve.sdk.errors import (
+    AccessRefused,
+    DemoFailed,
+    InvalidRequest,
+    NotReady,
+    RequestFailed,
+    UsageError,
+    first_of,
+)
 from p2pserve.sdk.failures import explain
+
+from .parsing import parse
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +54,9 @@ def _logging_as_before() -> Iterator[None]:
         (NodeUsageError("x"), 2),
         (EngineRefused("x"), 2),
         (Unreachable("x"), 1),
-        (Refused("x"), 1),
+        (Refused("x"), 4),
+        (AccessRefused("x"), 4),
+        (NotReady("x"), 3),
         (PortInUse("x"), 1),
         (NodeError("x"), 1),
         (EngineStartError("x"), 1),
@@ -155,7 +168,7 @@ def test_interruption_and_closed_pipes_are_quiet(
     def interrupted(arguments: object) -> int:
         raise BaseExceptionGroup("a", [BaseExceptionGroup("b", [KeyboardInterrupt()])])
 
-    monkeypatch.setitem(commands.COMMANDS, "status", interrupted)
+    monkeypatch.setattr(commands, "status", interrupted)
     assert main(["status"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -164,7 +177,7 @@ def test_a_bug_is_not_dressed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def buggy(arguments: object) -> int:
         raise ValueError("bug")
 
-    monkeypatch.setitem(commands.COMMANDS, "status", buggy)
+    monkeypatch.setattr(commands, "status", buggy)
     with pytest.raises(ValueError, match="bug"):
         main(["status"])
 
@@ -177,21 +190,82 @@ def test_debug_shows_where_an_error_came_from() -> None:
 def test_help_names_every_command_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for word in ("bootstrap", "join", "leave", "generate", "status", "demo", "exit codes", "130"):
+    for word in ("bootstrap", "join", "leave", "generate", "status", "demo", "Exit codes", "130"):
         assert word in text
     for command in ("bootstrap", "join", "leave", "generate", "status", "demo"):
         assert main([command, "--help"]) == 0
-        assert "example" in capsys.readouterr().out
+        assert "Example" in capsys.readouterr().out
     assert "engine-channel" not in text
 
 
 def test_the_environment_stands_for_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("P2PSERVE_HOME", str(tmp_path))
     monkeypatch.setenv("P2PSERVE_BOOTSTRAP", "h:1")
-    arguments = build_parser().parse_args(["join"])
+    arguments = parse(["join"])
     assert arguments.home == tmp_path
     assert arguments.bootstrap == "h:1"
-    assert build_parser().parse_args(["join", "--bootstrap", "h:2"]).bootstrap == "h:2"
+    assert parse(["join", "--bootstrap", "h:2"]).bootstrap == "h:2"
+
+
+def test_every_option_has_a_variable_and_flags_count_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("P2PSERVE_JOIN_MAX_MODEL_LEN", "512")
+    monkeypatch.setenv("P2PSERVE_JOIN_PORT", "7")
+    assert parse(["join"]).max_model_len == 512
+    assert parse(["join", "--max-model-len", "9"]).max_model_len == 9
+    assert parse(["join"]).port == 7
+    assert parse(["join", "--listen", "127.0.0.1:1"]).port is None
+    monkeypatch.setenv("P2PSERVE_BOOTSTRAP", " a:1, b:2\n")
+    assert parse(["status"]).bootstrap == " a:1, b:2\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["generate", "--max_tokens", "3"], "--max-tokens"),
+        (["jion"], "join"),
+        (["token", "creat"], "create"),
+        (["join", "--phase", "prefil"], "prefill"),
+    ],
+)
+def test_what_was_mistyped_is_suggested(arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, line = error_line(arguments, capsys)
+    assert code == 2
+    assert f"'{meant}'" in line
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("token", "create"), ("token", "renew")])
+def test_help_fits_80_columns(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert "show this help" in text
+
+
+def test_an_emulated_engine_is_chosen_by_its_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse(["join"]).backend == "vllm"
+    assert parse(["join", "--emulate", "4xA40"]).backend == "emulated"
+    assert (
+        "leave --engine or --emulate out" in error_line(["join", "--engine", "vllm", "--emulate", "4xA40"], capsys)[1]
+    )
+
+
+def test_shells_complete(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for shell in ("zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        assert "_P2PSERVE_COMPLETE" in capsys.readouterr().out
+    monkeypatch.setenv("_P2PSERVE_COMPLETE", "zsh_complete")
+    for words, expected in (
+        ("p2pserve jo", "join"),
+        ("p2pserve join --pha", "--phase"),
+        ("p2pserve token re", "revoke"),
+    ):
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        assert main([]) == 0
+        assert expected in capsys.readouterr().out.splitlines()
 
 
 def test_public_names_are_there() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, Source
 from p2pserve.kvtransport.routing.paths import CandidateVerdict
 from p2pserve.node.messages import LinkTable, NodeStatus, Status
-from p2pserve.sdk.commands.links_view import choice_text, explain_path, network_of, print_links
+from p2pserve.sdk.actions.links_view import choice_text, explain_path, network_of, print_links
 from p2pserve.sdk.errors import UsageError
 
 PARIS, NYC, LONDON = "12D3KooWParisAAAA", "12D3KooWNewYoBBBB", "12D3KooWLondoCCCC"

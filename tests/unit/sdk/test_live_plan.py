@@ -15,8 +15,8 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, Status
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.view import NetworkView
+from p2pserve.sdk.actions import network as network_commands
 from p2pserve.sdk.cli import main
-from p2pserve.sdk.commands import network as network_commands
 
 TOKEN = ["--bootstrap", "p2p_client_x"]
 FAST, SLOW = "12D3fast", "12D3slow"
@@ -142,8 +142,8 @@ def test_a_plan_whose_replicas_are_gone(network: list[Status], capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("nodes", "options", "code", "line"),
     [
-        ((), (), 1, "no box of the network serves a model"),
-        ((node(FAST, "A40-48GB", draining=True),), (), 1, "no box of the network is ready to serve llama"),
+        ((), (), 3, "no box of the network serves a model"),
+        ((node(FAST, "A40-48GB", draining=True),), (), 3, "no box of the network is ready to serve llama"),
         ((*NODES, node("x", "A40-48GB", "other")), (), 2, "choose one with --model: llama, other"),
         (NODES, ("--model", "gpt"), 2, "does not serve 'gpt', but llama"),
         (NODES, ("--cluster", "x.json"), 2, "cluster: --live plans the running network"),

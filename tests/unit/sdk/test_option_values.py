@@ -7,29 +7,28 @@ import pytest
 
 from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.node.settings import BoxEngineSettings, BoxLinkSettings
-from p2pserve.sdk.cli import build_parser
-from p2pserve.sdk.commands.option_values import Listed, duration, settings_of
 from p2pserve.sdk.demo.demo import DemoSettings
 from p2pserve.sdk.live.comparison import parser as comparison_parser
 from p2pserve.sdk.live.network import LiveSettings
+from p2pserve.sdk.options.values import duration, settings_of
+
+from .parsing import parse
 
 
 @pytest.mark.parametrize(
-    ("arguments", "default", "expected"),
+    ("arguments", "variable", "expected"),
     [
-        ([], None, None),
+        ([], "", None),
         ([], "env", "env"),
-        (["--where", "a"], "env", "a"),
-        (["--where", "a,b", "--where", "c"], "env", "a,b,c"),
+        (["--bootstrap", "a"], "env", "a"),
+        (["--bootstrap", "a,b", "--bootstrap", "c"], "env", "a,b,c"),
     ],
 )
-def test_values_are_listed_and_replace_the_default(
-    arguments: list[str], default: str | None, expected: str | None
+def test_values_are_listed_and_replace_the_environment(
+    arguments: list[str], variable: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--where", action=Listed, default=default)
-    for _ in range(2):  # one parse leaves nothing for the next
-        assert parser.parse_args(arguments).where == expected
+    monkeypatch.setenv("P2PSERVE_BOOTSTRAP", variable)
+    assert parse(["status", *arguments]).bootstrap == expected
 
 
 @pytest.mark.parametrize(
@@ -50,7 +49,7 @@ OPTIONS = (
     "--up-gbps 2 --usd-per-gb-up 0.1 --usd-per-gb-down 0.2 --relay-gbps 0 --site here --usd-per-s 3 "
     "--max-num-batched-tokens 1024 --tp 2 --emulate 4xA40"
 )
-JOIN = build_parser().parse_args(["join", *OPTIONS.split()])
+JOIN = parse(["join", *OPTIONS.split()])
 
 
 def test_options_become_the_settings_of_the_same_name() -> None:
@@ -68,7 +67,7 @@ def test_options_become_the_settings_of_the_same_name() -> None:
     [
         (BoxEngineSettings, JOIN, {"fitting"}),
         (BoxFigures, JOIN, {"relay_budget_bytes"}),
-        (DemoSettings, build_parser().parse_args(["demo"]), set()),
+        (DemoSettings, parse(["demo"]), set()),
         (LiveSettings, comparison_parser().parse_args([]), set()),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.sdk.cli import main
-from p2pserve.sdk.commands.planning_parsers import SPECS
+from p2pserve.sdk.options.planning import SPECS
 
 CLUSTER = ["--cluster", "thunderserve-8xa100"]
 SERVICE = ["--model", "llama-30b", "--workload", "conversation", "--rate", "2"]
@@ -110,7 +110,7 @@ def test_a_lost_box_leaves_its_requests_undone(planned: Path, capsys: pytest.Cap
         ([*CLUSTER, *SERVICE, "--pin", "a100=mixed", "--exclude", "a100"], "box a100 is excluded as well"),
         ([*CLUSTER, *SERVICE, "--exclude", "a100"], "every box of the cluster is excluded"),
         ([*CLUSTER, *SERVICE, "--price-weight", "-1"], "price-weight: -1.0 is not a number from 0 up"),
-        ([*CLUSTER, *SERVICE, "--budget-s", "0"], "argument --budget-s: 0 is not a number above 0"),
+        ([*CLUSTER, *SERVICE, "--budget-s", "0"], "--budget-s: 0 is not a number above 0"),
         (["--cluster", "thunderserve-2xa5000", *SERVICE], "the cluster does not hold llama-30b"),
         ([*CLUSTER, *SERVICE, "--services", "x"], "model: it is in the file of --services already"),
         ([*CLUSTER, "--services", "x"], "services: x cannot be read"),

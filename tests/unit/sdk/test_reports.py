@@ -1,8 +1,8 @@
 """What `status` and `demo` show, as text from plain values."""
 
 import io
-from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,8 +15,8 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, RequestFigures, Status, TransferFigures
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.sdk.commands.network import figures_line
-from p2pserve.sdk.commands.status_view import COLUMNS, node_row, plan_lines, print_status
+from p2pserve.sdk.actions.network import figures_line
+from p2pserve.sdk.actions.status_view import COLUMNS, node_row, plan_lines, print_status
 from p2pserve.sdk.demo.demo import run_demo
 from p2pserve.sdk.demo.report import (
     Asked,
@@ -239,7 +239,7 @@ def test_the_table_and_the_line_have_the_figures() -> None:
 
 
 def test_the_demo_refuses_before_it_starts_anything(tmp_path: Path) -> None:
-    arguments = Namespace(
+    arguments = SimpleNamespace(
         nodes=0,
         prompt=None,
         codec="raw",

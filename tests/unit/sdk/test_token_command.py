@@ -81,7 +81,7 @@ def test_programs_read_json(home: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["revoke", "ffffffff"], "id: no token 'ffffffff' was issued here"),
         (["renew", "f"], "id: 'f' is too short"),
         (["revoke"], "ID"),
-        ([], "create|list|revoke|renew"),
+        ([], "create, list, revoke, renew"),
     ],
 )
 def test_bad_input_is_one_line(

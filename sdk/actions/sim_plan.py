@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import msgspec
@@ -28,7 +28,7 @@ from ...sims.scenario import BoxLost, ServiceRun, SimSettings
 from ...sims.workloads import AZURE, Lengths, azure, draw, read_requests, replay
 from ...sims.world import simulate
 from ..errors import UsageError
-from .option_values import check_writable
+from ..options.values import check_writable
 from .plan import search_plan
 from .plan_options import problem_of
 from .status_view import open_console
@@ -46,7 +46,7 @@ class _PlanFile(msgspec.Struct):
     services: list[_Planned]
 
 
-def run_planned(arguments: Namespace) -> int:
+def run_planned(arguments: SimpleNamespace) -> int:
     """Plan unless there is a plan, simulate, and write what was asked for. Returns the exit code."""
     # Before the search and the simulation, which take minutes: what they find must have a place to go.
     for field, path in (("requests", arguments.requests), ("chrome-trace", arguments.chrome_trace)):
@@ -85,7 +85,7 @@ def _simulate(
     runs: Sequence[ServiceRun],
     settings: SimSettings,
     losses: Sequence[BoxLost],
-    arguments: Namespace,
+    arguments: SimpleNamespace,
 ) -> SimResult:
     console = Console(stderr=True)
     quiet = arguments.format == "json" or not console.is_terminal
@@ -101,7 +101,7 @@ def _simulate(
         )
 
 
-def _plans(arguments: Namespace, problem: Problem) -> list[Plan]:
+def _plans(arguments: SimpleNamespace, problem: Problem) -> list[Plan]:
     if arguments.plan is None:
         evaluator = LowerLevel(problem)
         found = search_plan(problem, evaluator, arguments)
@@ -117,7 +117,7 @@ def _plans(arguments: Namespace, problem: Problem) -> list[Plan]:
     return [item.plan for item in file.services]
 
 
-def _trace(arguments: Namespace, service: Service, number: int) -> Trace:
+def _trace(arguments: SimpleNamespace, service: Service, number: int) -> Trace:
     """The requests of a service; each has random numbers of its own."""
     workload = service.workload
     what = arguments.workload or ""
@@ -159,7 +159,7 @@ def _loss(text: str, problem: Problem) -> BoxLost:
         raise UsageError(f"lose: {at!r} in {text!r} is not a number of seconds") from None
 
 
-def _write(result: SimResult, arguments: Namespace) -> None:
+def _write(result: SimResult, arguments: SimpleNamespace) -> None:
     several = len(result.services) > 1
     if arguments.requests is not None:
         for outcome in result.services:

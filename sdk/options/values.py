@@ -1,11 +1,16 @@
-"""Parsers of option values. Each raises ArgumentTypeError or ValueError for bad text."""
+"""Parsers of option values, for `argparse` and, as types, for `click`. Each function raises ArgumentTypeError or
+ValueError for bad text."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import click
 
 from ..errors import UsageError
 
@@ -44,6 +49,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def above_zero(text: str) -> float:
+    """Above 0, and below a billion."""
+    value = float(text)
+    if not 0.0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _LONGEST_S = 10 * 365 * 86400.0
 
@@ -62,7 +75,7 @@ def duration(text: str) -> float:
     return value
 
 
-def settings_of(kind: type[Settings], arguments: argparse.Namespace) -> Settings:
+def settings_of(kind: type[Settings], arguments: argparse.Namespace | SimpleNamespace) -> Settings:
     """Settings from the options that are called as their fields are; the other fields keep their defaults."""
     given = vars(arguments)
     return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
@@ -74,23 +87,35 @@ def check_writable(field: str, path: Path | None) -> None:
         raise UsageError(f"{field}: {path.parent} is no folder; make it first")
 
 
-class Listed(argparse.Action):
-    """An option that may be given several times: its values joined by commas."""
+class Parsed(click.ParamType[Any]):
+    """A value that one of the functions above makes of a text."""
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        """Add a value; the first one replaces the default."""
-        given: list[str] = [*getattr(namespace, f"_{self.dest}", ()), str(values)]
-        setattr(namespace, f"_{self.dest}", given)
-        setattr(namespace, self.dest, ",".join(given))
+    def __init__(self, name: str, parse: Callable[[str], object]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value; what is wrong with the text otherwise."""
+        if not isinstance(value, str):
+            return value  # a default
+        try:
+            return self._parse(value)
+        except argparse.ArgumentTypeError as error:
+            return self.fail(str(error), param, ctx)
+        except ValueError:
+            return self.fail(f"{value!r} is not a {self.name}", param, ctx)
+
+
+POSITIVE = Parsed("whole number", positive)
+COUNT = Parsed("whole number", count)
+FIGURE = Parsed("number", figure)
+SECONDS = Parsed("number of seconds", seconds)
+ABOVE_ZERO = Parsed("number", above_zero)
+DURATION = Parsed("time from now", duration)
+FILE = click.Path(path_type=Path)
 
 
 # argparse names the function in its message when it raises ValueError.
 positive.__name__ = count.__name__ = "whole number"
 seconds.__name__ = "number of seconds"
-figure.__name__ = "number"
+figure.__name__ = above_zero.__name__ = "number"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
 import msgspec
@@ -24,7 +24,7 @@ from ..errors import UsageError
 PHASES: Final = tuple(phase.value for phase in Phase)
 
 
-def problem_of(arguments: argparse.Namespace) -> Problem:
+def problem_of(arguments: SimpleNamespace) -> Problem:
     """What the options ask for. Raises UsageError, or the planner's own errors, with one line."""
     specs = Specs(arguments.specs)
     if arguments.cluster is None:
@@ -105,7 +105,7 @@ class _ServiceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     slo: str = "5x"
 
 
-def _services(arguments: argparse.Namespace) -> list[Service]:
+def _services(arguments: SimpleNamespace) -> list[Service]:
     single = {name: getattr(arguments, name) for name in ("model", "workload", "rate")}
     if arguments.services is None:
         missing = [f"--{name}" for name, value in single.items() if value is None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,11 @@ from ...sims.splitwise.metrics import missed_slos, slowdowns, summary
 from ...sims.splitwise.run import Mode, SplitwiseResult, run_setup, write_requests_csv
 from ...sims.splitwise.traces import read_trace
 from ..errors import UsageError
-from .option_values import check_writable
+from ..options.values import check_writable
 from .status_view import open_console
 
 
-def run_sim(arguments: Namespace) -> int:
+def run_sim(arguments: SimpleNamespace) -> int:
     """Returns the exit code."""
     if arguments.compat or arguments.measured:
         return _run_splitwise(arguments)
@@ -27,7 +27,7 @@ def run_sim(arguments: Namespace) -> int:
     return run_planned(arguments)
 
 
-def _run_splitwise(arguments: Namespace) -> int:
+def _run_splitwise(arguments: SimpleNamespace) -> int:
     """A setup of sims/splitwise, by the public simulator's rules or with its faults corrected."""
     missing = [name for name in ("setup", "model", "workload", "trace") if getattr(arguments, name) is None]
     if missing:
@@ -52,7 +52,7 @@ def _run_splitwise(arguments: Namespace) -> int:
     return 0
 
 
-def _figures(result: SplitwiseResult, arguments: Namespace, mode: Mode, seconds: float) -> dict[str, Any]:
+def _figures(result: SplitwiseResult, arguments: SimpleNamespace, mode: Mode, seconds: float) -> dict[str, Any]:
     slow = slowdowns(result.outcomes, arguments.model)
     trace = result.outcomes.trace
     return {

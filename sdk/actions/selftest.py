@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from argparse import Namespace
+from types import SimpleNamespace
 
 import msgspec
 import trio
@@ -19,7 +19,7 @@ from ...node.engine.trials.selftest import check_installation, selftest_log
 from ..errors import UsageError
 
 
-def selftest(arguments: Namespace) -> int:
+def selftest(arguments: SimpleNamespace) -> int:
     """`p2pserve selftest`."""
     if arguments.full:
         return _check_gpu(arguments)
@@ -34,7 +34,7 @@ def selftest(arguments: Namespace) -> int:
     return 0 if verdict.passed else 1
 
 
-def _check_gpu(arguments: Namespace) -> int:
+def _check_gpu(arguments: SimpleNamespace) -> int:
     """`p2pserve selftest --full`: findings to stdout; progress to stderr if they are JSON."""
     as_json = arguments.format == "json"
     if not arguments.report.parent.is_dir():

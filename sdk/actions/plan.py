@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
 from math import inf
+from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
@@ -28,7 +28,7 @@ from .status_view import open_console
 FLOWS_SHOWN: Final = 12
 
 
-def run_plan(arguments: Namespace) -> int:
+def run_plan(arguments: SimpleNamespace) -> int:
     """Search, and print the best plan found. Returns the exit code."""
     problem = problem_of(arguments)
     started = time.monotonic()
@@ -63,7 +63,7 @@ def run_plan(arguments: Namespace) -> int:
 def search_plan(
     problem: Problem,
     evaluator: LowerLevel,
-    arguments: Namespace,
+    arguments: SimpleNamespace,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> SearchResult:
     """The best plan by the options' seed, within their budget of time."""
