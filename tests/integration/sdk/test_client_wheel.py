@@ -166,19 +166,22 @@ def health_of(where: str) -> int:
         with urllib.request.urlopen(f"{where}/health", timeout=LIMIT_S) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
 
 def be_a_gateway(laptop: Laptop, token: str) -> None:
     command = [str(laptop.scripts / "p2pserve"), "gateway", "--bootstrap", token, "--http", "127.0.0.1:0"]
-    process = subprocess.Popen([*command, "--format", "json"], stdout=subprocess.PIPE, text=True, cwd=laptop.folder)
-    try:
-        assert process.stdout is not None
-        where = json.loads(process.stdout.readline())["http"]
-        until = time.monotonic() + LIMIT_S
-        while (status := health_of(where)) != 200:
-            assert status == 503
-            assert time.monotonic() < until
-    finally:
-        process.terminate()
+    with subprocess.Popen(
+        [*command, "--format", "json"], stdout=subprocess.PIPE, text=True, cwd=laptop.folder
+    ) as process:
+        try:
+            assert process.stdout is not None
+            where = json.loads(process.stdout.readline())["http"]
+            until = time.monotonic() + LIMIT_S
+            while (status := health_of(where)) != 200:
+                assert status == 503
+                assert time.monotonic() < until
+        finally:
+            process.terminate()
         assert process.wait(LIMIT_S) == 0
