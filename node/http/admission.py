@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from ipaddress import ip_address
 from typing import Final, final
 
 from ...bootstrap import Address, Role
 from ...bootstrap.errors import AddressError
-from .headers import RawHeaders, find_header, is_allowed
+from ..web.fields import RawHeaders, is_allowed
+from ..web.listening import HttpRefusal, host_of, is_loopback
+from ..web.paths import find_refusal, path_of
 from .messages import MAX_HEADER_BYTES, MAX_HEADERS, MAX_HEADERS_BYTES, MAX_NAME_BYTES, MAX_TARGET_BYTES
-from .paths import find_refusal, path_of
 
 OPEN_PATHS: Final = frozenset({"/health", "/live"})  # for load balancers, which have no key
 
@@ -21,24 +21,6 @@ class FrontRules:
     """Who may ask. `keys`: any of them lets in; none: whoever reaches the port."""
 
     keys: tuple[str, ...] = ()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class HttpRefusal:
-    """The status and the text for whoever asked, and when to ask again, where that helps."""
-
-    status: int
-    text: str
-    retry_after_s: float | None = None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def check_listen(listen: Address, rules: FrontRules) -> None:
@@ -58,7 +40,7 @@ def judge(method: str, target: str, headers: RawHeaders, rules: FrontRules) -> H
     if path in OPEN_PATHS and "?" not in target:
         return None
     # A page in a browser of this machine can have its own name point here: without a key, that name gives it away.
-    if not rules.keys and not is_loopback(_host_of(headers)):
+    if not rules.keys and not is_loopback(host_of(headers)):
         return HttpRefusal(403, "host: without --api-key this gateway answers to localhost and 127.0.0.1 only")
     # A browser asks before it shows its key.
     if method != "OPTIONS" and not is_allowed(headers, rules.keys):
@@ -79,11 +61,3 @@ def _judge_size(target: str, headers: RawHeaders) -> HttpRefusal | None:
     if any(len(name) > MAX_NAME_BYTES or len(value) > MAX_HEADER_BYTES for name, value in headers):
         return HttpRefusal(431, f"headers: one of more than {MAX_HEADER_BYTES} bytes is not carried")
     return None
-
-
-def _host_of(headers: RawHeaders) -> str:
-    """Without its port; of HTTP/1.0, which need not say it, this machine's."""
-    host = (find_header(headers, b"host") or b"localhost").decode("latin-1")
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]

@@ -20,7 +20,7 @@ from .. import messages, methods
 from .bodies import BodyInlet, BodyOutlet
 from .headers import drop_hop_by_hop, to_api_server
 from .messages import MAX_HEADERS, MAX_HEADERS_BYTES, PIECE_BYTES, HttpAnswer, HttpHeader, HttpMore, HttpOpen
-from .paths import find_refusal
+from ..web.paths import find_refusal
 
 _log = logging.getLogger(__name__)
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hmac
-import re
-import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Final
 
+from ..web.fields import CLIENT, REQUEST_ID, RawHeaders
 from .messages import HttpHeader
 
 HOP_BY_HOP: Final = frozenset(
@@ -17,13 +15,6 @@ HOP_BY_HOP: Final = frozenset(
 """RFC 9110, 7.6.1: what is said between two neighbours only."""
 KEYS: Final = frozenset({b"authorization", b"x-api-key"})
 OURS: Final = b"x-p2p-"  # how the names of fields begin that boxes add; nobody else may say them
-REQUEST_ID: Final = b"x-request-id"
-CLIENT: Final = b"x-p2p-client"
-"""Who asks: a box adds it for its API server, which counts and limits by it instead of a key."""
-
-_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-
-RawHeaders = Sequence[tuple[bytes, bytes]]
 
 
 def drop_hop_by_hop(headers: RawHeaders) -> RawHeaders:
@@ -55,29 +46,3 @@ def to_api_server(headers: Iterable[HttpHeader], peer: str) -> list[tuple[bytes,
         (CLIENT, peer.encode()),
         (b"connection", b"close"),
     ]
-
-
-def find_header(headers: RawHeaders, name: bytes) -> bytes | None:
-    """The first field of that name."""
-    return next((value for field, value in headers if field.lower() == name), None)
-
-
-def pick_request_id(headers: RawHeaders) -> bytes:
-    """The request's own id if it may be printed anywhere, else a new one."""
-    given = find_header(headers, REQUEST_ID)
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given
-    return secrets.token_hex(16).encode()
-
-
-def is_allowed(headers: RawHeaders, keys: Sequence[str]) -> bool:
-    """Whether the request shows one of these keys, as OpenAI's clients do or as Anthropic's; anybody may where there
-    are none. Takes as long for each wrong one."""
-    if not keys:
-        return True
-    shown = [find_header(headers, b"x-api-key") or b""]
-    scheme, _, secret = (find_header(headers, b"authorization") or b"").partition(b" ")
-    if scheme.lower() == b"bearer":
-        shown.append(secret.strip())
-    matches = [hmac.compare_digest(one, key.encode()) for one in shown for key in keys]
-    return any(matches)
