@@ -31,7 +31,7 @@ from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
 from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import LINK_ID_BYTES, TRANSFER_ID_BYTES, LinkTicket, TransferTicket
-from .box.fitting import BatchLimits
+from .box.batch_limits import BatchLimits
 from .box.hardware import Hardware
 from .engine.protocol import (
     MAX_ALLOWED_TOKENS,

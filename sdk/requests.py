@@ -10,7 +10,7 @@ from typing import TypedDict, final
 import msgspec
 
 from ..node.messages import AnswerUpdate, Generate, RequestFigures
-from ..node.models.text import PromptError
+from ..node.models.errors import PromptError
 from ..node.requests.acceptance import check
 from ..node.requests.gateway_choice import GatewayCandidate
 from .errors import InvalidRequest

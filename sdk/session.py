@@ -86,9 +86,9 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
 
 async def find_network(bootstrap: str, token: str | None, timeout_s: float) -> Network:
     """The network that a client's token is for, not entered yet. Raises ConnectionFailed or InvalidAddress."""
-    # Neither is needed before there is a network to join: 0.5 s and 90 MB.
-    from ..bootstrap.streams.libp2p_host import Libp2pTransport
-    from ..node.joining import read_join_target
+    # Neither is needed before there is a network to join.
+    from ..bootstrap.join_targets import read_join_target
+    from ..bootstrap.streams.dialling import DiallingTransport
 
     identity = Identity.generate()
     nowhere = Address("0.0.0.0", 0)  # clients are not dialled
@@ -101,7 +101,7 @@ async def find_network(bootstrap: str, token: str | None, timeout_s: float) -> N
             )
         book = AddressBook(client_folder(), parsed.network)
         return Network(
-            transport=Libp2pTransport(identity, None, nowhere),
+            transport=DiallingTransport(identity, nowhere),
             identity=identity,
             token=text,
             network_key_public=parsed.network,

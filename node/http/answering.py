@@ -17,10 +17,10 @@ import trio
 from ...bootstrap import NetworkError, PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from .. import messages, methods
+from ..web.paths import find_refusal
 from .bodies import BodyInlet, BodyOutlet
 from .headers import drop_hop_by_hop, to_api_server
 from .messages import MAX_HEADERS, MAX_HEADERS_BYTES, PIECE_BYTES, HttpAnswer, HttpHeader, HttpMore, HttpOpen
-from ..web.paths import find_refusal
 
 _log = logging.getLogger(__name__)
 

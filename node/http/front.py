@@ -17,14 +17,14 @@ import trio
 
 from ...bootstrap import DECODE_ERRORS, Address
 from ...bootstrap.errors import AddressError, PortInUse
+from ..web.envelope import describe_error, describe_event
 from ..web.fields import REQUEST_ID, RawHeaders, find_header, pick_request_id
 from ..web.listening import HttpRefusal
+from ..web.paths import path_of
 from .admission import FrontRules, check_listen, judge
 from .asking import AnswerLost, CarriedAnswer, CarriedRequest, HttpAsking, NotCarried
-from ..web.envelope import describe_error, describe_event
 from .event_stream import EventSplitter
 from .headers import pass_request
-from ..web.paths import path_of
 
 _log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from ...bootstrap import Address, PeerId
 from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
+from ..box.errors import NodeError
 from ..box.hardware import Hardware
-from ..box.home import NodeError
 from ..engine import protocol
 from ..engine.backend import ServedModel
 from ..links.kv_outlets import KvOutlets

@@ -7,12 +7,16 @@ request itself says, and `tokenize` and `prepare` by what the model and its engi
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from ...bootstrap import RemoteError
 from ..messages import MAX_PROMPT_BYTES, Generate
 from ..models import ModelInfo
-from ..models.text import PromptError, TextModel
-from .live_request import LiveRequest
+from ..models.errors import PromptError
+
+if TYPE_CHECKING:
+    from ..models.text import TextModel
+    from .live_request import LiveRequest
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 16
@@ -126,6 +130,8 @@ def prepare(
 ) -> LiveRequest:
     """A checked request with its prompt's tokens; `so_far` is what the client has of the answer. Takes seconds for
     megabytes of text. Raises PromptError."""
+    from .live_request import LiveRequest  # with a tokenizer's library, which clients have not
+
     vocabulary = model.shape.vocabulary
     if (given := max(body.prompt_token_ids or (), default=0)) >= vocabulary:
         raise PromptError(f"prompt_token_ids: {given} is no token of this model, which has {vocabulary}")

@@ -21,7 +21,8 @@ from ...coordinator.requests.machine import RequestMachine
 from ...coordinator.requests.values import EndRequest, RequestSettings
 from .. import messages
 from ..models import ModelInfo
-from ..models.text import PromptError, TextModel
+from ..models.errors import PromptError
+from ..models.text import TextModel
 from ..settings import ClientLimits
 from ..view import NetworkView, Queue, count_queues
 from .acceptance import check, check_arrival, check_length, prepare

@@ -12,10 +12,10 @@ import trio
 from ...bootstrap import NetworkError, PeerId, Role
 from ...bootstrap.members.states import MemberState
 from ...bootstrap.network import Network
+from ..adverts import AdvertBook
 from ..messages import ADVERT, PLAN, Advert, Status, StatusQuery
 from ..methods import STATUS
 from ..planning.manifest import read_manifest
-from ..view import NetworkView
 
 STATUS_TIMEOUT_S: Final = 5.0
 RACERS: Final = 3  # a client knows how far its bootstrap is; of the rest it tries so many at once
@@ -62,18 +62,18 @@ class GatewayFinder:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._view = NetworkView()
+        self._book = AdvertBook()
         self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
         self._planned: str | None = None  # its service
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
 
     def candidates(self) -> list[GatewayCandidate]:
         """The nodes that are alive."""
-        self._view.update(self._network.entries(ADVERT))
+        self._book.update(self._network.entries(ADVERT))
         return [
             GatewayCandidate(
                 peer=member.peer_id,
-                advert=self._view.adverts.get(member.peer_id),
+                advert=self._book.adverts.get(member.peer_id),
                 rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
             )
             for member in self._network.members()

@@ -8,11 +8,11 @@ from p2pserve.bootstrap import Address, Role
 from p2pserve.bootstrap.errors import AddressError, ProtocolError
 from p2pserve.node.http.admission import FrontRules, check_listen, judge
 from p2pserve.node.http.bodies import BodyInlet, BodyOutlet
-from p2pserve.node.web.envelope import describe_error, describe_event
 from p2pserve.node.http.event_stream import MAX_EVENT_BYTES, EventSplitter
 from p2pserve.node.http.headers import drop_hop_by_hop, pass_request, to_api_server
-from p2pserve.node.web.fields import is_allowed, pick_request_id
 from p2pserve.node.http.messages import WINDOW_PIECES, HttpHeader
+from p2pserve.node.web.envelope import describe_error, describe_event
+from p2pserve.node.web.fields import is_allowed, pick_request_id
 from p2pserve.node.web.paths import find_refusal, path_of
 
 KEYED = FrontRules(keys=("secret-1",))
