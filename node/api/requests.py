@@ -16,7 +16,7 @@ from ..engine.protocol import EngineMessage, NewTokens, Sampling
 from ..messages import AnswerUpdate, Generate, StopRequest
 from ..requests.gateway import Gateway
 from ..requests.local_clients import LocalClients, local_client
-from .keys import KeyAccounts, KeyUsage, OverLimit
+from .accounts import KeyAccounts, KeyUsage, OverLimit
 
 STATUSES: Final = {"busy": 429, "draining": 503, "invalid": 400, "stopped": 499, "forbidden": 403}
 """What HTTP calls the codes of a gateway's refusals."""

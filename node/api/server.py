@@ -7,6 +7,8 @@ import errno
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
 from typing import Final, final
 
 import trio
@@ -23,13 +25,16 @@ from ..engine.api.protocol import (
     ApiReply,
     ApiSubmit,
     FromApi,
+    KeyDigest,
     ServiceState,
 )
+from ..engine.backend import ModelFiles
 from ..engine.protocol import EngineMessage
 from ..http.answering import ApiUnavailable
 from ..requests.gateway import Gateway
 from ..requests.local_clients import LocalClients
-from .keys import KeyAccounts
+from ..settings import ApiSettings
+from .accounts import KeyAccounts
 from .requests import ApiRequests
 
 Answer = Callable[[bytes], Awaitable[bytes]]
@@ -38,18 +43,18 @@ _IN_USE: Final = (errno.EADDRINUSE,)
 _BACKLOG: Final = 2048
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiSettings:
-    """Seconds. `idle_s`: after which a process that listens nowhere ends; longer: whoever asks again need not wait for
-    the next, and its 70 MB stay. `state_s`: between two looks at who serves. `first_backoff_s`, `max_backoff_s`: pause
-    before one that died is started again; doubles with each in a row. `healthy_s`: one that ran so long starts from no
-    failures."""
-
-    idle_s: float = 300.0
-    state_s: float = 0.25
-    first_backoff_s: float = 0.2
-    max_backoff_s: float = 10.0
-    healthy_s: float = 30.0
+def api_config(model: ModelFiles, settings: ApiSettings, log: Path) -> ApiConfig:
+    """What the API process of a box is started with."""
+    return ApiConfig(
+        model=str(model.folder),
+        names=settings.names or tuple(dict.fromkeys((model.info.name, model.info.service))),
+        options=settings.options,
+        keys=tuple(KeyDigest(key.name, sha256(key.secret.encode()).digest()) for key in settings.keys),
+        is_open=settings.needs_no_key,
+        max_body_bytes=settings.max_body_bytes,
+        deadline_s=settings.deadline_s,
+        log_file=str(log),
+    )
 
 
 def open_listener(listen: Address) -> socket.socket:
@@ -120,11 +125,12 @@ class ApiServer:
         """Whether it waits for no answer."""
         return self._life is None or self._life.requests.is_idle
 
-    def listen(self, listener: socket.socket) -> None:
-        """Serve on this socket too, from the next start on; it stays this process's, so that no caller is turned away
-        while the API process is started again."""
-        self._listener = listener
+    def listen(self, listen: Address) -> Address:
+        """Serve there too, from the next start on; returns where. The socket stays this process's, so that no caller is
+        turned away while the API process is started again. Raises AddressError or PortInUse."""
+        self._listener = open_listener(listen)
         self._wanted.set()
+        return Address(listen.host, self._listener.getsockname()[1])
 
     async def connect(self) -> trio.SocketStream:
         """A fresh connection to its HTTP server, which is started for it if need be. Who comes this way needs no key:

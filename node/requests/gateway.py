@@ -100,6 +100,13 @@ class Gateway:
         return self._room is not None and not self._draining
 
     @property
+    def why_not_served(self) -> str:
+        """For people, while it is not."""
+        if self._draining:
+            return "this node is leaving; send the request to another one"
+        return f"no engine of this network serves {self._model.name} now; `p2pserve status` says what each does"
+
+    @property
     def demand(self) -> Demand | None:
         """What clients have asked for lately; it changes only when that is news."""
         return self._meter.demand(trio.current_time())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import Final, final
+from typing import final
 
 from .fields import RawHeaders, find_header
 
@@ -33,16 +33,3 @@ def host_of(headers: RawHeaders) -> str:
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0]
-
-
-MIN_KEY_CHARS: Final = 8
-
-
-class KeyFault(ValueError):
-    """An API key that cannot be one. The text is a line for the owner, and does not repeat the key."""
-
-
-def check_key(secret: str, where: str) -> None:
-    """Raise KeyFault for what is no key."""
-    if len(secret) < MIN_KEY_CHARS or not secret.isascii() or not secret.isprintable() or " " in secret:
-        raise KeyFault(f"{where}: a key has at least {MIN_KEY_CHARS} printable ASCII characters and no spaces")

@@ -1,47 +1,16 @@
-"""API keys: whose they are, what each may have, and what each has had. Pure: time is a parameter.
-
-A file of keys has one in each line, with what it may have:
-
-    sk-8c1f...   name=alice requests_s=2 concurrent=8 tokens_min=60000
-    sk-77ab...   # no limit but those of the gateway
-"""
+"""What each API key has, and has had. Pure: time is a parameter."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, final
 
-from ..engine.api.protocol import MAX_KEYS, KeyDigest
-from ..web.listening import KeyFault, check_key
+from ..web.keys import KeyLimits
 
 MAX_ACCOUNTS: Final = 1024  # of peers whose requests other nodes carry here
 MINUTE_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyLimits:
-    """What one key may have; None: as much as the gateway gives. A burst may take what a second, or a minute, gives."""
-
-    requests_s: float | None = None
-    concurrent: int | None = None
-    tokens_min: int | None = None  # of prompts and answers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiKey:
-    """A key. `name` stands for it wherever people look."""
-
-    name: str
-    digest: bytes
-    limits: KeyLimits = field(default_factory=KeyLimits)
-
-    def describe(self) -> KeyDigest:
-        """For the API process, which needs no more of it."""
-        return KeyDigest(self.name, self.digest)
 
 
 class OverLimit(Exception):
@@ -50,50 +19,6 @@ class OverLimit(Exception):
     def __init__(self, text: str, retry_after_s: float) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
-
-
-def parse_keys(lines: Iterable[str]) -> tuple[ApiKey, ...]:
-    """The keys of these lines, each name once. Raises KeyFault naming the line and the fix."""
-    keys: dict[str, ApiKey] = {}
-    for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        key = _parse_key(words, f"line {number}")
-        if key.name in keys:
-            raise KeyFault(f"line {number}: the name {key.name} is taken already; give each key another one")
-        keys[key.name] = key
-    if len(keys) > MAX_KEYS:
-        raise KeyFault(f"{len(keys)} keys; at most {MAX_KEYS} can be held")
-    return tuple(keys.values())
-
-
-def _parse_key(words: list[str], where: str) -> ApiKey:
-    secret, *facts = words
-    check_key(secret, where)
-    digest = sha256(secret.encode()).digest()
-    key = ApiKey(name=f"key-{digest.hex()[:8]}", digest=digest)
-    for fact in facts:
-        name, equals, value = fact.partition("=")
-        if name == "name" and value and len(value) <= 64 and value.isprintable():
-            key = replace(key, name=value)
-        elif equals and name in ("requests_s", "concurrent", "tokens_min"):
-            limit = _number(value, where, name)
-            limits = replace(key.limits, **{name: limit if name == "requests_s" else int(limit)})  # type: ignore[arg-type]
-            key = replace(key, limits=limits)
-        else:
-            raise KeyFault(f"{where}: `{fact[:80]}` is none of name=, requests_s=, concurrent= and tokens_min=")
-    return key
-
-
-def _number(text: str, where: str, name: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1e12 or (name != "requests_s" and value != int(value)):
-        raise KeyFault(f"{where}: {name}={text[:40]} is not a {'number' if name == 'requests_s' else 'count'} above 0")
-    return value
 
 
 @dataclass(slots=True)
