@@ -28,10 +28,14 @@ from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from ..kvtransport.wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC
 from . import messages
+from .admin.answering import NodeAnswers
 from .box import hardware
 from .box.home import lock_home
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
+from .http.admission import FrontRules, check_listen
+from .http.asking import HttpAsking
+from .http.front import HttpFront
 from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
@@ -68,9 +72,11 @@ async def run_node(
     stop: trio.Event,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises
-    NodeError, ModelError, GpuError, EngineError or NetworkError, perhaps in exception groups."""
+    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises NodeError, ModelError,
+    GpuError, EngineError or NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
+    if settings.http is not None:
+        check_listen(settings.http, _front_rules(settings))
     invitation = await accept_invitation(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     backend = find_backend(settings.engine.backend)
     found = backend.hardware(hardware.probe(), settings.engine)
@@ -133,6 +139,8 @@ async def _join(
                 nursery.start_soon(_close_in_the_end, spans)
             nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
+            if settings.http is not None:
+                await node.serve_http(settings.http, nursery)
             address = network.address
             handed_out: dict[str, str] = {}
             owner = membership.owner
@@ -159,7 +167,7 @@ class Node:
         port: DataPort,
         relay: Relay,
         nursery: trio.Nursery,
-    ) -> None:
+        ) -> None:
         settings, network = joined.settings, joined.network
         self._joined = joined
         self._tuning = settings.tuning
@@ -184,6 +192,8 @@ class Node:
         )
         serving = self._serving
         self.showing = Showing(joined, serving)
+        if serving is not None:
+            serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(
             joined.knowledge,
             messenger=network,
@@ -201,6 +211,17 @@ class Node:
             network.on_peer_lost(serving.peer_lost)
         for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate, self._judge):
             nursery.start_soon(task)
+
+    async def serve_http(self, listen: Address, nursery: trio.Nursery) -> None:
+        """Serve the OpenAI API at a port of this box: from its own API process, or without a model, from whichever box
+        of the network has an engine that is ready."""
+        joined = self._joined
+        if self._serving is not None:
+            at = self._serving.api.listen(listen)
+        else:
+            front = HttpFront(HttpAsking(joined.network, nursery), _front_rules(joined.settings))
+            at = await nursery.start(front.serve, listen)
+        joined.say(f"OpenAI API at http://{at}/v1")
 
     def _hurry(self) -> None:
         self._news.set()
@@ -334,6 +355,10 @@ class Node:
             self._serving.gateway.network_changed()
             if not self._draining:
                 self._serving.host.follow(self._joined.view.plan)
+
+
+def _front_rules(settings: NodeSettings) -> FrontRules:
+    return FrontRules(keys=tuple(key.secret for key in settings.api.keys), needs_no_key=settings.api.needs_no_key)
 
 
 async def _close_in_the_end(closing: Relay | SpanExport) -> None:

@@ -17,6 +17,7 @@ from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
 from ..kvtransport.probing.figures import LinkFigures
 from ..kvtransport.probing.sites import SiteLinks
+from .adverts import AdvertBook
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
 from .messages import Advert, EngineAdvert, LinkTable, Status
@@ -28,9 +29,6 @@ UNMEASURED_GPU = (100.0, 1000.0)
 UNMEASURED_CPU = (0.5, 10.0)
 """TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
 
-_FAULT_CHARACTERS = 120
-
-_adverts = msgspec.msgpack.Decoder(Advert)
 _tables = msgspec.msgpack.Decoder(LinkTable)
 
 _NO_LINKS = LinkTable()
@@ -55,30 +53,13 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
     return queues
 
 
-def decode_adverts(entries: Mapping[PeerId, bytes]) -> dict[PeerId, Advert]:
-    """Adverts by peer, without those that are none (of another version, or garbage)."""
-    return {peer: advert for peer, advert in _read_adverts(entries) if isinstance(advert, Advert)}
-
-
-def _read_adverts(entries: Mapping[PeerId, bytes]) -> Iterator[tuple[PeerId, Advert | str]]:
-    """Adverts by peer, or what is wrong with them."""
-    for peer, payload in entries.items():
-        try:
-            yield peer, _adverts.decode(payload)
-        except DECODE_ERRORS as error:
-            yield peer, str(error)[:_FAULT_CHARACTERS]
-
-
 @final
 @dataclass(slots=True)
-class NetworkView:
+class NetworkView(AdvertBook):
     """Kept up to date by the agent; read by gateway, coordinator and status."""
 
-    adverts: dict[PeerId, Advert] = field(default_factory=dict)
     plan: Plan | None = None
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
-    unreadable: dict[PeerId, str] = field(default_factory=dict)  # whose advert is none, and why
-    _payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, Queue] = field(default_factory=dict)
@@ -91,16 +72,6 @@ class NetworkView:
             plan=status.plan,
             links_told={PeerId(node.peer): node.links for node in status.nodes if node.links is not None},
         )
-
-    def update(self, entries: Mapping[PeerId, bytes]) -> None:
-        """Take in the adverts of the live members; only what has changed is decoded."""
-        news = {peer: payload for peer, payload in entries.items() if self._payloads.get(peer) != payload}
-        kept = {peer: advert for peer, advert in self.adverts.items() if peer in entries and peer not in news}
-        read = dict(_read_adverts(news))
-        self.adverts = kept | {peer: advert for peer, advert in read.items() if isinstance(advert, Advert)}
-        still = {peer: fault for peer, fault in self.unreadable.items() if peer in entries and peer not in news}
-        self.unreadable = still | {peer: fault for peer, fault in read.items() if isinstance(fault, str)}
-        self._payloads = dict(entries)
 
     def update_links(self, entries: Mapping[PeerId, bytes]) -> None:
         """Take in what members say of their links. One that says nonsense says nothing."""

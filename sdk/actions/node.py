@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 
 import trio
 
@@ -20,11 +20,12 @@ from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
 from ...node.box.home import leave_node
-from ...node.settings import BoxEngineSettings, BoxLinkSettings, NodeSettings
+from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..environment import network_address
 from ..errors import UsageError
 from ..options.values import settings_of
 from ..printing import printable
+from .http_options import read_admin_token, read_http, read_keys
 
 SWITCH_S: Final = 0.0005
 """Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""
@@ -67,6 +68,20 @@ def _check_tp(arguments: SimpleNamespace) -> None:
         raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has {gpus}")
 
 
+def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
+    """Where this node serves HTTP, and the keys for it; nothing where the command has no such options."""
+    if getattr(arguments, "http", None) is None:
+        return {}
+    api = ApiSettings(
+        keys=read_keys(arguments.api_key, arguments.api_key_file),
+        admin_token=read_admin_token(arguments.admin_token, arguments.admin_token_file),
+        needs_no_key=arguments.no_api_key,
+        names=tuple(getattr(arguments, "served_model_name", ())),
+        options=tuple(getattr(arguments, "vllm_options", ())),
+    )
+    return {"http": read_http(arguments.http), "api": api}
+
+
 def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> NodeSettings:
     _check_tp(arguments)
     listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
@@ -75,6 +90,7 @@ def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> Node
         home=home,
         listen=parse_address(listen),
         bootstrap=where,
+        **_http_of(arguments),
         also=tuple(parse_member(text, "also") for text in getattr(arguments, "also", ())),
         links=replace(settings_of(BoxLinkSettings, arguments), box=settings_of(BoxFigures, arguments)),
         engine=settings_of(BoxEngineSettings, arguments),

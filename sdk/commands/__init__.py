@@ -25,6 +25,7 @@ COMMANDS: Final[dict[str, Declared]] = {
     ),
     "status": Declared("network", "show nodes, coordinator and plan of a network"),
     "path": Declared("network", "explain by which path KV would go from one node to another, and why"),
+    "gateway": Declared("network", "serve the network's OpenAI API at a port of this machine, which needs no engine"),
     "plan": Declared(
         "planning",
         "say which GPUs should form replicas, what each should do and what to expect, for a described cluster or, with "

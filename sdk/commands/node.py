@@ -8,7 +8,7 @@ import click
 
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
-from ..options.shared import home_option, network_options, place_options
+from ..options.shared import home_option, http_options, network_options, place_options
 from ..options.values import COUNT, SECONDS
 
 
@@ -26,6 +26,7 @@ from ..options.values import COUNT, SECONDS
         metavar="HOST:PORT",
         help="another address that join tokens name, of this box or of a member that stays; may be given several times",
     ),
+    http_options(None),
     link_options,
     engine_options,
 )
@@ -57,6 +58,7 @@ def bootstrap(arguments: SimpleNamespace) -> int:
         metavar="MODEL",
         help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default)",
     ),
+    http_options(None),
     option("--engine-channel", type=COUNT, hidden=True),
     link_options,
     engine_options,

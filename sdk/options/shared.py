@@ -118,6 +118,37 @@ def place_options(*, port: int, folder: str) -> Decorated:
     )
 
 
+def http_options(default: str | None) -> Decorated:
+    """Where HTTP is served, and who may ask there."""
+    said = f"default: {default}" if default is not None else "default: nowhere"
+    return combine(
+        option(
+            "--http",
+            default=default,
+            metavar="HOST:PORT",
+            help=f"serve the OpenAI API here; port 0 picks a free one ({said})",
+        ),
+        option(
+            "--api-key",
+            multiple=True,
+            type=_Text(),
+            metavar="KEY",
+            help="who asks there must show this key, or another one that is given so; without any, only this machine "
+            "may reach the port",
+        ),
+        option("--api-key-file", type=FILE, metavar="FILE", help="the same from a file, a key in each line"),
+        option(
+            "--admin-token",
+            type=_Text(),
+            metavar="TOKEN",
+            help="what /dashboard and /p2p/v1 ask for, at least 16 characters; without it they answer to this machine "
+            "alone",
+        ),
+        option("--admin-token-file", type=FILE, metavar="FILE", help="the same from a file"),
+        option("--no-api-key", is_flag=True, help="let whoever reaches the port ask, also from other machines"),
+    )
+
+
 def _joined(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
     return ",".join(values) or None
 

@@ -19,7 +19,7 @@ FOLDER_FLOORS: dict[str, tuple[str, ...]] = {
     "coordinator": ("costs", "planning", "requests", "dev"),
     "coordinator/planning": ("model", "lower", "upper"),
     "kvtransport": ("wire", "probing", "routing", "link", "dev"),
-    "node": ("models", "box", "engine", "observing", "admin", "dashboard", "requests", "links", "replica", "dev"),
+    "node": ("models", "box", "web", "engine", "observing", "admin", "dashboard", "requests", "http", "links", "replica", "api", "dev"),
     "node/engine": ("vllm", "transfers", "kv", "pipeline", "emulated", "trials", "vllm_program", "gpucheck", "dev"),
     "sdk": ("options", "actions", "seeing", "demo", "live", "commands"),
     "sims": ("engine", "policies", "results", "splitwise", "experiments", "wan"),

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from p2pserve.node.messages import Generate
 from p2pserve.node.models import BUNDLED
-from p2pserve.node.models.text import PromptError, TextModel
+from p2pserve.node.models.errors import PromptError
+from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.live_request import LiveRequest
 
 TEXT = TextModel(BUNDLED)
