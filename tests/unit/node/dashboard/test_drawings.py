@@ -194,6 +194,15 @@ def test_a_request_is_bars_in_their_order() -> None:
     assert timeline.total.startswith("4")
 
 
+def test_layers_of_kv_are_named() -> None:
+    spans = (
+        span("kv.layers", 0, 1, facts={"first": 3, "last": 4}),
+        span("kv.layers", 1, 2, facts={"first": 4, "last": 9}),
+    )
+    bars = draw_timeline(empty_view(), RequestTrace(id="r", spans=spans)).bars
+    assert [bar.label for bar in bars] == ["kv layer 3", "kv layers 4–8"]
+
+
 def test_a_request_of_which_little_is_known() -> None:
     assert draw_timeline(empty_view(), RequestTrace(id="r")).bars == ()
     (bar,) = draw_timeline(empty_view(), RequestTrace(id="r", spans=(span("queue", 0.0, None),))).bars
