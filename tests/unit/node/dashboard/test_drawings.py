@@ -14,7 +14,7 @@ from p2pserve.node.dashboard.bands import EDGES, NAMES, band_of, describe
 from p2pserve.node.dashboard.matrix import MAX_ENDS, draw_matrix
 from p2pserve.node.dashboard.sections import DESKTOP, PHONE
 from p2pserve.node.dashboard.timeline import MAX_BARS, WIDTH, draw_spark, draw_timeline
-from p2pserve.node.dashboard.topology import MAX_BOXES, Spot, Topology, draw_topology
+from p2pserve.node.dashboard.topology import MAX_BOXES, Spot, NetworkMap, draw_topology
 from p2pserve.node.dashboard.view import View
 from p2pserve.node.observing.values import RequestTrace, TraceSpan
 
@@ -93,7 +93,7 @@ def test_nothing_is_nothing() -> None:
 
 def test_many_boxes_are_sites_unless_asked_for() -> None:
     showcase = network(60)
-    folded: Topology = draw_topology(view_of(showcase), *DESKTOP)
+    folded: NetworkMap = draw_topology(view_of(showcase), *DESKTOP)
     assert folded.is_folded
     assert sum(spot.boxes for spot in folded.spots) == 59  # one is dead
     assert all(sum(arc.length for arc in spot.arcs) == pytest.approx(100, abs=0.5) for spot in folded.spots)
