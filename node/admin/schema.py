@@ -64,7 +64,7 @@ def answer(name: str, *, stream: bool = False, **more: dict[int | str, dict[str,
         for status, response in errors.items():
             reference = {"application/json": {"schema": {"$ref": _TEMPLATE.format(name="Error")}}}
             found[status] = {**response, "content": reference}
-    return found
+    return dict(sorted(found.items(), key=lambda each: int(each[0])))
 
 
 def openapi_of(app: FastAPI) -> dict[str, Any]:

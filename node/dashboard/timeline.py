@@ -63,7 +63,7 @@ def _make_bar(view: View, span: TraceSpan, row: int, first: float, last: float, 
     lines = (f"{span.name} at {view.label(span.node)}", f"from {units.seconds(max(0.0, span.begin - first))} on", facts)
     attempt = f", attempt {span.attempt}" if span.attempt > 1 else ""
     return Bar(
-        label=f"{span.name}{attempt}",
+        label=f"{_name(span)}{attempt}",
         box=view.label(span.node),
         kind=span.name.partition(".")[0],
         row=row,
@@ -73,6 +73,14 @@ def _make_bar(view: View, span: TraceSpan, row: int, first: float, last: float, 
         tip="\n".join(filter(None, lines)),
         is_open=span.end is None,
     )
+
+
+def _name(span: TraceSpan) -> str:
+    """A span's name; of layers of KV, which they are."""
+    first, last = span.facts.get("first"), span.facts.get("last")
+    if span.name != "kv.layers" or not isinstance(first, int) or not isinstance(last, int):
+        return span.name
+    return f"kv layer {first}" if last == first + 1 else f"kv layers {first}–{last - 1}"
 
 
 def draw_spark(values: Sequence[float | None]) -> str:

@@ -76,7 +76,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Topology:
+class NetworkMap:
     """A drawing of `width` by `height` units. `is_crowded`: only those curves are drawn that the plan uses."""
 
     width: int
@@ -111,7 +111,7 @@ def wants_sites(view: View) -> bool:
     return asked == "folded" or (asked != "open" and len(view.shown) > MAX_BOXES and len(_sites(view.shown)) > 1)
 
 
-def draw_topology(view: View, width: int, height: int) -> Topology:
+def draw_topology(view: View, width: int, height: int) -> NetworkMap:
     """A map of this size. Labels need 14 units a line, whatever the size: a phone has a drawing of its own."""
     folded = wants_sites(view)
     places = _fold(view.shown) if folded else _line_up(view.shown)
@@ -123,7 +123,7 @@ def draw_topology(view: View, width: int, height: int) -> Topology:
         spots = _place_spots(view, places, centre, level=False)
     curves = _make_curves(view, places, {spot.key: (spot.x, spot.y) for spot in spots}, centre)
     crowded = len(places) > MAX_BOXES
-    return Topology(
+    return NetworkMap(
         width=width,
         height=height,
         spots=spots,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from math import floor, log10
 from typing import Final
 
 SPACE: Final = "\N{NARROW NO-BREAK SPACE}"  # a number and its unit stay in one line
@@ -37,12 +38,14 @@ def size(value: float | None) -> str:
 
 
 def usd(value: float | None) -> str:
-    """`$3.36`; sums below a cent with two digits that matter: `$0.00031`."""
+    """`$3.36`; sums below a cent with two digits that matter, down to `$0.000001`."""
     if value is None:
         return NONE
     if value == 0 or value >= 0.01:
         return f"${value:,.2f}"
-    return f"${value:.2g}" if value >= 1e-4 else f"${value:.1e}"
+    if value < 1e-6:
+        return "<$0.000001"
+    return f"${value:.{1 - floor(log10(value))}f}"
 
 
 def share(value: float | None) -> str:
@@ -92,6 +95,8 @@ def fact(name: str, value: bool | float | str) -> str:
         return f"{name[:-2].replace('_', ' ')} {seconds(value)}"
     if name.endswith("_bytes"):
         return f"{name[:-6].replace('_', ' ')} {size(value)}"
+    if name == "usd" or name.endswith("_usd"):
+        return f"{name[:-3].rstrip('_').replace('_', ' ')} {usd(value)}".strip()
     if name.endswith("_gbps"):
         return f"{name[:-5].replace('_', ' ')} {gbps(value)}".strip()
     return f"{name.replace('_', ' ')} {count(value) if isinstance(value, int) or value >= 100 else digits(value)}"

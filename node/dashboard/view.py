@@ -11,6 +11,7 @@ from ..admin.source import NetworkSnapshot
 from ..observing.values import LinkSummary, NodeSummary, RequestTrace
 
 NO_SITE: Final = "no site"
+LOCAL: Final = "local:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,10 @@ class View:
         object.__setattr__(self, "labels", labels_of(self.snapshot.nodes))
 
     def label(self, peer: str) -> str:
-        """What people call a box; one that is not there any more, by the end of its id."""
+        """What people call a box; one that is not there any more, or a client, by the end of its id; and who asks
+        through the box's own API, by the name of the key."""
+        if peer.startswith(LOCAL):
+            return peer.removeprefix(LOCAL) or "API"
         return self.labels.get(peer) or short_id(peer)
 
     def flow(self, source: str, target: str) -> float:

@@ -78,10 +78,10 @@ class EventFile:
                 found += read_events(path) if path.exists() else []
             except EventFileError as error:
                 self._say(f"{error}; it is set aside")
-                self._rotate()
+                self._rename(path, path.with_suffix(".damaged"))
                 continue
             if path == self.path and path.exists() and not self._is_whole():
-                self._rotate()
+                self._rename(path, self.older)
         return found[-KEPT:]
 
     def append(self, events: Sequence[NodeEvent]) -> None:
@@ -124,11 +124,11 @@ class EventFile:
         except (OSError, EventFileError):
             return False
 
-    def _rotate(self) -> None:
+    def _rename(self, path: Path, other: Path) -> None:
         try:
-            self.path.replace(self.older)
+            path.replace(other)
         except OSError as error:
-            self._say(f"{self.path}: cannot be set aside: {error.strerror}")
+            self._say(f"{path}: cannot be set aside: {error.strerror}")
 
 
 def merge(logs: Iterable[Sequence[NodeEvent]]) -> list[NodeEvent]:

@@ -12,7 +12,6 @@ from rich.text import Text
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.routing.paths import NoPath, PathNetwork, PathQuery, choose
 from ...node.observing.values import LinkSummary, NodeSummary
-from ..errors import UsageError
 from . import colours
 from .topology import GONE, Flow, LinkKey, Topology, label, labels_of
 from .topology_map import rate_text
@@ -200,13 +199,6 @@ def path_text(topology: Topology, flow: Flow, network: PathNetwork) -> str:
     ways = [f"via {name_of(path.via)}" if path.via else "direct" for path in choice.paths]
     streams = sum(path.streams for path in choice.paths)
     return f"{' + '.join(ways)}, {streams} streams, {rate_text(choice.taken.gbps)} Gb/s"
-
-
-def check_metric(metric: str) -> str:
-    """One of METRICS. Raises UsageError."""
-    if metric not in METRICS:
-        raise UsageError(f"show: {metric} is none of {', '.join(METRICS)}")
-    return metric
 
 
 def link_lines(link: LinkSummary, source: str, target: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ from textual.widgets import Footer, Static
 
 from ...kvtransport.routing.paths import PathNetwork
 from ...node.messages import Status
-from ..commands.links_view import network_of
+from ..actions.links_view import network_of
 from ..errors import ClientError, UsageError
 from .topology import Topology, build_topology, fold, labels_of, select
 from .topology_view import (

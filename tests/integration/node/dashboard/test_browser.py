@@ -98,7 +98,7 @@ def test_a_tab_that_nobody_sees_does_not_ask(tab: Tab, site: str) -> None:
 
 def test_a_lost_connection_is_told_and_found_again(tab: Tab, site: str) -> None:
     tab.open(f"{site}/")
-    tab.evaluate("window.realFetch = fetch; window.fetch = () => Promise.reject(new TypeError('gone'))")
+    tab.evaluate("window.realFetch = fetch; window.fetch = async () => {throw new TypeError('gone')}")
     tab.wait_for("document.getElementById('state').textContent === 'no connection, trying again'")
     tab.evaluate("window.fetch = window.realFetch")
     tab.wait_for("document.getElementById('state').textContent === 'amber-otter'")

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from p2pserve.node.admin.access import COOKIE, Access
 from p2pserve.node.admin.source import NetworkSnapshot, SourceError
 from p2pserve.node.dashboard.mounting import OWN_ACCESS, mount
+from p2pserve.node.dashboard.view import View
 from p2pserve.node.dev.showcase import Showcase
 from p2pserve.node.observing.values import LinkSummary, RequestTrace
 
@@ -182,6 +183,11 @@ def test_pages_ask_for_their_own_news(client: TestClient) -> None:
         (found,) = re.findall(r'data-news="/dashboard([^"]*)"', client.get(f"/dashboard/{page}").text)
         assert found.replace("&amp;", "&") == news
         assert client.get(f"/dashboard{news}").status_code == 200
+
+
+def test_who_asks_through_the_api_is_called_by_the_key() -> None:
+    view = View(snapshot=NetworkSnapshot(time=NOW, answered_by="a"))
+    assert [view.label(peer) for peer in ("local:", "local:team-a", "12D3KooWabcdef")] == ["API", "team-a", "..abcdef"]
 
 
 def test_a_request_has_a_page(client: TestClient) -> None:

@@ -14,7 +14,7 @@ from p2pserve.node.dashboard.bands import EDGES, NAMES, band_of, describe
 from p2pserve.node.dashboard.matrix import MAX_ENDS, draw_matrix
 from p2pserve.node.dashboard.sections import DESKTOP, PHONE
 from p2pserve.node.dashboard.timeline import MAX_BARS, WIDTH, draw_spark, draw_timeline
-from p2pserve.node.dashboard.topology import MAX_BOXES, Spot, Topology, draw_topology
+from p2pserve.node.dashboard.topology import MAX_BOXES, Spot, NetworkMap, draw_topology
 from p2pserve.node.dashboard.view import View
 from p2pserve.node.observing.values import RequestTrace, TraceSpan
 
@@ -93,7 +93,7 @@ def test_nothing_is_nothing() -> None:
 
 def test_many_boxes_are_sites_unless_asked_for() -> None:
     showcase = network(60)
-    folded: Topology = draw_topology(view_of(showcase), *DESKTOP)
+    folded: NetworkMap = draw_topology(view_of(showcase), *DESKTOP)
     assert folded.is_folded
     assert sum(spot.boxes for spot in folded.spots) == 59  # one is dead
     assert all(sum(arc.length for arc in spot.arcs) == pytest.approx(100, abs=0.5) for spot in folded.spots)
@@ -192,6 +192,15 @@ def test_a_request_is_bars_in_their_order() -> None:
     ]
     assert timeline.bars[3].is_open
     assert timeline.total.startswith("4")
+
+
+def test_layers_of_kv_are_named() -> None:
+    spans = (
+        span("kv.layers", 0, 1, facts={"first": 3, "last": 4}),
+        span("kv.layers", 1, 2, facts={"first": 4, "last": 9}),
+    )
+    bars = draw_timeline(empty_view(), RequestTrace(id="r", spans=spans)).bars
+    assert [bar.label for bar in bars] == ["kv layer 3", "kv layers 4–8"]
 
 
 def test_a_request_of_which_little_is_known() -> None:
