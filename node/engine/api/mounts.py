@@ -6,7 +6,8 @@ from typing import Any
 
 from ...admin.access import Access
 from ...admin.asking import AskedNode
-from ...dashboard.mounting import OWN_ACCESS, mount as mount_dashboard
+from ...dashboard.mounting import OWN_ACCESS
+from ...dashboard.mounting import mount as mount_dashboard
 from .agent_link import AgentLink, AgentRefused
 from .protocol import ApiConfig
 
