@@ -29,10 +29,14 @@ from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from ..kvtransport.wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC
 from . import messages
+from .admin.answering import NodeAnswers
 from .box import hardware
 from .box.home import lock_home
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
+from .http.admission import FrontRules, check_listen
+from .http.asking import HttpAsking
+from .http.front import HttpFront
 from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
@@ -55,11 +59,13 @@ DRAIN_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A node that has been admitted. `tokens` are those a new network hands out: leader, worker, client, admin."""
+    """A node that has been admitted. `tokens` are those a new network hands out: leader, worker, client, admin.
+    `http`: where it serves the OpenAI API."""
 
     peer: PeerId
     address: Address
     tokens: dict[str, str]
+    http: Address | None = None
 
 
 async def run_node(
@@ -69,9 +75,11 @@ async def run_node(
     stop: trio.Event,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises
-    NodeError, ModelError, GpuError, EngineError or NetworkError, perhaps in exception groups."""
+    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises NodeError, ModelError,
+    GpuError, EngineError or NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
+    if settings.http is not None:
+        check_listen(settings.http, _front_rules(settings))
     invitation = await accept_invitation(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     backend = find_backend(settings.engine.backend)
     found = backend.hardware(hardware.probe(), settings.engine)
@@ -134,6 +142,7 @@ async def _join(
                 nursery.start_soon(_close_in_the_end, spans)
             nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
+            http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
             handed_out: dict[str, str] = {}
             owner = membership.owner
@@ -141,7 +150,7 @@ async def _join(
                 here = Bootstrap(address.host, address.port, identity.peer_id)
                 handed_out = await trio.to_thread.run_sync(owner.take_greetings, here, settings.also, time.time())
                 nursery.start_soon(owner.follow, network, time.time, network.settings)
-            task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out))
+            task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out, http=http))
             await stop.wait()
             await node.drain()
             await network.leave()
@@ -185,6 +194,8 @@ class Node:
         )
         serving = self._serving
         self.showing = Showing(joined, serving)
+        if serving is not None:
+            serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(
             joined.knowledge,
             messenger=network,
@@ -203,6 +214,16 @@ class Node:
         own = (self._advertise, self._watch, self._coordinate, self._judge, self._weigh)
         for task in (prober.run, joined.tell_links, *own):
             nursery.start_soon(task)
+
+    async def serve_http(self, listen: Address, nursery: trio.Nursery) -> Address:
+        """Serve the OpenAI API at a port of this box, and return it: from its own API process, or without a model, from
+        whichever box of the network has an engine that is ready. Raises AddressError or PortInUse."""
+        joined = self._joined
+        if self._serving is not None:
+            return self._serving.api.listen(listen)
+        front = HttpFront(HttpAsking(joined.network, nursery), _front_rules(joined.settings))
+        at: Address = await nursery.start(front.serve, listen)
+        return at
 
     def _hurry(self) -> None:
         self._news.set()
@@ -347,6 +368,10 @@ class Node:
             self._serving.gateway.network_changed()
             if not self._draining:
                 self._serving.host.follow(self._joined.view.plan)
+
+
+def _front_rules(settings: NodeSettings) -> FrontRules:
+    return FrontRules(keys=tuple(key.secret for key in settings.api.keys), needs_no_key=settings.api.needs_no_key)
 
 
 async def _close_in_the_end(closing: Relay | SpanExport) -> None:

@@ -31,7 +31,7 @@ from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
 from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import LINK_ID_BYTES, TRANSFER_ID_BYTES, LinkTicket, TransferTicket
-from .box.fitting import BatchLimits
+from .box.batch_limits import BatchLimits
 from .box.hardware import Hardware
 from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, LayerTimes, Outlet, PipeEnd, WorkerRank
 from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
@@ -64,7 +64,8 @@ RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 LinkId = Annotated[bytes, msgspec.Meta(min_length=LINK_ID_BYTES, max_length=LINK_ID_BYTES)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
 PlanDigest = Annotated[bytes, msgspec.Meta(min_length=PLAN_DIGEST_BYTES, max_length=PLAN_DIGEST_BYTES)]
-Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+MAX_DEADLINE_S: Final = 86_400.0
+Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 NewTokens = Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_CONTINUED_TOKENS)]
 Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]

@@ -11,6 +11,7 @@ from typing import Final
 
 from ..bootstrap.methods import EVERYONE, Method, Notice
 from . import messages as m
+from .http import messages as http
 from .observing import queries
 
 # Clients ask a gateway.
@@ -24,6 +25,12 @@ ANSWER: Final = Notice("answer", m.AnswerUpdate)
 EVENTS: Final = Method("events", queries.EventQuery, queries.EventPage, EVERYONE)
 TRACE: Final = Method("request.trace", queries.TraceQuery, queries.TraceAnswer, EVERYONE)
 METRICS: Final = Method("metrics", queries.MetricsQuery, queries.MetricsPage)
+
+# Whoever carries HTTP asks a box with an API server.
+HTTP_OPEN: Final = Method("http.open", http.HttpOpen, m.Opened, EVERYONE)
+HTTP_MORE: Final = Notice("http.more", http.HttpMore, EVERYONE)
+HTTP_ANSWER: Final = Notice("http.answer", http.HttpAnswer)
+HTTP_STOP: Final = Notice("http.stop", m.StopRequest, EVERYONE)
 
 # A gateway and the heads of the replicas that serve a request.
 DECODE_OPEN: Final = Method("decode.open", m.DecodeOpen, m.DecodeOpened)

@@ -12,14 +12,19 @@ from ..bootstrap import PeerId
 from ..bootstrap.network import Network
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
+from .api.accounts import KeyAccounts
+from .api.server import ApiServer, api_config
 from .box.hardware import Hardware
+from .engine.api.protocol import ServiceState
 from .engine.backend import ServedModel
+from .http.answering import HttpAnswering
 from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
 from .observing.values import EventKind
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
+from .requests.local_clients import LocalClients
 
 LEAST_LOOK_S = 0.02
 
@@ -67,9 +72,11 @@ class Serving:
             record=joined.record,
             settings=settings,
         )
+        self._view = joined.view
+        clients = LocalClients(network)
         self.gateway = Gateway(
             view=joined.view,
-            messenger=network,
+            messenger=clients,
             model=served.model.info,
             text=served.text,
             nursery=nursery,
@@ -78,6 +85,17 @@ class Serving:
             limits=settings.tuning.clients,
         )
         self.gateway.record = outlets.record = joined.record
+        self.api = ApiServer(
+            api_config(served.model, settings.api, settings.home / "api.log"),
+            wait_server=self.host.wait_server,
+            state=self._describe_service,
+            gateway=self.gateway,
+            clients=clients,
+            accounts=KeyAccounts({key.name: key.limits for key in settings.api.keys}),
+            say=joined.say,
+            settings=settings.api,
+        )
+        self.http = HttpAnswering(network, self.api.connect, nursery)
         network.handle(methods.GENERATE, self.gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
@@ -86,6 +104,7 @@ class Serving:
         network.on_notice(methods.REPLICA_HUNG, self.gateway.on_replica_hung)
         network.on_hung(self._peer_hung)
         nursery.start_soon(self.host.run)
+        nursery.start_soon(self.api.run)
         nursery.start_soon(self._expect_answers, network, settings.tuning.expect_interval_s)
 
     def __repr__(self) -> str:
@@ -100,6 +119,17 @@ class Serving:
     def service(self) -> str:
         """What it serves."""
         return self.served.model.info.service
+
+    def _describe_service(self) -> ServiceState:
+        """For the API process."""
+        info, stats = self.served.model.info, self.host.worker.stats
+        reason = "" if self.gateway.is_served else self.gateway.why_not_served
+        return ServiceState(
+            serving=self.gateway.is_served,
+            reason=reason,
+            max_model_len=self._view.max_model_len(info),
+            kv_usage=stats.kv_usage if stats is not None else 0.0,
+        )
 
     def add_to(self, advert: messages.Advert) -> messages.Advert:
         """A node's advert, with its engine and what clients ask of it."""
@@ -118,17 +148,19 @@ class Serving:
     @property
     def is_idle(self) -> bool:
         """Whether no request is under way here."""
-        return self.host.worker.idle and self.gateway.idle
+        return self.host.worker.idle and self.gateway.idle and self.http.is_idle
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
         self.host.worker.drain()
         self.gateway.drain()
+        self.http.drain()
 
     def peer_lost(self, peer: PeerId) -> None:
         """The connection to a node or a client has ended."""
         self.host.worker.peer_lost(peer)
         self.gateway.peer_lost(peer)
+        self.http.peer_lost(peer)
 
     def _peer_hung(self, peer: PeerId, hung: bool) -> None:
         self.host.worker.peer_hung(peer, hung)

@@ -14,11 +14,12 @@ from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.gpus import GpuError, gpu_table
-from ..coordinator.demand import expected_workload
+from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
 from ..coordinator.worth import BoxLine, BoxWorth, weigh_boxes
 from ..kvtransport.probing.figures import LinkFigures, Source
 from ..kvtransport.probing.sites import SiteLinks
+from .adverts import AdvertBook
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
 from .messages import Advert, EngineAdvert, LinkTable, Status
@@ -32,9 +33,6 @@ UNMEASURED_CPU = (0.5, 10.0)
 
 UNKNOWN_LONGEST = 32_768  # tokens of a request, where no engine has told what it has room for
 
-_FAULT_CHARACTERS = 120
-
-_adverts = msgspec.msgpack.Decoder(Advert)
 _tables = msgspec.msgpack.Decoder(LinkTable)
 
 _NO_LINKS = LinkTable()
@@ -59,30 +57,13 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
     return queues
 
 
-def decode_adverts(entries: Mapping[PeerId, bytes]) -> dict[PeerId, Advert]:
-    """Adverts by peer, without those that are none (of another version, or garbage)."""
-    return {peer: advert for peer, advert in _read_adverts(entries) if isinstance(advert, Advert)}
-
-
-def _read_adverts(entries: Mapping[PeerId, bytes]) -> Iterator[tuple[PeerId, Advert | str]]:
-    """Adverts by peer, or what is wrong with them."""
-    for peer, payload in entries.items():
-        try:
-            yield peer, _adverts.decode(payload)
-        except DECODE_ERRORS as error:
-            yield peer, str(error)[:_FAULT_CHARACTERS]
-
-
 @final
 @dataclass(slots=True)
-class NetworkView:
+class NetworkView(AdvertBook):
     """Kept up to date by the agent; read by gateway, coordinator and status."""
 
-    adverts: dict[PeerId, Advert] = field(default_factory=dict)
     plan: Plan | None = None
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
-    unreadable: dict[PeerId, str] = field(default_factory=dict)  # whose advert is none, and why
-    _payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, Queue] = field(default_factory=dict)
@@ -95,16 +76,6 @@ class NetworkView:
             plan=status.plan,
             links_told={PeerId(node.peer): node.links for node in status.nodes if node.links is not None},
         )
-
-    def update(self, entries: Mapping[PeerId, bytes]) -> None:
-        """Take in the adverts of the live members; only what has changed is decoded."""
-        news = {peer: payload for peer, payload in entries.items() if self._payloads.get(peer) != payload}
-        kept = {peer: advert for peer, advert in self.adverts.items() if peer in entries and peer not in news}
-        read = dict(_read_adverts(news))
-        self.adverts = kept | {peer: advert for peer, advert in read.items() if isinstance(advert, Advert)}
-        still = {peer: fault for peer, fault in self.unreadable.items() if peer in entries and peer not in news}
-        self.unreadable = still | {peer: fault for peer, fault in read.items() if isinstance(fault, str)}
-        self._payloads = dict(entries)
 
     def update_links(self, entries: Mapping[PeerId, bytes]) -> None:
         """Take in what members say of their links. One that says nonsense says nothing."""

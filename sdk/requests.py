@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, final
 
 import msgspec
 
-from ..bootstrap import PeerId
 from ..node.engine.sampling import TopTokens
-from ..node.messages import Advert, AnswerUpdate, Generate, RequestFigures
-from ..node.models.text import PromptError
+from ..node.messages import AnswerUpdate, Generate, RequestFigures
+from ..node.models.errors import PromptError
 from ..node.requests.acceptance import check
+from ..node.requests.gateway_choice import GatewayCandidate
 from .errors import InvalidRequest
 
 
@@ -196,20 +196,6 @@ class Replay:
         return delta if delta.text or delta.tokens else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayCandidate:
-    """A living node as a client sees it."""
-
-    peer: PeerId
-    advert: Advert | None
-    rtt_s: float | None
-
-    @property
-    def service(self) -> str | None:
-        """The one that it offers."""
-        return self.advert.model.service if self.advert is not None and self.advert.model is not None else None
-
-
 def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -> None:
     """Raise InvalidRequest where all nodes have told what they offer, and none of it is `service`."""
     models = [each.advert.model for each in candidates if each.advert is not None and each.advert.model is not None]
@@ -218,24 +204,3 @@ def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -
     if not any(service in (model.service, model.name) for model in models):
         served = ", ".join(sorted({model.service for model in models}))
         raise InvalidRequest(f"service: nobody serves {service}; this network serves {served}")
-
-
-def gateways(candidates: Iterable[GatewayCandidate], service: str | None, planned: str | None = None) -> list[PeerId]:
-    """Gateways, best first: ready engines, then the nearest. A request that names no `service` goes
-    to the `planned` one where any node offers it."""
-    offers = [candidate for candidate in candidates if candidate.service is not None]
-    if service is None and any(candidate.service == planned for candidate in offers):
-        service = planned
-    ranked = []
-    for candidate in offers:
-        advert = candidate.advert
-        if advert is None or advert.model is None or advert.draining:
-            continue
-        if service is not None and service not in (advert.model.service, advert.model.name):
-            continue
-        state = advert.engine.state if advert.engine is not None else ""
-        if state == "failed":
-            continue
-        rtt = candidate.rtt_s if candidate.rtt_s is not None else float("inf")
-        ranked.append((state != "ready", rtt, candidate.peer))
-    return [peer for _, _, peer in sorted(ranked)]

@@ -24,7 +24,7 @@ from ...kvtransport.wire.permits import Permit
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 from .. import messages, methods
 from ..engine.protocol import KvSlice
-from ..models.text import PromptError
+from ..models.errors import PromptError
 from ..requests import acceptance
 from .fuzz_planning import make_advert, make_links, make_manifest, make_plan
 

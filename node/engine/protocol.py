@@ -436,7 +436,6 @@ class EngineExited(EngineMessage, frozen=True, kw_only=True, tag="exited"):
 
 ForkServerEvent = Preloaded | PreloadFailed | EngineExited
 
-spawn = msgspec.msgpack.Decoder(Spawn)
 fork_server_event = msgspec.msgpack.Decoder(ForkServerEvent)
 
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from ...bootstrap import RemoteError
 from ..engine.sampling import MAX_BIAS, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TOP_BYTES, MAX_TOP_TOKENS
 from ..messages import MAX_PROMPT_BYTES, Generate
 from ..models import ModelInfo
-from ..models.text import PromptError, TextModel
-from .live_request import LiveRequest
+from ..models.errors import PromptError
+
+if TYPE_CHECKING:
+    from ..models.text import TextModel
+    from .live_request import LiveRequest
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 16
@@ -152,6 +156,8 @@ def prepare(
 ) -> LiveRequest:
     """A checked request with its prompt's tokens; `so_far` is what the client has of the answer. Takes seconds for
     megabytes of text. Raises PromptError."""
+    from .live_request import LiveRequest  # with a tokenizer's library, which clients have not
+
     vocabulary = model.shape.vocabulary
     named: dict[str, Iterable[int]] = {
         "tokens": so_far,

@@ -44,7 +44,7 @@ class Turns(Protocol):
     def on_tokens_shown(self, request: OpenedRequest, count: int) -> None:
         """Its client has been sent so many tokens of the answer."""
 
-    def on_end(self, request: OpenedRequest) -> None:
+    def on_end(self, request: OpenedRequest, end: EndRequest) -> None:
         """It is over."""
 
 
@@ -176,7 +176,7 @@ class RequestDriver:
         self._changed.set()
         self._stop_asking()
         self.request.usd = self._chronicle.cost().usd
-        self._turns.on_end(self.request)
+        self._turns.on_end(self.request, end)
         if end.finish is not None:  # else the client has gone, or wants no more
             self._tell(self.request.telling(end))
 

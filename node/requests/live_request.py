@@ -10,7 +10,8 @@ import msgspec
 from ...coordinator.requests.values import ShowTokens
 from ..engine.sampling import Sampling
 from ..messages import Generate
-from ..models.text import PromptError, StopFinder, TextModel
+from ..models.errors import PromptError
+from ..models.text import StopFinder, TextModel
 
 _CARRIED: Final = tuple(field for field in Sampling.__struct_fields__ if field in Generate.__struct_fields__)
 

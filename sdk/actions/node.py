@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 
 import trio
 
@@ -20,11 +21,14 @@ from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
 from ...node.box.home import leave_node
-from ...node.settings import BoxEngineSettings, BoxLinkSettings, NodeSettings
+from ...node.engine.api.options import OptionRefused, check_options
+from ...node.messages import MAX_DEADLINE_S
+from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..environment import network_address
 from ..errors import UsageError
 from ..options.values import settings_of
 from ..printing import printable
+from .http_options import read_admin_token, read_http, read_keys
 
 SWITCH_S: Final = 0.0005
 """Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""
@@ -67,6 +71,28 @@ def _check_tp(arguments: SimpleNamespace) -> None:
         raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has {gpus}")
 
 
+def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
+    """Where this node serves HTTP, and how. Raises UsageError."""
+    http, options, model = arguments.http, arguments.vllm_options, getattr(arguments, "model", None)
+    if options and model is None:
+        raise UsageError(f"model: {options[0]} is for the API of a model; say which with --model")
+    try:
+        passed = check_options(options)
+    except OptionRefused as error:
+        raise UsageError(str(error)) from error
+    given = arguments.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY", "")]))
+    api = ApiSettings(
+        keys=read_keys(given, arguments.api_key_file) if http is not None else (),
+        admin_token=read_admin_token(arguments.admin_token, arguments.admin_token_file),
+        needs_no_key=arguments.no_api_key,
+        names=arguments.served_model_name,
+        options=passed,
+        max_body_bytes=arguments.max_body_mib << 20,
+        deadline_s=min(arguments.request_timeout_s, MAX_DEADLINE_S),
+    )
+    return {"http": read_http(http) if http is not None else None, "api": api}
+
+
 def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> NodeSettings:
     _check_tp(arguments)
     listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
@@ -75,6 +101,7 @@ def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> Node
         home=home,
         listen=parse_address(listen),
         bootstrap=where,
+        **_http_of(arguments),
         also=tuple(parse_member(text, "also") for text in getattr(arguments, "also", ())),
         links=replace(settings_of(BoxLinkSettings, arguments), box=settings_of(BoxFigures, arguments)),
         engine=settings_of(BoxEngineSettings, arguments),
@@ -119,6 +146,8 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
 
 def _greet(started: Started) -> None:
     print(f"node {started.peer} at {started.address}")
+    if started.http is not None:
+        print(f"{'OpenAI clients ask at:':<27}http://{started.http}/v1")
     for word, who, command in _GREETINGS:
         token = started.tokens.get(word)
         if token is not None:
@@ -127,7 +156,9 @@ def _greet(started: Started) -> None:
 
 
 def _greet_json(started: Started) -> None:
-    greeting = {"peer": started.peer, "address": str(started.address), "tokens": started.tokens}
+    greeting: dict[str, Any] = {"peer": started.peer, "address": str(started.address), "tokens": started.tokens}
+    if started.http is not None:
+        greeting["http"] = f"http://{started.http}"
     print(json.dumps(greeting), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""`p2pserve generate`, `status` and `path`: what asks a network. Running one imports the client."""
+"""`p2pserve generate`, `status`, `path` and `gateway`: what asks a network. Running one imports the client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import click
 
 from ..options.command import combine, command, option
-from ..options.shared import network_options, price_options, timeout_option
+from ..options.shared import http_options, network_options, price_options, timeout_option
 from ..options.values import FIGURE, FILE
 
 
@@ -74,5 +74,20 @@ def status(arguments: SimpleNamespace) -> int:
 )
 def path(arguments: SimpleNamespace) -> int:
     from ..actions.network import path as run
+
+    return run(arguments)
+
+
+@command(
+    "gateway",
+    example=[
+        "p2pserve gateway --bootstrap p2p_client_...",
+        "p2pserve gateway --http 0.0.0.0:8000 --api-key-file keys.txt",
+    ],
+    formats=("text", "json"),
+)
+@combine(network_options("p2p_client_..."), http_options("127.0.0.1:8000"), timeout_option)
+def gateway(arguments: SimpleNamespace) -> int:
+    from ..actions.gateway import gateway as run
 
     return run(arguments)

@@ -28,7 +28,8 @@ from ...node.engine.agent_side.engine_link import EngineLink
 from ...node.engine.agent_side.fork_server import open_fork_server
 from ...node.messages import Generate, Status
 from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
-from ...node.models.text import PromptError, TextModel
+from ...node.models.errors import PromptError
+from ...node.models.text import TextModel
 from ...node.requests.acceptance import tokenize
 from ..actions.status_view import open_console, shortened
 from ..client import AsyncClient

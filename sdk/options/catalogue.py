@@ -18,6 +18,10 @@ COMMANDS: Final[dict[str, Declared]] = {
     "demo": Declared("checks", "run a whole network on this machine, for real, and compare it with a single engine"),
     "bootstrap": Declared("node", "start a new network and be the place where others join it"),
     "join": Declared("node", "join a network with this box and serve a model"),
+    "serve": Declared(
+        "serve", "serve a model with an OpenAI API at once: a network of this one box, which others may join"
+    ),
+    "gateway": Declared("network", "serve the network's OpenAI API at a port of this machine, which needs no engine"),
     "leave": Declared("node", "let a node of this box finish its requests and stop"),
     "token": Declared("token", "make, show, revoke and renew join tokens, on the box that ran `bootstrap`"),
     "generate": Declared(

@@ -101,7 +101,9 @@ def from_vllm(
 ) -> Sampling:
     """What of vLLM's parameters goes to an engine. Raises RefusedSampling."""
     for field, nothing in REFUSED.items():
-        if getattr(params, field) != nothing:
+        value = getattr(params, field)
+        # vLLM says itself that a request is not watermarked; an array has no one truth.
+        if value is not None and value is not False and not (type(value) is type(nothing) and value == nothing):
             raise RefusedSampling(field, "this network does not support it; leave it out")
     for field in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, field)

@@ -9,7 +9,8 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.engine.sampling import MAX_SEED, Reasoning
 from p2pserve.node.messages import MAX_PROMPT_BYTES, ChatMessage, Generate
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
-from p2pserve.node.models.text import PromptError, TextModel
+from p2pserve.node.models.errors import PromptError
+from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.acceptance import (
     DEFAULT_MAX_TOKENS,
     MAX_STOPS,

@@ -10,7 +10,8 @@ from p2pserve.coordinator.requests.values import ShowTokens
 from p2pserve.node.engine.sampling import Constraint
 from p2pserve.node.messages import Generate
 from p2pserve.node.models import BUNDLED
-from p2pserve.node.models.text import PromptError, TextModel
+from p2pserve.node.models.errors import PromptError
+from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.live_request import LiveRequest
 
 TEXT = TextModel(BUNDLED)

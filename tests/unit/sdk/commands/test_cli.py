@@ -12,11 +12,11 @@ import pytest
 
 import p2pserve.sdk
 from p2pserve.bootstrap import AddressError, PortInUse, Refused, TokenError, Unreachable
+from p2pserve.node.box.errors import NodeError, NodeUsageError
 from p2pserve.node.box.hardware import Gpu, Hardware
-from p2pserve.node.box.home import NodeError, NodeUsageError
 from p2pserve.node.engine.agent_side.engine_link import EngineRefused, EngineStartError
 from p2pserve.node.models import ModelError
-from p2pserve.node.models.text import PromptError
+from p2pserve.node.models.errors import PromptError
 from p2pserve.sdk.actions import network as commands
 from p2pserve.sdk.actions import node as node_commands
 from p2pserve.sdk.cli import main
