@@ -153,9 +153,7 @@ def test_answers_of_a_pipeline_are_those_of_one_engine(engine_channels: list[int
         """At the same time: batches with and without a grammar follow each other."""
         assert engine.link is not None
         for case in PIPELINED:
-            engine.link.send(
-                protocol.Submit(request=case, prompt=prompt, sampling=sampling_of(case), deadline_s=60.0)
-            )
+            engine.link.send(protocol.Submit(request=case, prompt=prompt, sampling=sampling_of(case), deadline_s=60.0))
         return [await engine.answer(case) for case in PIPELINED]
 
     async def main() -> None:

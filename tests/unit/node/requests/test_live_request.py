@@ -154,7 +154,8 @@ def test_more_of_an_answer_than_is_wanted_is_refused() -> None:
 
 
 def test_who_goes_on_is_told_how_much_is_answered_where_that_matters() -> None:
-    cases: list[tuple[dict[str, Any], int]] = [({}, 0), ({"presence_penalty": 1.0}, 2), ({"min_tokens": 4}, 2), ({"logprobs": 2}, 0)]
+    cases: list[tuple[dict[str, Any], int]] = [({}, 0), ({"logprobs": 2}, 0)]
+    cases += [({"presence_penalty": 1.0}, 2), ({"min_tokens": 4}, 2)]
     for settings, answered in cases:
         request = live(20, ANSWER[:2], **settings)
         _, sampling = request.replay()
