@@ -41,15 +41,16 @@ async def ready(client: AsyncClient, count: int) -> list[Any]:
     """The nodes with a ready engine, once all are in the plan."""
     while True:
         status = await client.status()
-        found = [node for node in status.nodes if node.advert and node.advert.engine and node.advert.engine.pid]
-        ready = [node for node in found if node.advert.engine.state == "ready"]
+        found = [(node, node.advert.engine) for node in status.nodes if node.advert and node.advert.engine]
+        ready = [node for node, engine in found if engine.pid and engine.state == "ready"]
         if len(ready) == count and status.plan is not None and len(status.plan.replicas) == count:
             return ready
         await trio.sleep(0.2)
 
 
 async def ask(client: AsyncClient, **options: Any) -> Generation:
-    return await client.generate(PROMPT, max_tokens=64, logprobs=2, **options)
+    generation: Generation = await client.generate(PROMPT, max_tokens=64, logprobs=2, **options)
+    return generation
 
 
 async def ask_and_lose(client: AsyncClient, box: DemoBox, pids: dict[str, int], **options: Any) -> Generation:
@@ -71,8 +72,8 @@ def test_an_answer_is_the_same_wherever_it_is_computed() -> None:
             await box.start_fork_server(24)
             bootstrap = await box.start_bootstrap("raw")
             for number, phase in enumerate(("prefill", "decode"), 1):
-                options = ["--model", "bundled", "--codec", "raw", "--phase", phase]
-                await box.join(number, bootstrap.tokens["leader"], options)
+                joins = ["--model", "bundled", "--codec", "raw", "--phase", phase]
+                await box.join(number, bootstrap.tokens["leader"], joins)
             async with AsyncClient(bootstrap.tokens["client"]) as client:
                 nodes = await ready(client, 2)
                 decode = next(node for node in nodes if node.advert.phase.value == "decode")

@@ -155,7 +155,9 @@ def test_more_of_an_answer_than_is_wanted_is_refused() -> None:
 
 
 def test_who_goes_on_is_told_how_much_is_answered_where_that_matters() -> None:
-    for settings, answered in (({}, 0), ({"presence_penalty": 1.0}, 2), ({"min_tokens": 4}, 2), ({"logprobs": 2}, 0)):
+    cases: list[tuple[dict[str, Any], int]] = [({}, 0), ({"logprobs": 2}, 0)]
+    cases += [({"presence_penalty": 1.0}, 2), ({"min_tokens": 4}, 2)]
+    for settings, answered in cases:
         request = live(20, ANSWER[:2], **settings)
         _, sampling = request.replay()
         assert (sampling.answered, sampling.max_tokens) == (answered, 18)
@@ -179,5 +181,5 @@ def test_an_answer_of_tokens_alone_has_no_text() -> None:
 def test_what_a_request_names_counts_as_memory() -> None:
     plain = live().size
     constraint = Constraint(kind="regex", text="a" * 400)
-    settings = {"logit_bias": {1: 1.0, 2: 1.0}, "stop_token_ids": (1, 2, 3), "constraint": constraint}
+    settings: dict[str, Any] = {"logit_bias": {1: 1.0, 2: 1.0}, "stop_token_ids": (1, 2, 3), "constraint": constraint}
     assert live(**settings).size == plain + 2 * 2 + 3 + 100
