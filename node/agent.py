@@ -33,7 +33,6 @@ from .box.home import lock_home
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
 from .http.admission import FrontRules, check_listen
-from .http.answering import Connect, no_api_server
 from .http.asking import HttpAsking
 from .http.front import HttpFront
 from .joined import Joined, Say
@@ -65,15 +64,13 @@ async def run_node(
     *,
     say: Say,
     stop: trio.Event,
-    connect_api: Connect = no_api_server,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). `connect_api` reaches the API
-    server of this box. Raises NodeError, ModelError, GpuError, EngineError or NetworkError, perhaps in exception
-    groups."""
+    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises NodeError, ModelError,
+    GpuError, EngineError or NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
     if settings.http is not None:
-        check_listen(settings.http, FrontRules(keys=settings.api_keys))
+        check_listen(settings.http, _front_rules(settings))
     invitation = await accept_invitation(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     backend = find_backend(settings.engine.backend)
     found = backend.hardware(hardware.probe(), settings.engine)
@@ -82,7 +79,7 @@ async def run_node(
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with lock_home(settings.home):
         membership = invitation if invitation is not None else new_network(settings.home, say)
-        await _join(settings, membership, found, served, say, stop, connect_api, task_status)
+        await _join(settings, membership, found, served, say, stop, task_status)
 
 
 async def _join(
@@ -92,7 +89,6 @@ async def _join(
     served: ServedModel | None,
     say: Say,
     stop: trio.Event,
-    connect_api: Connect,
     task_status: trio.TaskStatus[Started],
 ) -> None:
     """Join, serve, drain, leave."""
@@ -128,9 +124,9 @@ async def _join(
             plans = PlanFile(settings.home, membership.network, say)
             joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
             nursery.start_soon(plans.keep, joined.view)
-            node = Node(joined, found, served, port, relay, nursery, connect_api)
+            node = Node(joined, found, served, port, relay, nursery)
             if settings.http is not None:
-                await _serve_http(settings.http, settings.api_keys, joined, nursery)
+                await node.serve_http(settings.http, nursery)
             address = network.address
             handed_out: dict[str, str] = {}
             owner = membership.owner
@@ -157,8 +153,7 @@ class Node:
         port: DataPort,
         relay: Relay,
         nursery: trio.Nursery,
-        connect_api: Connect,
-    ) -> None:
+        ) -> None:
         settings, network = joined.settings, joined.network
         self._joined = joined
         self._tuning = settings.tuning
@@ -179,9 +174,7 @@ class Node:
             tuning=settings.tuning,
         )
         self._serving = (
-            Serving(joined, served, found, nursery=nursery, on_news=self._hurry, connect_api=connect_api)
-            if served is not None
-            else None
+            Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
         )
         serving = self._serving
         prober = Prober(
@@ -200,6 +193,17 @@ class Node:
             network.on_peer_lost(serving.peer_lost)
         for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate, self._judge):
             nursery.start_soon(task)
+
+    async def serve_http(self, listen: Address, nursery: trio.Nursery) -> None:
+        """Serve the OpenAI API at a port of this box: from its own API process, or without a model, from whichever box
+        of the network has an engine that is ready."""
+        joined = self._joined
+        if self._serving is not None:
+            at = self._serving.api.listen(listen)
+        else:
+            front = HttpFront(HttpAsking(joined.network, nursery), _front_rules(joined.settings))
+            at = await nursery.start(front.serve, listen)
+        joined.say(f"OpenAI API at http://{at}/v1")
 
     def _hurry(self) -> None:
         self._news.set()
@@ -329,11 +333,8 @@ class Node:
                 self._serving.host.follow(self._joined.view.plan)
 
 
-async def _serve_http(listen: Address, keys: tuple[str, ...], joined: Joined, nursery: trio.Nursery) -> None:
-    """Serve the OpenAI API at a port of this box, from whichever box of the network has an engine that is ready."""
-    front = HttpFront(HttpAsking(joined.network, nursery), FrontRules(keys=keys))
-    at = await nursery.start(front.serve, listen)
-    joined.say(f"OpenAI API at http://{at}/v1")
+def _front_rules(settings: NodeSettings) -> FrontRules:
+    return FrontRules(keys=tuple(key.secret for key in settings.api.keys), needs_no_key=settings.api.needs_no_key)
 
 
 async def _close_in_the_end(relay: Relay) -> None:

@@ -14,20 +14,23 @@ from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .box.hardware import Hardware
 from .engine.backend import ServedModel
-from .http.answering import Connect, HttpAnswering
+from .api.accounts import KeyAccounts
+from .api.server import ApiServer, api_config
+from .engine.api.protocol import ServiceState
+from .http.answering import HttpAnswering
 from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
+from .requests.local_clients import LocalClients
 
 LEAST_LOOK_S = 0.02
 
 
 @final
 class Serving:
-    """Constructed once the node has joined; starts its tasks in `nursery`. `on_news`: the advert must not wait.
-    `connect_api` reaches the API server of this box."""
+    """Constructed once the node has joined; starts its tasks in `nursery`. `on_news`: the advert must not wait."""
 
     def __init__(
         self,
@@ -37,7 +40,6 @@ class Serving:
         *,
         nursery: trio.Nursery,
         on_news: Callable[[], None],
-        connect_api: Connect,
     ) -> None:
         settings, network = joined.settings, joined.network
         self.served = served
@@ -67,9 +69,11 @@ class Serving:
             on_change=self._on_engine,
             settings=settings,
         )
+        self._view = joined.view
+        clients = LocalClients(network)
         self.gateway = Gateway(
             view=joined.view,
-            messenger=network,
+            messenger=clients,
             model=served.model.info,
             text=served.text,
             nursery=nursery,
@@ -77,7 +81,17 @@ class Serving:
             settings=settings.requests,
             limits=settings.tuning.clients,
         )
-        self.http = HttpAnswering(network, connect_api, nursery)
+        self.api = ApiServer(
+            api_config(served.model, settings.api, settings.home / "api.log"),
+            wait_server=self.host.wait_server,
+            state=self._describe_service,
+            gateway=self.gateway,
+            clients=clients,
+            accounts=KeyAccounts({key.name: key.limits for key in settings.api.keys}),
+            say=joined.say,
+            settings=settings.api,
+        )
+        self.http = HttpAnswering(network, self.api.connect, nursery)
         network.handle(methods.GENERATE, self.gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
@@ -86,6 +100,7 @@ class Serving:
         network.on_notice(methods.REPLICA_HUNG, self.gateway.on_replica_hung)
         network.on_hung(self._peer_hung)
         nursery.start_soon(self.host.run)
+        nursery.start_soon(self.api.run)
         nursery.start_soon(self._expect_answers, network, settings.tuning.expect_interval_s)
 
     def __repr__(self) -> str:
@@ -100,6 +115,17 @@ class Serving:
     def service(self) -> str:
         """What it serves."""
         return self.served.model.info.service
+
+    def _describe_service(self) -> ServiceState:
+        """For the API process."""
+        info, stats = self.served.model.info, self.host.worker.stats
+        reason = "" if self.gateway.is_served else self.gateway.why_not_served
+        return ServiceState(
+            serving=self.gateway.is_served,
+            reason=reason,
+            max_model_len=self._view.max_model_len(info),
+            kv_usage=stats.kv_usage if stats is not None else 0.0,
+        )
 
     def add_to(self, advert: messages.Advert) -> messages.Advert:
         """A node's advert, with its engine and what clients ask of it."""

@@ -19,6 +19,7 @@ from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
 from ..kvtransport.wire.permits import MAX_PERMITS
 from .requests.retry_times import RetrySettings
+from .web.keys import ApiKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +183,23 @@ LAN: Final = NodeTuning(ask_s=2.0, hello_s=2.0, unmeasured_rtt_s=0.0005, unmeasu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """The OpenAI API of a box, where it is asked for or other nodes carry requests to it. Times are seconds."""
+
+    keys: tuple[ApiKey, ...] = ()  # that let in; none: whoever reaches it, which must be this box alone
+    needs_no_key: bool = False  # unless its owner says that others may
+    names: tuple[str, ...] = ()  # by which requests may call the model; none: the one that it has here
+    options: tuple[str, ...] = ()  # of vLLM's command line, as `engine.api.options` lets them pass
+    max_body_bytes: int = 16 << 20  # of a request; larger: longer prompts, and as much more memory for each at a time
+    deadline_s: float = 3600.0  # of an answer; longer: slow ones come to their end, and lost ones hold their place
+    idle_s: float = 300.0  # without requests, after which a process that listens nowhere ends; 70 MB stay as long
+    state_s: float = 0.25  # between two looks at who serves; shorter: refusals are up to date sooner
+    first_backoff_s: float = 0.2  # before one that died is started again; doubles with each in a row
+    max_backoff_s: float = 10.0
+    healthy_s: float = 30.0  # one that ran so long starts from no failures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """How to run a node. `bootstrap` None makes a new network; `model` None hosts no engine."""
 
@@ -198,7 +216,7 @@ class NodeSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
     http: Address | None = None  # where this node serves the OpenAI API; None: nowhere
-    api_keys: tuple[str, ...] = ()  # that let in there; none: whoever reaches it, which must be this box alone
+    api: ApiSettings = field(default_factory=ApiSettings)
     tuning: NodeTuning = WAN
     join_timeout_s: float = 60.0  # how long to ask members that do not answer; longer: one that starts later is found
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner

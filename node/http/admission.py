@@ -18,17 +18,19 @@ OPEN_PATHS: Final = frozenset({"/health", "/live"})  # for load balancers, which
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontRules:
-    """Who may ask. `keys`: any of them lets in; none: whoever reaches the port."""
+    """Who may ask. `keys`: any of them lets in; none: whoever reaches the port, which must be this machine alone unless
+    its owner says that it `needs_no_key`."""
 
     keys: tuple[str, ...] = ()
+    needs_no_key: bool = False
 
 
 def check_listen(listen: Address, rules: FrontRules) -> None:
     """Raise AddressError where others could ask without a key."""
-    if not rules.keys and not is_loopback(listen.host):
+    if not (rules.keys or rules.needs_no_key or is_loopback(listen.host)):
         raise AddressError(
-            f"http: others reach {listen}, and anybody could ask there at your cost; set a key with --api-key, or "
-            "listen on 127.0.0.1"
+            f"http: others reach {listen}, and anybody could ask there at your cost; set a key with --api-key, "
+            "listen on 127.0.0.1, or say --no-api-key"
         )
 
 
@@ -40,7 +42,7 @@ def judge(method: str, target: str, headers: RawHeaders, rules: FrontRules) -> H
     if path in OPEN_PATHS and "?" not in target:
         return None
     # A page in a browser of this machine can have its own name point here: without a key, that name gives it away.
-    if not rules.keys and not is_loopback(host_of(headers)):
+    if not (rules.keys or rules.needs_no_key or is_loopback(host_of(headers))):
         return HttpRefusal(403, "host: without --api-key this gateway answers to localhost and 127.0.0.1 only")
     # A browser asks before it shows its key.
     if method != "OPTIONS" and not is_allowed(headers, rules.keys):

@@ -18,6 +18,7 @@ from .. import messages
 from ..box.errors import NodeError
 from ..box.hardware import Hardware
 from ..engine import protocol
+from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.backend import ServedModel
 from ..links.kv_outlets import KvOutlets
 from ..models import DownloadProgress, TerminalProgress
@@ -110,6 +111,10 @@ class Host:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.worker.learner.run)
             nursery.start_soon(self._supervisor.run)
+
+    async def wait_server(self) -> EngineStarter:
+        """Wait for what forks this box's processes."""
+        return await self._supervisor.wait_server()
 
     def follow(self, plan: Plan | None) -> None:
         """A plan may give this box layers, or take them away, and says how much a step of a replica may compute."""

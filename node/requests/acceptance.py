@@ -27,8 +27,8 @@ MAX_SEED = (1 << 63) - 1
 def check(body: Generate) -> int:
     """Check all that needs no model; returns the prompt's bytes of text. Raises PromptError naming
     the field and the fix."""
-    if (body.prompt is None) == (body.messages is None):
-        raise PromptError("prompt: give either `prompt` or `messages`, and not both")
+    if sum(form is not None for form in (body.prompt, body.messages, body.prompt_token_ids)) != 1:
+        raise PromptError("prompt: give one of `prompt`, `messages` and `prompt_token_ids`")
     if body.prompt is not None and not body.prompt:
         raise PromptError("prompt: it is empty; give at least one character")
     if body.messages is not None and not any(message.content for message in body.messages):
@@ -61,6 +61,8 @@ def check_length(body: Generate, size: int, so_far: int, text: TextModel, max_mo
 
 def _field(body: Generate) -> str:
     """What the client calls its prompt."""
+    if body.prompt_token_ids is not None:
+        return "prompt_token_ids"
     return "prompt" if body.messages is None else "messages"
 
 
@@ -90,7 +92,9 @@ def _check_sampling(body: Generate) -> None:
 
 def tokenize(body: Generate, text: TextModel, max_model_len: int) -> tuple[tuple[int, ...], int]:
     """Return the prompt's tokens and the number of tokens to generate. Raises PromptError."""
-    if body.messages is not None:
+    if body.prompt_token_ids is not None:
+        prompt = body.prompt_token_ids
+    elif body.messages is not None:
         prompt = text.encode_chat([{"role": m.role, "content": m.content} for m in body.messages], max_model_len)
     else:
         prompt = text.encode(body.prompt or "", max_model_len)
@@ -129,6 +133,8 @@ def prepare(
     from .live_request import LiveRequest  # with a tokenizer's library, which clients have not
 
     vocabulary = model.shape.vocabulary
+    if (given := max(body.prompt_token_ids or (), default=0)) >= vocabulary:
+        raise PromptError(f"prompt_token_ids: {given} is no token of this model, which has {vocabulary}")
     if (worst := max(so_far, default=0)) >= vocabulary:  # the engine would refuse it
         raise PromptError(f"tokens: {worst} is no token of this model, which has {vocabulary}")
     prompt, max_tokens = tokenize(body, text, max_model_len)

@@ -43,7 +43,7 @@ class Turns(Protocol):
     def on_tokens_shown(self, request: OpenedRequest, count: int) -> None:
         """Its client has been sent so many tokens of the answer."""
 
-    def on_end(self, request: OpenedRequest) -> None:
+    def on_end(self, request: OpenedRequest, end: EndRequest) -> None:
         """It is over."""
 
 
@@ -165,7 +165,7 @@ class RequestDriver:
         self._is_over = True
         self._changed.set()
         self._stop_asking()
-        self._turns.on_end(self.request)
+        self._turns.on_end(self.request, end)
         if end.finish is not None:  # else the client has gone, or wants no more
             self._tell(self.request.telling(end))
 

@@ -8,6 +8,7 @@ carries that out.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from functools import partial
 from typing import final
 
@@ -17,7 +18,7 @@ from ...bootstrap import PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...coordinator import Demand, DemandMeter, RoutingSettings
 from ...coordinator.requests.machine import RequestMachine
-from ...coordinator.requests.values import RequestSettings
+from ...coordinator.requests.values import EndRequest, RequestSettings
 from .. import messages
 from ..models import ModelInfo
 from ..models.errors import PromptError
@@ -82,6 +83,8 @@ class Gateway:
         self._silent: set[PeerId] = set()  # they do not answer
         self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
+        self.on_stopped: Callable[[PeerId, messages.AnswerUpdate], None] = _tell_nobody
+        """Hears what a request was that its client wanted no more; the client itself is not told."""
 
     def __repr__(self) -> str:
         return f"<Gateway {self._model.service} requests={len(self._requests)}>"
@@ -90,6 +93,18 @@ class Gateway:
     def idle(self) -> bool:
         """Whether no client waits for an answer."""
         return not self._requests and not self._tokenizing
+
+    @property
+    def is_served(self) -> bool:
+        """Whether an engine is ready for what comes now."""
+        return self._room is not None and not self._draining
+
+    @property
+    def why_not_served(self) -> str:
+        """For people, while it is not."""
+        if self._draining:
+            return "this node is leaving; send the request to another one"
+        return f"no engine of this network serves {self._model.name} now; `p2pserve status` says what each does"
 
     @property
     def demand(self) -> Demand | None:
@@ -193,13 +208,15 @@ class Gateway:
         self._queue.start(key, trio.current_time())
         self._give_turns()  # also after later tokens: pauses end while others' answers go on
 
-    def on_end(self, request: OpenedRequest) -> None:
+    def on_end(self, request: OpenedRequest, end: EndRequest) -> None:
         """A request is over."""
         key = request.client, request.id
         del self._requests[key], self._by_token[request.token]
         if request.live.finish is not None:
             self._meter.record_end(len(request.live.prompt), request.live.count)
         self._queue.remove(key, trio.current_time())
+        if end.finish is None:
+            self.on_stopped(request.client, request.describe_end(end))
         self._give_turns()
 
     def _give_turns(self) -> None:
@@ -256,3 +273,7 @@ class Gateway:
 
     def _driver_of(self, attempt: str) -> RequestDriver | None:
         return self._by_token.get(attempt.partition(".")[0])
+
+
+def _tell_nobody(client: PeerId, update: messages.AnswerUpdate) -> None:
+    """Clients that are connected know what they have stopped."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Final, final
 
 import msgspec
 
@@ -12,6 +12,20 @@ from ..engine.protocol import Sampling
 from ..messages import Generate
 from ..models.errors import PromptError
 from ..models.text import StopFinder, TextModel
+
+
+_CARRIED: Final = tuple(field for field in Sampling.__struct_fields__ if field in Generate.__struct_fields__)
+
+
+@final
+class _NoText:
+    """In place of a decoder, for who wants tokens alone."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
 
 
 @final
@@ -37,14 +51,9 @@ class LiveRequest:
         self.finish: str | None = None
         self._max_tokens = max_tokens
         # Not the body: its text may have megabytes, and is of no use any more.
-        self._sampling = Sampling(
-            max_tokens=max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-        )
-        self._decoder = text.decoder()
+        carried = {field: getattr(body, field) for field in _CARRIED}
+        self._sampling = Sampling(**{**carried, "max_tokens": max_tokens})
+        self._decoder = text.decoder() if body.detokenize else _NoText()
         self._stops = StopFinder(body.stop)
         self._rest = ""
         if so_far:

@@ -146,11 +146,12 @@ class OpenedRequest:
             case CancelWork(_, replica):
                 return Telling(PeerId(replica), REQUEST_STOP, messages.StopRequest(request=self.attempt))
             case EndRequest():
-                return Telling(self.client, ANSWER, self._last_update(action))
+                return Telling(self.client, ANSWER, self.describe_end(action))
             case _:
                 assert_never(action)
 
-    def _last_update(self, end: EndRequest) -> messages.AnswerUpdate:
+    def describe_end(self, end: EndRequest) -> messages.AnswerUpdate:
+        """The last update of its answer."""
         record, figures = end.record, None
         if record is not None:
             figures = messages.RequestFigures(

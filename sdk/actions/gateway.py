@@ -24,7 +24,8 @@ Greet = Callable[[Address], None]
 def gateway(arguments: SimpleNamespace) -> int:
     """`p2pserve gateway`. Serves until a signal."""
     listen = read_http(arguments.http)
-    rules = FrontRules(keys=read_keys(arguments.api_key, arguments.api_key_file))
+    keys = read_keys(arguments.api_key, arguments.api_key_file)
+    rules = FrontRules(keys=tuple(key.secret for key in keys), needs_no_key=arguments.no_api_key)
     check_listen(listen, rules)
     where, token = network_address(arguments.bootstrap, arguments.token)
     check_target(where, token)

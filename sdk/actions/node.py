@@ -20,7 +20,7 @@ from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
 from ...node.box.home import leave_node
-from ...node.settings import BoxEngineSettings, BoxLinkSettings, NodeSettings
+from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..environment import network_address
 from ..errors import UsageError
 from ..options.values import settings_of
@@ -72,10 +72,13 @@ def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
     """Where this node serves HTTP, and the keys for it; nothing where the command has no such options."""
     if getattr(arguments, "http", None) is None:
         return {}
-    return {
-        "http": read_http(arguments.http),
-        "api_keys": read_keys(arguments.api_key, arguments.api_key_file),
-    }
+    api = ApiSettings(
+        keys=read_keys(arguments.api_key, arguments.api_key_file),
+        needs_no_key=arguments.no_api_key,
+        names=tuple(getattr(arguments, "served_model_name", ())),
+        options=tuple(getattr(arguments, "vllm_options", ())),
+    )
+    return {"http": read_http(arguments.http), "api": api}
 
 
 def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> NodeSettings:

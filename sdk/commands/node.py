@@ -58,6 +58,7 @@ def bootstrap(arguments: SimpleNamespace) -> int:
         metavar="MODEL",
         help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default)",
     ),
+    http_options(None),
     option("--engine-channel", type=COUNT, hidden=True),
     link_options,
     engine_options,

@@ -137,6 +137,7 @@ def http_options(default: str | None) -> Decorated:
             "may reach the port",
         ),
         option("--api-key-file", type=FILE, metavar="FILE", help="the same from a file, a key in each line"),
+        option("--no-api-key", is_flag=True, help="let whoever reaches the port ask, also from other machines"),
     )
 
 

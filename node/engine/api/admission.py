@@ -29,7 +29,7 @@ def admit(method: str, headers: RawHeaders, config: ApiConfig, *, is_vouched: bo
         key: str | None = (find_header(headers, CLIENT) or b"").decode("latin-1")[:256]
     elif not config.keys:
         # A page in a browser of this machine can have its own name point here: without a key, that name gives it away.
-        if not is_loopback(host_of(headers)):
+        if not config.is_open and not is_loopback(host_of(headers)):
             return HttpRefusal(403, "host: without --api-key this server answers to localhost and 127.0.0.1 only")
         key = ""
     else:

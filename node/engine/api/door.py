@@ -94,7 +94,9 @@ class Door:
         if network.serving:
             await answer.say(200, b"")
         else:
-            await answer.refuse(HttpRefusal(503, network.reason or "no node of this network serves this model now", 2.0))
+            await answer.refuse(
+                HttpRefusal(503, network.reason or "no node of this network serves this model now", 2.0)
+            )
 
     async def _generate_token(self, answer: _Answer) -> None:
         try:
@@ -103,7 +105,10 @@ class Door:
         except Exception as error:
             if not isinstance(error, TimeoutError):
                 _log.exception("no token could be generated")
-            is_served, reason = False, f"no token within {PROBE_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            is_served, reason = (
+                False,
+                f"no token within {PROBE_S:g} s" if isinstance(error, TimeoutError) else str(error),
+            )
         if is_served:
             await answer.say(200, b"")
             return

@@ -16,11 +16,11 @@ from typing import Annotated, Final
 import msgspec
 
 from ....coordinator.bounds import Count, Figure
+from ...web.keys import MAX_KEYS
 from ..protocol import EngineMessage, NewTokens, Sampling, Spawn, StartFailed
 
 LISTENER: Final = b"listener"
 STREAM: Final = b"stream"
-MAX_KEYS: Final = 512
 MAX_NAMES: Final = 64
 DIGEST_BYTES: Final = 32
 
@@ -44,6 +44,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     names: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]  # that requests may give
     options: tuple[str, ...] = ()
     keys: Annotated[tuple[KeyDigest, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()  # none: whoever reaches it
+    is_open: bool = False  # without keys: under any name, and not this machine's alone
     max_body_bytes: int = 16 << 20
     deadline_s: float = 3600.0  # of a request that says nothing else, and the most that one may say
     log_file: str | None = None

@@ -326,9 +326,7 @@ async def build_server(config: ApiConfig, link: AgentLink) -> tuple[Any, Network
     try:
         vllm_config = _configure(args)
         core = NetworkCore(link, config)
-        llm = NetworkLLM(
-            vllm_config, core, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests
-        )
+        llm = NetworkLLM(vllm_config, core, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
         app = build_app(args, TASKS, vllm_config.model_config)
         await init_app_state(llm, app.state, args, TASKS)
     except (ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError) as error:
@@ -344,4 +342,3 @@ async def build_server(config: ApiConfig, link: AgentLink) -> tuple[Any, Network
     link.on_message = take
     app.state.server = SimpleNamespace()
     return app, llm
-
