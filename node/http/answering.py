@@ -188,7 +188,8 @@ class HttpAnswering:
             nursery.start_soon(self._send_request, served, stream, connection)
             await self._pass_answer(served, stream, connection)
         except BROKEN as error:
-            return f"the API server of this node broke off: {str(error) or type(error).__name__}"
+            _log.info("the API server broke off: %r", error)
+            return "the API server of this node broke off"
         except (_ExchangeFailed, NetworkError) as error:
             return str(error)
         return ""

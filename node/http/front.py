@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final, final
 
 import h11
@@ -305,7 +306,8 @@ class _Connection:
 
     async def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         length = (b"content-length", str(len(body)).encode())
-        await self._send(h11.Response(status_code=status, headers=[*headers, length]))
+        reason = HTTPStatus(status).phrase.encode()
+        await self._send(h11.Response(status_code=status, headers=[*headers, length], reason=reason))
         if body and not self._is_head:
             await self._send(h11.Data(body))
         await self._send(h11.EndOfMessage())
