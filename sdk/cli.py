@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem, shell_complete
 
 from .. import __version__
-from .commands import COMMANDS
+from .options.catalogue import COMMANDS
 from .options.command import COMPLETION, DEBUG, ENVIRONMENT, PROGRAM, CommandGroup
 
 DESCRIPTION = "A peer-to-peer network that serves large language models from GPU boxes rented in different places."

@@ -178,12 +178,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         penalties = self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.min_tokens or self.bad_words_token_ids or self.constraint is not None)
 
+    def token_ids(self) -> tuple[int, ...]:
+        """All that it names, to be held against a vocabulary."""
+        words = (token for word in self.bad_words_token_ids for token in word)
+        return (*self.stop_token_ids, *self.logit_bias, *self.allowed_token_ids, *words)
+
     @property
     def size(self) -> int:
         """What of its lists and texts an engine and a gateway hold, in tokens of a prompt."""
-        ids = len(self.stop_token_ids) + len(self.allowed_token_ids) + sum(map(len, self.bad_words_token_ids))
         text = len(self.constraint.text) if self.constraint is not None else 0
-        return ids + 2 * len(self.logit_bias) + text // 4
+        return len(self.token_ids()) + len(self.logit_bias) + text // 4
 
 
 class TopTokens(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -294,6 +298,10 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
     awaits_first_token: bool = False
 
     def __post_init__(self) -> None:
+        if self.sampling.answered >= max(1, len(self.prompt)):
+            raise ValueError(f"{self.sampling.answered} tokens of an answer in a prompt of {len(self.prompt)}")
+        if self.receive and self.sampling.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: whoever computes all of the prompt knows them, and nobody else")
         if self.send and self.receive:
             raise ValueError("a request either sends the KV of its prompt or receives it")
         ends: tuple[Outlet | Inlet, ...] = (*self.send, *self.receive)
@@ -391,8 +399,8 @@ class EngineFailed(EngineMessage, frozen=True, kw_only=True, tag="failed"):
 
 class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What one step added to a request. `finish`: stop, length, deadline, error or refused; None while it runs.
-    `logprobs`: a row for each of `tokens`. `prompt_logprobs`: for each of the prompt's but the first, told once.
-    `stop_reason`: which of the request's stop tokens ended it; None: the model's own."""
+    `logprobs`: a row for each of `tokens`, but for a first one that was told. `prompt_logprobs`: for each of the
+    prompt's but the first, told once. `stop_reason`: which of the request's stop tokens ended it; None: the model's own."""
 
     request: str
     tokens: tuple[int, ...]

@@ -28,6 +28,20 @@ class _NoText:
         return ""
 
 
+_CARRIED: Final = tuple(field for field in Sampling.__struct_fields__ if field in Generate.__struct_fields__)
+
+
+@final
+class _NoText:
+    """In place of a decoder, for who wants tokens alone."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
 @final
 class LiveRequest:
     """A request between its arrival and its last token: the `Answer` of its machine, with the text.

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import click
 
-from ..commands import COMMANDS
+from .catalogue import COMMANDS
 
 PROGRAM: Final = "p2pserve"
 

@@ -21,7 +21,7 @@ FOLDER_FLOORS: dict[str, tuple[str, ...]] = {
     "kvtransport": ("wire", "probing", "routing", "link", "dev"),
     "node": ("models", "box", "web", "engine", "requests", "http", "links", "replica", "api", "dev"),
     "node/engine": ("vllm", "transfers", "kv", "pipeline", "emulated", "trials", "vllm_program", "gpucheck", "dev"),
-    "sdk": ("commands", "demo", "live"),
+    "sdk": ("options", "actions", "demo", "live", "commands"),
     "sims": ("engine", "policies", "results", "splitwise", "experiments", "wan"),
     "sims/wan": ("kv",),
 }

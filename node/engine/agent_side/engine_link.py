@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, final
 
 import msgspec
 import trio
@@ -119,7 +119,7 @@ class ForkServerClient:
         await self.wait_ready()
         engine = self._number()
         link, theirs = open_link(EngineLink, on_message)
-        await self._start(engine, protocol.Spawn(engine=engine, config=config), link, theirs)
+        await self._start(engine, protocol.Spawn(engine=engine, config=config), link, theirs, self._log)
         return link
 
     async def start_api(
@@ -128,7 +128,7 @@ class ForkServerClient:
         await self.wait_ready()
         engine = self._number()
         link, theirs = open_link(ApiLink, on_message)
-        await self._start(engine, api.SpawnApi(engine=engine, config=config), link, theirs)
+        await self._start(engine, api.SpawnApi(engine=engine, config=config), link, theirs, config.log_file)
         return link
 
     def _number(self) -> int:
@@ -136,7 +136,12 @@ class ForkServerClient:
         return self._next - 1
 
     async def _start(
-        self, engine: int, spawn: protocol.EngineMessage, link: ProcessLink[Any], theirs: list[socket.socket]
+        self,
+        engine: int,
+        spawn: protocol.EngineMessage,
+        link: ProcessLink[Any],
+        theirs: list[socket.socket],
+        log: Path | str | None,
     ) -> None:
         """Have a process forked for the far ends of a link, and wait until it has started."""
         self._exits[engine] = link
@@ -152,7 +157,7 @@ class ForkServerClient:
                 end.close()
         self._nursery.start_soon(link.serve)
         try:
-            await link.wait_started(self._log)
+            await link.wait_started(log)
         except trio.Cancelled:
             link.close()
             raise
@@ -183,6 +188,8 @@ class ForkServerClient:
 
 class ProcessLink(Generic[Ready]):
     """The sockets of one forked process: `decoder` reads what it says, and it says `ready_type` once it has started."""
+
+    starting: ClassVar = "the engine process {how} while it was loading the model"
 
     def __init__(
         self,
@@ -226,7 +233,7 @@ class ProcessLink(Generic[Ready]):
         except OSError as error:
             raise EngineLost(f"the engine process takes no connections: {error.strerror}") from error
 
-    async def wait_started(self, log: Path | None) -> None:
+    async def wait_started(self, log: Path | str | None) -> None:
         """Wait for the model. Raises EngineStartError."""
         await self._started.wait()
         if self.ready is not None:
@@ -235,7 +242,7 @@ class ProcessLink(Generic[Ready]):
             raise EngineRefused(self._refusal)
         if self._failure is None:
             await self._wait_exit()
-            self._failure = f"the engine process {self.exit_text()} while it was loading the model{_refer_to(log)}"
+            self._failure = f"{self.starting.format(how=self.exit_text())}{_refer_to(log)}"
         raise EngineStartError(self._failure)
 
     async def wait_gone(self) -> str:
@@ -337,6 +344,8 @@ class EngineLink(ProcessLink[protocol.EngineReady]):
 class ApiLink(ProcessLink[api.ApiReady]):
     """The sockets of an API process."""
 
+    starting: ClassVar = "its process {how}"
+
     def __init__(
         self, messages: trio.socket.SocketType, sockets: socket.socket, on_message: Callable[[api.FromApi], None]
     ) -> None:
@@ -353,5 +362,5 @@ def open_link(kind: type[Link], on_message: Callable[[Any], None]) -> tuple[Link
     return kind(trio.socket.from_stdlib_socket(ours), our_sockets, on_message), [theirs, their_sockets]
 
 
-def _refer_to(log: Path | None) -> str:
+def _refer_to(log: Path | str | None) -> str:
     return f"; see {log}" if log is not None else ""

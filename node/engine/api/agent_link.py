@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from typing import Final, final
+from typing import Final, cast, final
 
 import msgspec
 
@@ -66,8 +66,7 @@ class AgentLink(asyncio.Protocol):
             del self._questions[number]
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is of no such class
 
     def data_received(self, data: bytes) -> None:
         try:

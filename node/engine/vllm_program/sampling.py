@@ -23,6 +23,8 @@ from ..protocol import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 _SAME: Final = (  # one name and meaning at both ends
@@ -99,7 +101,9 @@ def from_vllm(
 ) -> Sampling:
     """What of vLLM's parameters goes to an engine. Raises RefusedSampling."""
     for field, nothing in REFUSED.items():
-        if getattr(params, field) != nothing:
+        value = getattr(params, field)
+        # vLLM says itself that a request is not watermarked; an array has no one truth.
+        if value is not None and value is not False and not (type(value) is type(nothing) and value == nothing):
             raise RefusedSampling(field, "this network does not support it; leave it out")
     for field in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, field)
@@ -133,26 +137,47 @@ def from_vllm(
         raise RefusedSampling(where.rstrip("`") or "sampling", what[:1].lower() + what[1:]) from error
 
 
-def to_vllm(sampling: Sampling) -> SamplingParams:
-    """What vLLM is told, for tokens in and tokens out. `max_tokens` and `min_tokens` are counted as in `Sampling`; the
-    model's own end tokens are not there yet. Raises vLLM's errors and ValueError for what contradicts itself."""
+def to_vllm(sampling: Sampling, eos: Sequence[int], extra_args: dict[str, Any] | None = None) -> SamplingParams:
+    """What vLLM is told, for tokens in and tokens out; `eos`: the model's own end tokens. vLLM counts both limits from
+    the beginning of the answer. Raises its errors, and ValueError, for what contradicts itself."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     same = {field: getattr(sampling, field) for field in _SAME}
-    # vLLM checks the one against the other, and counts both from the beginning of the answer.
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
     params = SamplingParams(
         **{**same, "max_tokens": sampling.max_tokens + sampling.answered},
-        stop_token_ids=list(sampling.stop_token_ids),
+        stop_token_ids=sorted(stops),
         logit_bias=dict(sampling.logit_bias) or None,
         allowed_token_ids=list(sampling.allowed_token_ids) or None,
-        structured_outputs=_structured_outputs(sampling.constraint),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        extra_args=extra_args,
         skip_clone=True,
     )
+    params._all_stop_token_ids.update(eos)  # noqa: SLF001 (`min_tokens` and grammars go by it, also with `ignore_eos`)
     if sampling.bad_words_token_ids:
-        params._bad_words_token_ids = [list(word) for word in sampling.bad_words_token_ids]  # noqa: SLF001
+        params._bad_words_token_ids = [list(word) for word in sampling.bad_words_token_ids]  # noqa: SLF001 (as above)
     return params
+
+
+def structured_outputs(constraint: Constraint) -> StructuredOutputsParams:
+    """A constraint as vLLM's engine takes it. Raises ValueError for a choice that is no list of texts."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    value: Any = constraint.text
+    if constraint.kind == "json_object":
+        value = True
+    if constraint.kind == "choice":
+        try:
+            value = msgspec.json.decode(constraint.text, type=list[str])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"constraint: `choice` is no JSON array of texts: {error}") from error
+    return StructuredOutputsParams(
+        **{constraint.kind: value},
+        disable_any_whitespace=constraint.disable_any_whitespace,
+        disable_additional_properties=constraint.disable_additional_properties,
+        whitespace_pattern=constraint.whitespace_pattern,
+    )
 
 
 def _constraint(structured: StructuredOutputsParams | None) -> Constraint | None:
@@ -172,24 +197,6 @@ def _constraint(structured: StructuredOutputsParams | None) -> Constraint | None
             "whitespace_pattern": structured.whitespace_pattern,
         },
         Constraint,
-    )
-
-
-def _structured_outputs(constraint: Constraint | None) -> StructuredOutputsParams | None:
-    from vllm.sampling_params import StructuredOutputsParams
-
-    if constraint is None:
-        return None
-    value: Any = constraint.text
-    if constraint.kind == "json_object":
-        value = True
-    if constraint.kind == "choice":
-        value = msgspec.json.decode(constraint.text, type=list[str])
-    return StructuredOutputsParams(
-        **{constraint.kind: value},
-        disable_any_whitespace=constraint.disable_any_whitespace,
-        disable_additional_properties=constraint.disable_additional_properties,
-        whitespace_pattern=constraint.whitespace_pattern,
     )
 
 

@@ -20,7 +20,6 @@ from p2pserve.node.models.errors import PromptError
 from p2pserve.sdk.actions import network as commands
 from p2pserve.sdk.actions import node as node_commands
 from p2pserve.sdk.cli import main
-from p2pserve.sdk.commands import COMMANDS
 from p2pserve.sdk.errors import (
     AccessRefused,
     DemoFailed,
@@ -31,6 +30,7 @@ from p2pserve.sdk.errors import (
     first_of,
 )
 from p2pserve.sdk.failures import explain
+from p2pserve.sdk.options.catalogue import COMMANDS
 
 from .parsing import parse
 
