@@ -23,7 +23,7 @@ import pytest
 import trio
 from openai.types.chat import ChatCompletionUserMessageParam
 
-from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, Role
+from p2pserve.bootstrap import Address, Bootstrap, Identity, JoinToken, NetworkKey, Role
 from p2pserve.bootstrap.errors import AddressError, PortInUse
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.dialling import DiallingTransport
@@ -37,6 +37,7 @@ from p2pserve.node.messages import ADVERT
 from p2pserve.node.settings import NodeSettings
 
 from ...unit.node.http.http_world import ADVERTISED
+from ..conftest import OpenCluster
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(120)]
 
@@ -108,6 +109,29 @@ class ApiBox:
         await send(h11.EndOfMessage())
 
 
+async def serve_front(token: str, rules: FrontRules, adverts: int, task_status: trio.TaskStatus[str]) -> None:
+    """A front on a client, which listens once it has heard of so many nodes."""
+    identity, parsed = Identity.generate(), JoinToken.parse(token)
+    network = Network(
+        transport=DiallingTransport(identity, LOOPBACK),
+        identity=identity,
+        token=token,
+        network_key_public=parsed.network,
+        role=Role.CLIENT,
+        announce=LOOPBACK,
+        bootstraps=parsed.bootstraps,
+        rng=random.Random(2),
+    )
+    async with trio.open_nursery() as nursery:
+        asking = HttpAsking(network, nursery)
+        async with network:
+            while len(network.entries(ADVERT)) < adverts:
+                await network.wait_changed(network.revision)
+            at = await nursery.start(HttpFront(asking, rules).serve, LOOPBACK)
+            task_status.started(f"http://{at}")
+            await trio.sleep_forever()
+
+
 class Running:
     """A bootstrap, some boxes and a front."""
 
@@ -151,28 +175,8 @@ class Running:
             self._here = (Bootstrap(network.address.host, network.address.port, network.peer_id),)
 
     async def start_front(self, rules: FrontRules) -> None:
-        identity = Identity.generate()
-        network = Network(
-            transport=DiallingTransport(identity, LOOPBACK),
-            identity=identity,
-            token=self._key.issue(self._here, Role.CLIENT, time.time() + 600),
-            network_key_public=self._key.public,
-            role=Role.CLIENT,
-            announce=LOOPBACK,
-            bootstraps=self._here,
-            rng=random.Random(2),
-        )
-
-        async def live(task_status: trio.TaskStatus[str]) -> None:
-            asking = HttpAsking(network, self._nursery)
-            async with network, trio.open_nursery() as nursery:
-                while len(network.entries(ADVERT)) <= len(self.boxes):
-                    await network.wait_changed(network.revision)
-                at = await nursery.start(HttpFront(asking, rules).serve, LOOPBACK)
-                task_status.started(f"http://{at}")
-                await trio.sleep_forever()
-
-        self.url = await self._nursery.start(live)
+        token = self._key.issue(self._here, Role.CLIENT, time.time() + 600)
+        self.url = await self._nursery.start(serve_front, token, rules, len(self.boxes) + 1)
 
     @property
     def working(self) -> ApiBox:
@@ -311,5 +315,30 @@ def test_a_node_without_a_model_is_a_gateway_too(tmp_path: Path) -> None:
         with pytest.raises(AddressError, match=r"^http: .*--api-key"):
             await run_node(refused, say=say, stop=trio.Event())
         assert not (tmp_path / "other").exists()
+
+    trio.run(main)
+
+
+def test_vllms_own_server_answers_through_it(cluster: OpenCluster, tmp_path: Path) -> None:
+    """On boxes that were not told to serve HTTP: the one that is asked starts its API process for that."""
+
+    async def main() -> None:
+        prompt = "def fibonacci(n):"
+        async with cluster(tmp_path, "bundled", 2) as made, trio.open_nursery() as nursery:
+            await made.wait_plan(2)
+            token = made.bootstrap.tokens["client"]
+            url = await nursery.start(serve_front, token, FrontRules(), 3)
+            expected = await made.client.generate(made.nodes[1].peer, prompt, max_tokens=12)
+
+            def ask() -> tuple[str, str]:
+                with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+                    told = client.completions.create(model="bundled", prompt=prompt, max_tokens=12, temperature=0)
+                    streamed = client.completions.create(
+                        model="bundled", prompt=prompt, max_tokens=12, temperature=0, stream=True
+                    )
+                    return told.choices[0].text, "".join(chunk.choices[0].text for chunk in streamed)
+
+            assert await trio.to_thread.run_sync(ask) == (expected.text, expected.text)
+            nursery.cancel_scope.cancel()
 
     trio.run(main)

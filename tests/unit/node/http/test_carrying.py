@@ -437,6 +437,29 @@ def test_a_box_that_hangs_is_left_for_another_one() -> None:
     in_virtual_time(main)
 
 
+def test_a_box_that_hangs_before_it_has_taken_a_request_is_left_too() -> None:
+    async def main() -> None:
+        async with http_world(echo, echo) as world:
+            first, second = world.boxes
+            asked = trio.Event()
+
+            async def connect() -> trio.abc.Stream:
+                asked.set()
+                await trio.sleep_forever()
+                raise AssertionError
+
+            first.answering._connect = connect
+            browser = world.connect()
+            await browser.send("POST", CHAT, b"{}")
+            await asked.wait()
+            world.asking._on_hung(first.peer, True)
+            with trio.fail_after(2):
+                assert json.loads((await browser.read()).body)["box"] == second.peer
+            await until(lambda: first.answering.is_idle)
+
+    in_virtual_time(main)
+
+
 def test_an_answer_that_nobody_takes_is_given_up() -> None:
     async def flood(box: Box, seen: Seen, send: Send) -> None:
         await send(h11.Response(status_code=200, headers=[("content-type", "text/plain")]))
