@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..process import explain
@@ -101,8 +102,9 @@ class ConstraintSupport:
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-        tokenizer = cached_tokenizer_from_config(self._config.model_config)
-        vocabulary = self._config.model_config.get_vocab_size()
+        model = copy(self._config.model_config)
+        model.skip_tokenizer_init = False  # it was for the start alone
+        tokenizer, vocabulary = cached_tokenizer_from_config(model), model.get_vocab_size()
         self._manager.tokenizer = tokenizer
         self._manager.backend = XgrammarBackend(self._config, tokenizer=tokenizer, vocab_size=vocabulary)
 
