@@ -26,6 +26,7 @@ async def by_prompt(gateway: Gateway, client: PeerId, body: Generate) -> Generat
         with trio.move_on_after(0.2):
             await trio.sleep_forever()
     text = body.prompt or "".join(message.content for message in body.messages or ())
+    text = text or f"tokens {body.prompt_token_ids}"
     gateway.say(client, body, text, 1)
     gateway.say(client, body, "", finish="stop")
     return Generating(service="m-1", prompt_tokens=3)
@@ -38,7 +39,7 @@ def texts(outcomes: Iterable[Outcome]) -> list[str]:
 def test_answers_come_in_the_order_of_the_prompts_and_errors_beside_them() -> None:
     calls: list[tuple[int, int]] = []
     with Site(by_prompt).client() as client:
-        prompts: list[Any] = ["a", "fail", "b", "", 5, [{"role": "user", "content": "chat"}], [{"role": 1}]]
+        prompts: list[Any] = ["a", "fail", "b", "", 5, [{"role": "user", "content": "chat"}], [{"role": 1}], (1, 2)]
         found = client.generate_many(prompts, progress=lambda *now: calls.append(now), max_tokens=3)
     said = texts(found)
     assert (said[0], said[2], said[5]) == ("a", "b", "chat")
@@ -46,7 +47,8 @@ def test_answers_come_in_the_order_of_the_prompts_and_errors_beside_them() -> No
     assert said[3].startswith("InvalidRequest: prompt: it is empty")
     assert said[4] == "InvalidRequest: prompts: '5' is no text, no list of token ids and no conversation"
     assert said[6].startswith("InvalidRequest: messages")
-    assert calls == [(number, 7) for number in range(1, 8)]
+    assert said[7] == "tokens (1, 2)"
+    assert calls == [(number, 8) for number in range(1, 9)]
 
 
 @pytest.mark.parametrize("run", [asyncio.run, trio.run], ids=["asyncio", "trio"])
