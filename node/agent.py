@@ -52,11 +52,13 @@ DRAIN_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A node that has been admitted. `tokens` are those a new network hands out: leader, worker, client, admin."""
+    """A node that has been admitted. `tokens` are those a new network hands out: leader, worker, client, admin.
+    `http`: where it serves the OpenAI API."""
 
     peer: PeerId
     address: Address
     tokens: dict[str, str]
+    http: Address | None = None
 
 
 async def run_node(
@@ -125,8 +127,7 @@ async def _join(
             joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
             nursery.start_soon(plans.keep, joined.view)
             node = Node(joined, found, served, port, relay, nursery)
-            if settings.http is not None:
-                await node.serve_http(settings.http, nursery)
+            http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
             handed_out: dict[str, str] = {}
             owner = membership.owner
@@ -134,7 +135,7 @@ async def _join(
                 here = Bootstrap(address.host, address.port, identity.peer_id)
                 handed_out = await trio.to_thread.run_sync(owner.take_greetings, here, settings.also, time.time())
                 nursery.start_soon(owner.follow, network, time.time, network.settings)
-            task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out))
+            task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out, http=http))
             await stop.wait()
             await node.drain()
             await network.leave()
@@ -194,16 +195,15 @@ class Node:
         for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate, self._judge):
             nursery.start_soon(task)
 
-    async def serve_http(self, listen: Address, nursery: trio.Nursery) -> None:
-        """Serve the OpenAI API at a port of this box: from its own API process, or without a model, from whichever box
-        of the network has an engine that is ready."""
+    async def serve_http(self, listen: Address, nursery: trio.Nursery) -> Address:
+        """Serve the OpenAI API at a port of this box, and return it: from its own API process, or without a model, from
+        whichever box of the network has an engine that is ready. Raises AddressError or PortInUse."""
         joined = self._joined
         if self._serving is not None:
-            at = self._serving.api.listen(listen)
-        else:
-            front = HttpFront(HttpAsking(joined.network, nursery), _front_rules(joined.settings))
-            at = await nursery.start(front.serve, listen)
-        joined.say(f"OpenAI API at http://{at}/v1")
+            return self._serving.api.listen(listen)
+        front = HttpFront(HttpAsking(joined.network, nursery), _front_rules(joined.settings))
+        at: Address = await nursery.start(front.serve, listen)
+        return at
 
     def _hurry(self) -> None:
         self._news.set()

@@ -47,7 +47,7 @@ def api_config(model: ModelFiles, settings: ApiSettings, log: Path) -> ApiConfig
     """What the API process of a box is started with."""
     return ApiConfig(
         model=str(model.folder),
-        names=settings.names or tuple(dict.fromkeys((model.info.name, model.info.service))),
+        names=settings.names or (model.info.name,),
         options=settings.options,
         keys=tuple(KeyDigest(key.name, sha256(key.secret.encode()).digest()) for key in settings.keys),
         is_open=settings.needs_no_key,
@@ -177,7 +177,7 @@ class ApiServer:
             except EngineStartError as error:
                 self._failure = f"the API server does not start: {error}"
                 if self._listener is not None and self._life is None and not self._failures:
-                    raise EngineStartError(self._failure) from error
+                    raise type(error)(self._failure) from error
                 link = None
             if link is not None:
                 began = trio.current_time()
@@ -197,6 +197,8 @@ class ApiServer:
         try:
             if self._listener is not None:
                 link.attach(LISTENER, self._listener)
+                where = self._listener.getsockname()
+                self._say(f"API server ready on port {where[1]}, after {link.ready.seconds if link.ready else 0:.1f} s")
             self._tell_changed()
             nursery.start_soon(requests.run)
             nursery.start_soon(self._tell_state, life)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
 from ...node.box.home import leave_node
+from ...node.engine.api.options import OptionRefused, check_options
+from ...node.messages import MAX_DEADLINE_S
 from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..environment import network_address
 from ..errors import UsageError
@@ -69,16 +72,24 @@ def _check_tp(arguments: SimpleNamespace) -> None:
 
 
 def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
-    """Where this node serves HTTP, and the keys for it; nothing where the command has no such options."""
-    if getattr(arguments, "http", None) is None:
-        return {}
+    """Where this node serves HTTP, and how. Raises UsageError."""
+    http, options, model = arguments.http, arguments.vllm_options, getattr(arguments, "model", None)
+    if options and model is None:
+        raise UsageError(f"model: {options[0]} is for the API of a model; say which with --model")
+    try:
+        passed = check_options(options)
+    except OptionRefused as error:
+        raise UsageError(str(error)) from error
+    given = arguments.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY", "")]))
     api = ApiSettings(
-        keys=read_keys(arguments.api_key, arguments.api_key_file),
+        keys=read_keys(given, arguments.api_key_file) if http is not None else (),
         needs_no_key=arguments.no_api_key,
-        names=tuple(getattr(arguments, "served_model_name", ())),
-        options=tuple(getattr(arguments, "vllm_options", ())),
+        names=arguments.served_model_name,
+        options=passed,
+        max_body_bytes=arguments.max_body_mib << 20,
+        deadline_s=min(arguments.request_timeout_s, MAX_DEADLINE_S),
     )
-    return {"http": read_http(arguments.http), "api": api}
+    return {"http": read_http(http) if http is not None else None, "api": api}
 
 
 def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> NodeSettings:
@@ -134,6 +145,8 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
 
 def _greet(started: Started) -> None:
     print(f"node {started.peer} at {started.address}")
+    if started.http is not None:
+        print(f"{'OpenAI clients ask at:':<27}http://{started.http}/v1")
     for word, who, command in _GREETINGS:
         token = started.tokens.get(word)
         if token is not None:
@@ -142,7 +155,9 @@ def _greet(started: Started) -> None:
 
 
 def _greet_json(started: Started) -> None:
-    greeting = {"peer": started.peer, "address": str(started.address), "tokens": started.tokens}
+    greeting: dict[str, Any] = {"peer": started.peer, "address": str(started.address), "tokens": started.tokens}
+    if started.http is not None:
+        greeting["http"] = f"http://{started.http}"
     print(json.dumps(greeting), flush=True)
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Final
 
 import click
 
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
-from ..options.shared import home_option, http_options, network_options, place_options
+from ..options.shared import api_options, home_option, http_options, network_options, place_options
 from ..options.values import COUNT, SECONDS
+
+
+vllm_options: Final = click.argument(
+    "vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
+)
 
 
 @command(
@@ -27,6 +33,8 @@ from ..options.values import COUNT, SECONDS
         help="another address that join tokens name, of this box or of a member that stays; may be given several times",
     ),
     http_options(None),
+    api_options,
+    vllm_options,
     link_options,
     engine_options,
 )
@@ -59,6 +67,8 @@ def bootstrap(arguments: SimpleNamespace) -> int:
         help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default)",
     ),
     http_options(None),
+    api_options,
+    vllm_options,
     option("--engine-channel", type=COUNT, hidden=True),
     link_options,
     engine_options,

@@ -120,11 +120,17 @@ def combine(*options: Decorated) -> Decorated:
 
 
 def command(
-    name: str, *, example: str | Iterable[str], formats: tuple[str, str] | None, about: str | None = None
+    name: str,
+    *,
+    example: str | Iterable[str],
+    formats: tuple[str, str] | None,
+    about: str | None = None,
+    passes_unknown: bool = False,
 ) -> Callable[[Action], Command]:
     """A command from a function of its options' values that returns the exit code.
 
-    `formats`: what --format takes, the default first. `about`: what it does, where COMMANDS does not say it."""
+    `formats`: what --format takes, the default first. `about`: what it does, where COMMANDS does not say it.
+    `passes_unknown`: options that it does not have are left to its last argument."""
     what = about or COMMANDS[name].about
     examples = [example] if isinstance(example, str) else list(example)
 
@@ -142,6 +148,7 @@ def command(
         return click.command(
             name,
             cls=Command,
+            context_settings={"ignore_unknown_options": passes_unknown},
             help=f"{what[:1].upper()}{what[1:]}.",
             epilog="\n".join([f"Example{'s' * (len(examples) > 1)}:", *(f"  {line}" for line in examples)]),
         )(found)

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from ...kernels.codecs import CODEC_NAMES
 from .. import environment
 from .command import OPTIONS, Decorated, combine, option
-from .values import COUNT, FIGURE, FILE, SECONDS
+from .values import COUNT, FIGURE, FILE, POSITIVE, SECONDS
 
 
 class _Text(click.ParamType[str]):
@@ -90,18 +90,19 @@ def price_options(section: str = OPTIONS) -> Decorated:
     )
 
 
-def place_options(*, port: int, folder: str) -> Decorated:
-    """Where a node keeps its files, listens, and is reached."""
+def place_options(*, port: int, folder: str, has_short: bool = True) -> Decorated:
+    """Where a node keeps its files, listens, and is reached. `has_short`: --port says the same as --listen."""
+    short = option("--port", type=COUNT, callback=_alone, metavar="PORT", help="short for --listen 0.0.0.0:PORT")
     return combine(
         home_option(f"keys, lock and logs go to `{folder}` in this folder"),
         option(
             "--listen",
             default=f"0.0.0.0:{port}",
-            callback=_alone,
+            callback=_alone if has_short else None,
             metavar="HOST:PORT",
             help=f"the one TCP port of this node; port 0 picks a free one (default: 0.0.0.0:{port})",
         ),
-        option("--port", type=COUNT, callback=_alone, metavar="PORT", help="short for --listen 0.0.0.0:PORT"),
+        *([short] if has_short else []),
         option(
             "--announce",
             metavar="HOST:PORT",
@@ -139,6 +140,37 @@ def http_options(default: str | None) -> Decorated:
         option("--api-key-file", type=FILE, metavar="FILE", help="the same from a file, a key in each line"),
         option("--no-api-key", is_flag=True, help="let whoever reaches the port ask, also from other machines"),
     )
+
+
+api_options: Final = combine(
+    option(
+        "--served-model-name",
+        multiple=True,
+        type=_Text(),
+        metavar="NAME",
+        section="API",
+        help="by which requests may call the model; may be given several times, and the first one is in answers "
+        "(default: the model's own)",
+    ),
+    option(
+        "--max-body-mib",
+        type=POSITIVE,
+        default=16,
+        section="API",
+        metavar="MIB",
+        help="refuse longer requests with 413 (default: 16)",
+    ),
+    option(
+        "--request-timeout-s",
+        type=SECONDS,
+        default=3600.0,
+        section="API",
+        metavar="S",
+        help="end an answer that is not complete by then with 504; a request may ask for less with the header "
+        "X-P2P-Deadline-S (default: 3600)",
+    ),
+)
+"""What the API of a box that has a model takes beside vLLM's own options."""
 
 
 def _joined(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:

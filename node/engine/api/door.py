@@ -32,6 +32,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 SETTLE_S: Final = 0.5  # so long the end of an answer waits for what it was; it comes with its last tokens
 PROBE_S: Final = 30.0
 _DONE: Final = b"data: [DONE]"
+_NOT_SERVED: Final = {404: "path: nothing is served at {path}", 405: "method: this one is not served at {path}"}
 
 
 class Serves(Protocol):
@@ -177,14 +178,14 @@ class _Answer:
             self._head = event
             return
         if event["type"] == "http.response.body":
-            if self._head is not None and not await self._send_head(self._head):
+            if self._head is not None and not await self._send_head(self._head, event.get("body", b"")):
                 return
             if self._is_stream:
                 await self._send_piece(event)
                 return
         await self._send(event)
 
-    async def _send_head(self, head: Event) -> bool:
+    async def _send_head(self, head: Event, begin: bytes) -> bool:
         """Whether the app's answer stands."""
         exchange = self.exchange
         assert exchange is not None
@@ -195,6 +196,9 @@ class _Answer:
         if exchange.refusal is not None:
             refused = exchange.refusal
             await self.refuse(HttpRefusal(refused.status, refused.reason, refused.retry_after_s))
+            return False
+        if head["status"] in _NOT_SERVED and begin.startswith(b'{"detail"'):  # the framework's, and no client's, form
+            await self.refuse(HttpRefusal(head["status"], _NOT_SERVED[head["status"]].format(path=self._path[:200])))
             return False
         self._head = None
         fields = [("x-request-id", self._request_id), *exchange.describe()]

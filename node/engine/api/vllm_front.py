@@ -25,7 +25,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.inputs import TokensPrompt
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -54,6 +54,8 @@ TASKS: Final = ("generate",)
 MAX_N: Final = 16
 NOBODY_RETRY_S: Final = 2.0
 _FINISH: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_NOT_STARTED: Final = (VLLMError, ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError)
+"""What vLLM raises for options and models that it cannot serve."""
 _IMPORTED_LATE: Final = (
     "vllm.entrypoints.anthropic.serving",
     "vllm.entrypoints.generate.api_router",
@@ -300,7 +302,7 @@ def parse_options(config: ApiConfig) -> Namespace:
     try:
         args = parser.parse_args(given)
         validate_parsed_serve_args(args)
-    except (ValueError, TypeError, KeyError, OSError) as error:
+    except _NOT_STARTED as error:
         raise StartError(explain(error)) from error
     return args  # type: ignore[no-any-return]
 
@@ -329,7 +331,7 @@ async def build_server(config: ApiConfig, link: AgentLink) -> tuple[Any, Network
         llm = NetworkLLM(vllm_config, core, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
         app = build_app(args, TASKS, vllm_config.model_config)
         await init_app_state(llm, app.state, args, TASKS)
-    except (ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError) as error:
+    except _NOT_STARTED as error:
         _log.exception("vLLM's API server does not start")
         raise StartError(explain(error)) from error
     longest = vllm_config.model_config.max_model_len
