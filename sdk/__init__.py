@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         NotReady,
         RequestFailed,
     )
-    from .requests import Generation, TextDelta, TokenLogprobs
+    from .requests import GenerateOptions, Generation, TextDelta, TokenLogprobs
 
 __all__ = [
     "AccessRefused",
@@ -30,6 +30,7 @@ __all__ = [
     "ClientError",
     "ConnectionFailed",
     "DeadlineExceeded",
+    "GenerateOptions",
     "Generation",
     "GenerationStream",
     "InvalidAddress",
