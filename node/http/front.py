@@ -90,8 +90,8 @@ class HttpFront:
         try:
             listeners = await trio.open_tcp_listeners(listen.port, host=listen.host)
         except OSError as error:
-            kind = PortInUse if error.errno in _IN_USE else AddressError
-            raise kind(f"http: cannot listen on {listen}: {error.strerror or error}; give another port") from error
+            kind, what = (PortInUse, "port") if error.errno in _IN_USE else (AddressError, "address")
+            raise kind(f"http: cannot listen on {listen}: {error.strerror or error}; give another {what}") from error
         port: int = listeners[0].socket.getsockname()[1]
         async with trio.open_nursery() as nursery:
             await nursery.start(trio.serve_listeners, self.serve_stream, listeners)
