@@ -10,7 +10,7 @@ from typing import TypedDict, final
 
 import msgspec
 
-from ..node.engine.protocol import TopTokens
+from ..node.engine.sampling import TopTokens
 from ..node.messages import AnswerUpdate, Generate, RequestFigures
 from ..node.models.errors import PromptError
 from ..node.requests.acceptance import check
@@ -90,8 +90,8 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A complete answer. `finish`: stop, or length when `max_tokens` ended it. `prompt_logprobs` begin with the prompt's
-    second token. `stop_reason`: which of `stop_token_ids` ended it."""
+    """A complete answer. `finish`: stop, or length when `max_tokens` ended it; `stop_reason`: which of `stop_token_ids`
+    did. `prompt_logprobs` begin with the prompt's second token."""
 
     text: str
     tokens: tuple[int, ...]

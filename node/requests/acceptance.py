@@ -12,7 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...bootstrap import RemoteError
-from ..engine.protocol import MAX_REPETITION_PENALTY, MAX_TOP_BYTES, MAX_TOP_TOKENS
+from ..engine.sampling import MAX_BIAS, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TOP_BYTES, MAX_TOP_TOKENS
 from ..messages import MAX_PROMPT_BYTES, Generate
 from ..models import ModelInfo
 from ..models.errors import PromptError
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 16
 MAX_TEMPERATURE = 2.0  # vLLM's own bound
-MAX_SEED = (1 << 63) - 1
-MAX_BIAS = 100.0
 _RANGES = (("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0))
 
 
@@ -94,7 +92,8 @@ def _check_sampling(body: Generate) -> None:
             raise PromptError(f"{field}: {getattr(body, field)} is not a number from {low:g} to {high:g} (0: none)")
     if not 0 < body.repetition_penalty <= MAX_REPETITION_PENALTY:
         raise PromptError(
-            f"repetition_penalty: {body.repetition_penalty} is not above 0 and at most {MAX_REPETITION_PENALTY:g} (1: none)"
+            f"repetition_penalty: {body.repetition_penalty} is not above 0 and at most {MAX_REPETITION_PENALTY:g} "
+            "(1: none)"
         )
     for field in ("logprobs", "prompt_logprobs"):
         wanted = getattr(body, field)

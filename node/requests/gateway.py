@@ -141,11 +141,12 @@ class Gateway:
         check_arrival(body, self._model, is_draining=self._draining, is_id_in_use=is_known)
         self._tokenizing[key] = True  # from here on the client may stop it
         try:
-            self._queue.check(client, len(so_far) + len(body.prompt_token_ids or ()), now)  # before anything is done for it that costs time
+            # Before anything is done for it that costs time.
+            self._queue.check(client, len(so_far) + len(body.prompt_token_ids or ()), now)
             size, longest = check(body), self._view.max_model_len(self._model)
             check_length(body, size, len(so_far), self._text, longest)
             tokenized = partial(self._prepare, key, body, so_far, longest)
-            live = await self._prompts.run(key, size + TOKEN_BYTES * (len(so_far) + len(body.prompt_token_ids or ())), tokenized)
+            live = await self._prompts.run(key, size + TOKEN_BYTES * len(so_far), tokenized)
             if live is None or not self._tokenizing[key]:
                 raise RemoteError("stopped", "the client wants no more of this request")
             self._begin(client, live, now, now + body.deadline_s)

@@ -8,7 +8,7 @@ from typing import Final, final
 import msgspec
 
 from ...coordinator.requests.values import ShowTokens
-from ..engine.protocol import Sampling
+from ..engine.sampling import Sampling
 from ..messages import Generate
 from ..models.errors import PromptError
 from ..models.text import StopFinder, TextModel
@@ -104,9 +104,9 @@ class LiveRequest:
         complete. Sets `finish` at the end."""
         if self.finish is not None:
             return None
-        taken = tokens[: self.left]
+        taken = tokens[: self.left]  # with what else they have
         self.tokens += taken
-        shown = self.take_rest() + self._stops.push(self._decoder.push(taken))
+        shown = self.take_rest() + self._stops.push(self._decoder.push(tuple(taken)))
         if not self._stops.found and finish is None and not self.left:
             finish = "length"  # tokens of two engines together reached the limit
         if not self._stops.found and finish is not None:

@@ -21,7 +21,7 @@ from ...coordinator.requests.values import (
     ShowTokens,
 )
 from .. import messages
-from ..engine.protocol import TopTokens
+from ..engine.sampling import TopTokens
 from ..methods import ANSWER, DECODE_FIRST, REQUEST_STOP, TRANSFER_STOP
 from .live_request import LiveRequest
 from .rated_tokens import RatedTokens

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, SupportsIndex, final, overload
 
 if TYPE_CHECKING:
-    from ..engine.protocol import TopTokens
+    from ..engine.sampling import TopTokens
 
 
 @final

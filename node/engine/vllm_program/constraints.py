@@ -20,10 +20,9 @@ from ..vllm.answered import answered_tokens
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-    from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-    from ..protocol import Reasoning, Sampling
+    from ..sampling import Reasoning, Sampling
 
 BACKEND: Final = "xgrammar"  # vLLM has one in an engine: every box has this one, so that any of them can go on
 _THREADS: Final = 1  # grammars of others wait; xgrammar itself takes more of them, and holds no lock of Python's
@@ -36,9 +35,9 @@ class ConstraintSupport:
     `on_compiled` is called on another thread when a request may go on."""
 
     def __init__(
-        self, manager: StructuredOutputManager, vllm_config: VllmConfig, on_compiled: Callable[[], None]
+        self, manager: Any, vllm_config: VllmConfig, on_compiled: Callable[[], None]
     ) -> None:
-        self._manager: Any = manager
+        self._manager = manager  # vLLM's StructuredOutputManager, of which this is the one that it uses
         self._config = vllm_config
         self._on_compiled = on_compiled
         self._threads: ThreadPoolExecutor | None = None

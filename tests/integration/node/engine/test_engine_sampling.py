@@ -15,12 +15,14 @@ import trio
 
 import p2pserve.node.bundled as bundled
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.protocol import Constraint, Sampling
+from p2pserve.node.engine.sampling import Constraint, Sampling
 from p2pserve.node.models import open_model
 from p2pserve.node.models.text import TextModel
-
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
+from p2pserve.node.engine.trials.trial import TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.replica.worker import first_token_of
 
+from .devices import BLOCK, SETTINGS
 from .kv_engines import Engine, Result, accepted, engines, listening
 
 BUNDLED = Path(bundled.__file__).parent
@@ -98,20 +100,19 @@ async def transfer(source: Engine, target: Engine, prompt: tuple[int, ...], samp
     everything = protocol.KvSlice(first_layer=0, last_layer=ready.layers, first_head=0, last_head=ready.kv_heads)
     with listening() as (way, listener):
         way = replace(way, slice=everything)
-        request = target.submit(
-            prompt, receive=way, receive_tokens=part, sampling=sampling, awaits_first_token=whole and sampling.max_tokens > 1
-        )
-        sent = source.submit(prompt[:part], send=way, sampling=first_token_of(sampling) if whole else Sampling(max_tokens=1))
+        request = target.submit(prompt, receive=way, receive_tokens=part, sampling=sampling, awaits_first_token=whole)
+        one = first_token_of(sampling) if whole else Sampling(max_tokens=1)
+        sent = source.submit(prompt[:part], send=way, sampling=one)
         target.attach(*await accepted(listener))
-        if whole:
-            first = await source.finished(sent)
-            rows = first.logprobs
-            target.send(protocol.SetFirstToken(request=request, token=first.tokens[0]))
-            result = await target.finished(request)
-            # What the gateway shows: of the first token, what its sender has said of it.
-            result.logprobs = [*rows, *result.logprobs] if sum(top.rows for top in result.logprobs) < len(result.tokens) else result.logprobs
-            return result
-        return await target.finished(request)
+        if not whole:
+            return await target.finished(request)
+        first = await source.finished(sent)
+        target.send(protocol.SetFirstToken(request=request, token=first.tokens[0]))
+        result = await target.finished(request)
+        # As at a gateway: of the first token that is known which has sampled it.
+        assert sum(top.rows for top in result.logprobs) == len(result.tokens) - 1, "the first token came too late"
+        result.logprobs = [*first.logprobs, *result.logprobs]
+        return result
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +145,36 @@ def test_answers_go_on_as_they_began(engine_channels: list[int], prompt: tuple[i
     trio.run(main)
 
 
+PIPELINED = ("presence", "least", "bad words", "json", "regex", "choice")
+
+
+def test_answers_of_a_pipeline_are_those_of_one_engine(engine_channels: list[int], prompt: tuple[int, ...]) -> None:
+    async def ask(engine: TrialEngine) -> list[TrialAnswer]:
+        """At the same time: batches with and without a grammar follow each other."""
+        asked = [engine.submit(prompt, COUNT, sampling=sampling_of(case)) for case in PIPELINED]
+        return [await engine.answer(request) for request in asked]
+
+    async def main() -> None:
+        config = protocol.EngineConfig(model=str(BUNDLED), kv_cache_mib=64, max_batched_tokens=BLOCK, **SETTINGS)
+        async with (
+            open_fork_server(log=None, threads=1, channel=engine_channels.pop()) as server,
+            open_trial(server) as trial,
+        ):
+            await server.wait_ready()
+            with trio.fail_after(100):
+                expected = await ask(await trial.start(config))
+                found = await ask(await trial.start_pipeline(config, (5, 3)))
+            for case, one, other in zip(PIPELINED, expected, found, strict=True):
+                assert (other.tokens, other.finish) == (one.tokens, one.finish), case
+                figures = [np.frombuffer(b"".join(top.logprobs for top in each.logprobs), "<f4") for each in (one, other)]
+                assert np.allclose(*figures, atol=1e-3), case
+
+    trio.run(main)
+
+
 async def refusals(engine: Engine, prompt: tuple[int, ...]) -> None:
     """What a peer could have sent that is not allowed costs its own request, and tells which field."""
-    beyond = {"stop_token_ids": (9000,), "logit_bias": {9000: 1.0}, "allowed_token_ids": (9000,)}
+    beyond: dict[str, Any] = {"stop_token_ids": (9000,), "logit_bias": {9000: 1.0}, "allowed_token_ids": (9000,)}
     for field, value in beyond.items():
         refused = await run(engine, prompt, Sampling(max_tokens=4, **{field: value}))
         assert (refused.finish, "9000 is beyond" in refused.reason) == ("refused", True)
