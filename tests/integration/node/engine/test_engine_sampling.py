@@ -15,11 +15,11 @@ import trio
 
 import p2pserve.node.bundled as bundled
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.sampling import Constraint, Sampling
+from p2pserve.node.engine.trials.trial import TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.models import open_model
 from p2pserve.node.models.text import TextModel
-from p2pserve.node.engine.agent_side.fork_server import open_fork_server
-from p2pserve.node.engine.trials.trial import TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.replica.worker import first_token_of
 
 from .devices import BLOCK, SETTINGS
