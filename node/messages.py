@@ -33,17 +33,8 @@ from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import LINK_ID_BYTES, TRANSFER_ID_BYTES, LinkTicket, TransferTicket
 from .box.fitting import BatchLimits
 from .box.hardware import Hardware
-from .engine.protocol import (
-    MAX_LAYER_TIMES,
-    EngineStats,
-    Inlet,
-    KvSlice,
-    LayerTimes,
-    Outlet,
-    PipeEnd,
-    Sampling,
-    WorkerRank,
-)
+from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, LayerTimes, Outlet, PipeEnd, WorkerRank
+from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
 from .observing.values import Served
 
@@ -361,7 +352,7 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
     busy_s: Seconds = 0.0
 
 
-class Tokens(Message, frozen=True, kw_only=True):
+class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can.
     `busy_s`: its share of this node's time so far, which it is billed for."""
 
@@ -372,6 +363,9 @@ class Tokens(Message, frozen=True, kw_only=True):
     failed: Text = ""
     refused: Text = ""
     busy_s: Seconds = 0.0
+    logprobs: TopTokens | None = None
+    prompt_logprobs: TopTokens | None = None
+    stop_reason: Token | None = None
 
 
 class ReplicaHung(Message, frozen=True, kw_only=True):
@@ -407,12 +401,14 @@ class ChatMessage(ExactMessage, frozen=True, kw_only=True):
     content: Content
 
 
-class Generate(ExactMessage, frozen=True, kw_only=True):
-    """A client's request: either `prompt` or `messages`. `deadline_s` bounds the whole answer."""
+class Generate(ExactMessage, frozen=True, kw_only=True, omit_defaults=True):
+    """A client's request: one of `prompt`, `messages` and `prompt_token_ids`. `deadline_s` bounds the whole answer.
+    `detokenize` False: the answer is wanted as tokens alone. How tokens are chosen is said as in `Sampling`."""
 
     request: RequestId
     prompt: Content | None = None
     messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(max_length=MAX_TURNS)] | None = None
+    prompt_token_ids: Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
     max_tokens: AnyInteger | None = None
     temperature: AnyNumber = 0.0
     top_p: AnyNumber = 1.0
@@ -421,6 +417,21 @@ class Generate(ExactMessage, frozen=True, kw_only=True):
     stop: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LABELS)] = ()
     deadline_s: Deadline = 300.0
     service: ModelName | None = None
+    detokenize: bool = True
+    ignore_eos: bool = False
+    min_p: AnyNumber = 0.0
+    min_tokens: AnyInteger = 0
+    presence_penalty: AnyNumber = 0.0
+    frequency_penalty: AnyNumber = 0.0
+    repetition_penalty: AnyNumber = 1.0
+    stop_token_ids: StopTokens = ()
+    logprobs: AnyInteger | None = None
+    prompt_logprobs: AnyInteger | None = None
+    logit_bias: Biases = {}
+    allowed_token_ids: AllowedTokens = ()
+    bad_words_token_ids: BadWords = ()
+    constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
 
 
 class ContinueGenerate(ExactMessage, frozen=True, kw_only=True):
@@ -457,8 +468,9 @@ class RequestFigures(Message, frozen=True, kw_only=True):
     usd: Figure = 0.0
 
 
-class AnswerUpdate(Message, frozen=True, kw_only=True):
-    """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened."""
+class AnswerUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened. Logprobs have
+    a row for each of `tokens`, and once for each of the prompt's but the first; `cached_tokens` comes with those."""
 
     request: RequestId
     text: Content = ""
@@ -466,6 +478,10 @@ class AnswerUpdate(Message, frozen=True, kw_only=True):
     finish: Label | None = None
     error: Text = ""
     figures: RequestFigures | None = None
+    logprobs: TopTokens | None = None
+    prompt_logprobs: TopTokens | None = None
+    stop_reason: Token | None = None
+    cached_tokens: Count = 0
 
 
 class StatusQuery(Message, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         NotReady,
         RequestFailed,
     )
-    from .requests import Generation, TextDelta
+    from .requests import Generation, TextDelta, TokenLogprobs
 
 __all__ = [
     "AccessRefused",
@@ -37,6 +37,7 @@ __all__ = [
     "NotReady",
     "RequestFailed",
     "TextDelta",
+    "TokenLogprobs",
 ]
 
 

@@ -9,6 +9,7 @@ from ..coordinator.costs.model_shape import ModelShapeError
 from ..coordinator.planning.model.cluster import ClusterError
 from ..coordinator.planning.model.errors import NoPlan, UnservedError
 from ..coordinator.planning.model.workload import WorkloadError
+from ..coordinator.renting.offers import OfferError
 from ..kernels.errors import CodecError
 from ..kvtransport.errors import FiguresError
 from ..node.box.home import NodeError, NodeUsageError
@@ -50,6 +51,7 @@ _USAGE = (
     ModelShapeError,
     NoPlan,
     NodeUsageError,
+    OfferError,
     SetupError,
     TraceError,
     WorkloadError,

@@ -432,7 +432,15 @@ def _finished(update: AnswerUpdate, replay: Replay) -> Generation:
         if update.error.startswith("deadline"):
             raise DeadlineExceeded(update.error)
         raise RequestFailed(update.error or "the network gave the request up without a reason")
-    return Generation(replay.text, tuple(replay.tokens), update.finish or "", update.figures)
+    return Generation(
+        replay.text,
+        tuple(replay.tokens),
+        update.finish or "",
+        update.figures,
+        logprobs=tuple(replay.logprobs),
+        prompt_logprobs=replay.prompt_logprobs,
+        stop_reason=update.stop_reason,
+    )
 
 
 def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:
