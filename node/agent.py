@@ -154,7 +154,7 @@ class Node:
         port: DataPort,
         relay: Relay,
         nursery: trio.Nursery,
-        ) -> None:
+    ) -> None:
         settings, network = joined.settings, joined.network
         self._joined = joined
         self._tuning = settings.tuning

@@ -12,11 +12,11 @@ from ..bootstrap import PeerId
 from ..bootstrap.network import Network
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
-from .box.hardware import Hardware
-from .engine.backend import ServedModel
 from .api.accounts import KeyAccounts
 from .api.server import ApiServer, api_config
+from .box.hardware import Hardware
 from .engine.api.protocol import ServiceState
+from .engine.backend import ServedModel
 from .http.answering import HttpAnswering
 from .joined import Joined
 from .links.kv_outlets import KvOutlets

@@ -13,21 +13,6 @@ from ..messages import Generate
 from ..models.errors import PromptError
 from ..models.text import StopFinder, TextModel
 
-
-_CARRIED: Final = tuple(field for field in Sampling.__struct_fields__ if field in Generate.__struct_fields__)
-
-
-@final
-class _NoText:
-    """In place of a decoder, for who wants tokens alone."""
-
-    def push(self, tokens: Sequence[int]) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
 _CARRIED: Final = tuple(field for field in Sampling.__struct_fields__ if field in Generate.__struct_fields__)
 
 

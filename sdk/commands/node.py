@@ -12,7 +12,6 @@ from ..options.engine import engine_options, link_options
 from ..options.shared import api_options, home_option, http_options, network_options, place_options
 from ..options.values import COUNT, SECONDS
 
-
 vllm_options: Final = click.argument(
     "vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
 )

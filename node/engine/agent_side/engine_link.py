@@ -122,9 +122,7 @@ class ForkServerClient:
         await self._start(engine, protocol.Spawn(engine=engine, config=config), link, theirs, self._log)
         return link
 
-    async def start_api(
-        self, config: api.ApiConfig, on_message: Callable[[api.FromApi], None]
-    ) -> ApiLink:
+    async def start_api(self, config: api.ApiConfig, on_message: Callable[[api.FromApi], None]) -> ApiLink:
         await self.wait_ready()
         engine = self._number()
         link, theirs = open_link(ApiLink, on_message)
@@ -204,7 +202,7 @@ class ProcessLink(Generic[Ready]):
         self._sockets = sockets
         self._on_message = on_message
         self._decoder = decoder
-        self._ready_type = ready_type
+        self._ready_type: type[Ready] = ready_type
         self._outbox_send, self._outbox = trio.open_memory_channel[protocol.EngineMessage](float("inf"))
         self._started = trio.Event()
         self._gone = trio.Event()
@@ -335,7 +333,10 @@ class EngineLink(ProcessLink[protocol.EngineReady]):
     """The sockets of one engine process: an `EngineHandle`."""
 
     def __init__(
-        self, messages: trio.socket.SocketType, sockets: socket.socket, on_message: Callable[[protocol.FromEngine], None]
+        self,
+        messages: trio.socket.SocketType,
+        sockets: socket.socket,
+        on_message: Callable[[protocol.FromEngine], None],
     ) -> None:
         super().__init__(messages, sockets, on_message, protocol.from_engine, protocol.EngineReady)
 

@@ -13,9 +13,9 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Protocol, final
 
-from ...web.listening import HttpRefusal
 from ...web.envelope import describe_error, describe_event
 from ...web.fields import pick_request_id
+from ...web.listening import HttpRefusal
 from ...web.paths import is_below
 from .admission import admit, too_large
 from .exchange import Exchange, current_exchange

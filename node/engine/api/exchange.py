@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final, final
 
-from .protocol import ApiRefused, ApiOutcome
+from .protocol import ApiOutcome, ApiRefused
 
 MAX_SERVED: Final = 64  # parts of a request (n, prompts of a list) that are told apart
 
@@ -22,7 +22,7 @@ class Exchange:
     key: str
     deadline_s: float
     waiting: set[str] = field(default_factory=set)  # its requests that have not ended
-    served: list[Served] = field(default_factory=list)
+    served: list[ApiOutcome] = field(default_factory=list)
     refusal: ApiRefused | None = None
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # none is waited for
 
