@@ -33,24 +33,8 @@ from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import LINK_ID_BYTES, TRANSFER_ID_BYTES, LinkTicket, TransferTicket
 from .box.batch_limits import BatchLimits
 from .box.hardware import Hardware
-from .engine.protocol import (
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_STOP_TOKENS,
-    BadWord,
-    Constraint,
-    EngineStats,
-    Inlet,
-    KvSlice,
-    Outlet,
-    PipeEnd,
-    Reasoning,
-    Sampling,
-    TopTokens,
-    VocabularyId,
-    WorkerRank,
-)
+from .engine.protocol import EngineStats, Inlet, KvSlice, Outlet, PipeEnd, WorkerRank
+from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
 
 ADVERT: Final = "advert"
@@ -364,8 +348,7 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can.
-    `logprobs`, `prompt_logprobs` and `stop_reason` are the engine's."""
+    """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can."""
 
     request: RequestId
     tokens: NewTokens = ()
@@ -434,12 +417,12 @@ class Generate(ExactMessage, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: AnyNumber = 0.0
     frequency_penalty: AnyNumber = 0.0
     repetition_penalty: AnyNumber = 1.0
-    stop_token_ids: Annotated[tuple[VocabularyId, ...], msgspec.Meta(max_length=MAX_STOP_TOKENS)] = ()
+    stop_token_ids: StopTokens = ()
     logprobs: AnyInteger | None = None
     prompt_logprobs: AnyInteger | None = None
-    logit_bias: Annotated[dict[VocabularyId, AnyNumber], msgspec.Meta(max_length=MAX_BIASES)] = {}
-    allowed_token_ids: Annotated[tuple[VocabularyId, ...], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)] = ()
-    bad_words_token_ids: Annotated[tuple[BadWord, ...], msgspec.Meta(max_length=MAX_BAD_WORDS)] = ()
+    logit_bias: Biases = {}
+    allowed_token_ids: AllowedTokens = ()
+    bad_words_token_ids: BadWords = ()
     constraint: Constraint | None = None
     reasoning: Reasoning | None = None
 
@@ -476,10 +459,8 @@ class RequestFigures(Message, frozen=True, kw_only=True):
 
 
 class AnswerUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened.
-
-    `logprobs` has a row for each of `tokens`; `prompt_logprobs`, for each token of the prompt but the first, comes once.
-    `stop_reason`: which of the request's stop tokens ended it. `cached_tokens` comes with the first tokens."""
+    """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened. Logprobs have
+    a row for each of `tokens`, and once for each of the prompt's but the first; `cached_tokens` comes with those."""
 
     request: RequestId
     text: Content = ""

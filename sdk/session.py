@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
@@ -229,6 +229,7 @@ class Session:
         replaced, and where all are busy, tried again; `deliver` is not called twice for any part of the answer."""
         replay = Replay()
         lost: dict[PeerId, _Loss] = {}
+        earlier: list[str] = []  # why gateways did not end it that had accepted it
         deadline = trio.current_time() + body.deadline_s
         with trio.move_on_at(deadline + DEADLINE_GRACE_S):
             while True:
@@ -237,13 +238,15 @@ class Session:
                 left = max(0.05, deadline - trio.current_time())
                 attempt = msgspec.structs.replace(body, request=new_request_id(), deadline_s=left, service=service)
                 try:
-                    return await self._attempt(gateway, attempt, replay, deliver, lost)
+                    return _add_attempts(await self._attempt(gateway, attempt, replay, deliver, lost), earlier)
                 except Diverged:
                     raise RequestFailed(
                         f"gateway {_short(gateway)} answers otherwise than the lost one began; ask again"
                         f" ({_reasons(lost)})"
                     ) from None
                 except _GatewayLost as error:
+                    if not isinstance(error, _GatewayRefuses):
+                        earlier.append(f"gateway {_short(gateway)} was lost: {error}")
                     wait_s = error.retry_after_s
                     lost[gateway] = _Loss(str(error), math.inf if wait_s is None else trio.current_time() + wait_s)
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
@@ -374,7 +377,27 @@ def _finished(update: AnswerUpdate, replay: Replay) -> Generation:
         if update.error.startswith("deadline"):
             raise DeadlineExceeded(update.error)
         raise RequestFailed(update.error or "the network gave the request up without a reason")
-    return Generation(replay.text, tuple(replay.tokens), update.finish or "", update.figures)
+    return Generation(
+        replay.text,
+        tuple(replay.tokens),
+        update.finish or "",
+        update.figures,
+        logprobs=tuple(replay.logprobs),
+        prompt_logprobs=replay.prompt_logprobs,
+        stop_reason=update.stop_reason,
+    )
+
+
+def _add_attempts(answer: Generation, earlier: list[str]) -> Generation:
+    """An answer whose figures count what its client had tried before at other gateways: an attempt at least at each."""
+    if answer.figures is None or not earlier:
+        return answer
+    figures = msgspec.structs.replace(
+        answer.figures,
+        attempts=answer.figures.attempts + len(earlier),
+        recovered=(*earlier, *answer.figures.recovered),
+    )
+    return replace(answer, figures=figures)
 
 
 def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:

@@ -173,9 +173,7 @@ class RequestMachine:
         answer, settings = self._answer, self._settings
         tokens = self._prompt + answer.count
         self._attempts += 1
-        opening = place(
-            route, self._attempts, tokens, answer.left, first_token_at_prefill=settings.first_token_at_prefill
-        )
+        opening = place(route, self._attempts, tokens, answer.left, settings)
         self._opening, self._attempt = opening, _Attempt(opening, tokens)
         self._state, self.wake_at = _State.SERVING, self._deadline
         return (*left, opening)

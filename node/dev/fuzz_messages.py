@@ -132,7 +132,8 @@ def _has_nan(message: Any) -> bool:
     generate = message.generate if isinstance(message, messages.ContinueGenerate) else message
     if not isinstance(generate, messages.Generate):
         return False
-    return math.isnan(generate.temperature) or math.isnan(generate.top_p)
+    numbers = (value for value in msgspec.structs.astuple(generate) if isinstance(value, float))
+    return any(map(math.isnan, (*numbers, *generate.logit_bias.values())))
 
 
 # -- for the control stream -------------------------------------------------------------------------------------------

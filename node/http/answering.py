@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 EXCHANGES_EACH: Final = 128  # of one peer: together they hold 32 MiB here at most, and as many frames as a session
 EXCHANGES: Final = 1024
-CONNECT_S: Final = 25.0  # for an API process that has to be started
+CONNECT_S: Final = 60.0  # for an API process that has to be started, perhaps with all that it imports
 RETRY_S: Final = 1.0
 STALLED_S: Final = 300.0  # so long an answer waits for a front that takes none of it
 _READ_BYTES: Final = 64 << 10
@@ -188,7 +188,8 @@ class HttpAnswering:
             nursery.start_soon(self._send_request, served, stream, connection)
             await self._pass_answer(served, stream, connection)
         except BROKEN as error:
-            return f"the API server of this node broke off: {str(error) or type(error).__name__}"
+            _log.info("the API server broke off: %r", error)
+            return "the API server of this node broke off"
         except (_ExchangeFailed, NetworkError) as error:
             return str(error)
         return ""

@@ -18,7 +18,7 @@ from ..requests.gateway_choice import GatewayCandidate, GatewayFinder
 from .bodies import BodyInlet, BodyOutlet
 from .messages import FIRST_BYTES, PIECE_BYTES, HttpAnswer, HttpHeader, HttpMore, HttpOpen
 
-OPEN_TIMEOUT_S: Final = 30.0  # more than a box takes to start its API server
+OPEN_TIMEOUT_S: Final = 65.0  # more than a box takes to start its API server
 EXCHANGES: Final = 128  # at once; the others wait in turn
 NOBODY_RETRY_S: Final = 5.0
 ELSEWHERE: Final = frozenset({"draining", "busy", "no-engine", "internal", "unknown_method"})  # another box may do it
@@ -65,11 +65,17 @@ class CarriedAnswer:
         self.reason = ""
         self.headers: tuple[HttpHeader, ...] = ()
         self.upload = BodyOutlet()
+        self.opening = trio.CancelScope()  # the wait for the box to take it
         self.is_lost = False
         self._body = BodyInlet()
         self._notify = notify
         self._headed = trio.Event()
         self._failure = ""
+
+    @property
+    def failure(self) -> str:
+        """Why it is lost."""
+        return self._failure
 
     async def wait_head(self) -> None:
         """Until its status is known. Raises _BoxFailed."""
@@ -112,6 +118,7 @@ class CarriedAnswer:
         self.is_lost = True
         self._failure = self._failure or reason
         self.upload.end()
+        self.opening.cancel()
         self._headed.set()
         self._body.fail(AnswerLost(reason))
 
@@ -215,8 +222,12 @@ class HttpAsking:
                 data=body[:FIRST_BYTES],
                 ended=len(body) <= FIRST_BYTES,
             )
-            await self._network.request(box, methods.HTTP_OPEN, first, OPEN_TIMEOUT_S)
-            opened = True
+            with answer.opening:
+                await self._network.request(box, methods.HTTP_OPEN, first, OPEN_TIMEOUT_S)
+                opened = True
+            if not opened:
+                lost[box] = answer.failure
+                return None
         except RemoteError as error:
             if error.code not in ELSEWHERE:
                 raise NotCarried(_status_of(error), error.message, error.retry_after_s) from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final, final
 
 import h11
@@ -89,8 +90,8 @@ class HttpFront:
         try:
             listeners = await trio.open_tcp_listeners(listen.port, host=listen.host)
         except OSError as error:
-            kind = PortInUse if error.errno in _IN_USE else AddressError
-            raise kind(f"http: cannot listen on {listen}: {error.strerror or error}; give another port") from error
+            kind, what = (PortInUse, "port") if error.errno in _IN_USE else (AddressError, "address")
+            raise kind(f"http: cannot listen on {listen}: {error.strerror or error}; give another {what}") from error
         port: int = listeners[0].socket.getsockname()[1]
         async with trio.open_nursery() as nursery:
             await nursery.start(trio.serve_listeners, self.serve_stream, listeners)
@@ -305,7 +306,8 @@ class _Connection:
 
     async def _send_whole(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         length = (b"content-length", str(len(body)).encode())
-        await self._send(h11.Response(status_code=status, headers=[*headers, length]))
+        reason = HTTPStatus(status).phrase.encode()
+        await self._send(h11.Response(status_code=status, headers=[*headers, length], reason=reason))
         if body and not self._is_head:
             await self._send(h11.Data(body))
         await self._send(h11.EndOfMessage())

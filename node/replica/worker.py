@@ -211,7 +211,7 @@ class Worker:
                 protocol.Submit(
                     request=_prefill_id(body.request),
                     prompt=body.prompt,
-                    sampling=msgspec.structs.replace(body.sampling or UNREAD_SAMPLING, max_tokens=1),
+                    sampling=first_token_of(body.sampling) if body.sampling is not None else UNREAD_SAMPLING,
                     deadline_s=body.deadline_s,
                     send=outlets,
                 ),
@@ -309,6 +309,9 @@ class Worker:
                 cached_tokens=output.cached_tokens,
                 failed=failed,
                 refused=refused,
+                logprobs=output.logprobs,
+                prompt_logprobs=output.prompt_logprobs,
+                stop_reason=output.stop_reason,
             ),
         )
         if not told:
@@ -324,9 +327,14 @@ class Worker:
             job.wants_first_token = False
             # It ends by its length here: of the answer, the gateway knows that.
             finish = "stop" if output.finish == "stop" else None
-            if not self._tell(
-                job.gateway, methods.TOKENS, messages.Tokens(request=request, tokens=output.tokens, finish=finish)
-            ):
+            first = messages.Tokens(
+                request=request,
+                tokens=output.tokens,
+                finish=finish,
+                logprobs=output.logprobs,
+                stop_reason=output.stop_reason,
+            )
+            if not self._tell(job.gateway, methods.TOKENS, first):
                 self._cancel_prefill(request)
             elif job.figures is not None:
                 self._end_prefill(request, "", job.figures)
@@ -404,6 +412,13 @@ def _refuse_known(request: str, jobs: dict[str, _Job]) -> None:
     """An id names one request: another gateway's must not take over its tokens."""
     if request in jobs:
         raise RemoteError("invalid", f"request: the id {request} is in use")
+
+
+def first_token_of(sampling: protocol.Sampling) -> protocol.Sampling:
+    """Of the next token alone, as this sampling would take it."""
+    # Limits must not contradict each other; an end token is as impossible when fewer than the least are wanted.
+    least = min(sampling.min_tokens, sampling.answered + 1)
+    return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=least)
 
 
 def _decode_id(request: str) -> str:

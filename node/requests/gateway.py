@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import final
 
@@ -140,7 +141,8 @@ class Gateway:
         check_arrival(body, self._model, is_draining=self._draining, is_id_in_use=is_known)
         self._tokenizing[key] = True  # from here on the client may stop it
         try:
-            self._queue.check(client, len(so_far), now)  # before anything is done for it that costs time
+            # Before anything is done for it that costs time.
+            self._queue.check(client, len(so_far) + len(body.prompt_token_ids or ()), now)
             size, longest = check(body), self._view.max_model_len(self._model)
             check_length(body, size, len(so_far), self._text, longest)
             tokenized = partial(self._prepare, key, body, so_far, longest)
@@ -164,9 +166,9 @@ class Gateway:
 
     def _begin(self, client: PeerId, live: LiveRequest, arrived: float, deadline: float) -> None:
         """Let an accepted request wait for its turn. Raises OverQuota."""
-        self._queue.add(client, (client, live.id), len(live.prompt) + live.count, trio.current_time())
+        self._queue.add(client, (client, live.id), live.size, trio.current_time())
         self._meter.record_start(trio.current_time(), len(live.prompt))
-        service, settings = self._model.service, self._settings
+        service, settings = self._model.service, replace(self._settings, may_split=live.may_split)
         machine = RequestMachine(
             live, service=service, prompt_tokens=len(live.prompt), now=arrived, deadline=deadline, settings=settings
         )

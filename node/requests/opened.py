@@ -21,8 +21,10 @@ from ...coordinator.requests.values import (
     ShowTokens,
 )
 from .. import messages
+from ..engine.sampling import TopTokens
 from ..methods import ANSWER, DECODE_FIRST, REQUEST_STOP, TRANSFER_STOP
 from .live_request import LiveRequest
+from .rated_tokens import RatedTokens
 
 LEAST_DEADLINE_S = 0.05  # that an engine is given: a deadline that is over cannot be sent
 
@@ -54,6 +56,9 @@ class OpenedRequest:
         self._asked: messages.DecodeOpen | None = None  # of its decode replica
         self._slices: tuple[messages.TicketedSlice, ...] = ()  # with tickets for its KV
         self._transfer: messages.TransferFigures | None = None
+        self._prompt_logprobs: TopTokens | None = None  # until the client has been told
+        self._cached_tokens = 0  # the same
+        self._stop_reason: int | None = None  # of the replica that said the end
 
     def __repr__(self) -> str:
         return f"<OpenedRequest {self.id} of {self.client}: {self.machine!r}>"
@@ -75,15 +80,20 @@ class OpenedRequest:
         machine, opening = self.machine, self._opening
         if opening is None or body.request != self.attempt:
             return ()
-        if peer == opening.prefill:
-            return machine.first_token(opening.attempt, body.tokens, body.finish, now)
-        if peer != opening.decode:
+        if peer not in (opening.prefill, opening.decode):
             return ()
+        tokens = RatedTokens(body.tokens, body.logprobs)
+        if body.finish is not None:
+            self._stop_reason = body.stop_reason
+        if peer == opening.prefill:
+            return machine.first_token(opening.attempt, tokens, body.finish, now)
         if body.refused:
             return machine.refused(opening.attempt, body.refused, now)
         if body.failed:
             return machine.decode_failed(opening.attempt, body.failed, engine, now)
-        return machine.decoded(opening.attempt, body.tokens, body.finish, now, cached=body.cached_tokens)
+        self._prompt_logprobs = body.prompt_logprobs
+        self._cached_tokens = body.cached_tokens if not self.live.count else 0
+        return machine.decoded(opening.attempt, tokens, body.finish, now, cached=body.cached_tokens)
 
     def on_prefill_ended(self, peer: PeerId, body: messages.PrefillEnded, engine: int, now: float) -> Ready:
         """The prefill replica says how its part has ended."""
@@ -134,9 +144,8 @@ class OpenedRequest:
     def telling(self, action: ShowTokens | PassFirstToken | CancelTransfer | CancelWork | EndRequest) -> Telling[Any]:
         """What somebody is to be told."""
         match action:
-            case ShowTokens(text, tokens):
-                update = messages.AnswerUpdate(request=self.id, text=text, tokens=tuple(tokens))
-                return Telling(self.client, ANSWER, update)
+            case ShowTokens():
+                return Telling(self.client, ANSWER, self._update(action))
             case PassFirstToken(_, decode, token):
                 first = messages.FirstToken(request=self.attempt, token=token)
                 return Telling(PeerId(decode), DECODE_FIRST, first)
@@ -149,6 +158,19 @@ class OpenedRequest:
                 return Telling(self.client, ANSWER, self.describe_end(action))
             case _:
                 assert_never(action)
+
+    def _update(self, shown: ShowTokens) -> messages.AnswerUpdate:
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        cached_tokens, self._cached_tokens = self._cached_tokens, 0
+        tokens = shown.tokens
+        return messages.AnswerUpdate(
+            request=self.id,
+            text=shown.text,
+            tokens=tuple(tokens),
+            logprobs=tokens.logprobs if isinstance(tokens, RatedTokens) else None,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=cached_tokens,
+        )
 
     def describe_end(self, end: EndRequest) -> messages.AnswerUpdate:
         """The last update of its answer."""
@@ -169,4 +191,11 @@ class OpenedRequest:
                 transfer=self._transfer,
             )
         rest = self.live.take_rest()
-        return messages.AnswerUpdate(request=self.id, text=rest, finish=end.finish, error=end.error, figures=figures)
+        return messages.AnswerUpdate(
+            request=self.id,
+            text=rest,
+            finish=end.finish,
+            error=end.error,
+            figures=figures,
+            stop_reason=self._stop_reason if end.finish == "stop" and not self.live.stopped_by_text else None,
+        )

@@ -23,7 +23,7 @@ def generate(arguments: SimpleNamespace) -> int:
     """`p2pserve generate`."""
     prompt, messages = _read_input(arguments)
     given = vars(arguments)
-    options = cast(GenerateOptions, {name: given[name] for name in GenerateOptions.__optional_keys__})
+    options = cast(GenerateOptions, {name: given[name] for name in GenerateOptions.__optional_keys__ if name in given})
     build_request(prompt, messages, options)  # before the network is asked for anything
     _write_any_text()
     with client_of(arguments) as client:

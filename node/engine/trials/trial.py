@@ -45,6 +45,7 @@ class TrialAnswer:
     cached: int = 0
     finish: str = ""
     reason: str = ""
+    logprobs: list[protocol.TopTokens] = field(default_factory=list)
     first_at: float = 0.0
     last_at: float = 0.0
 
@@ -53,6 +54,7 @@ class TrialAnswer:
         if news.tokens and not self.tokens:
             self.first_at = now
         self.tokens += news.tokens
+        self.logprobs += [news.logprobs] if news.logprobs is not None else []
         self.last_at = now
         self.cached = max(self.cached, news.cached_tokens)
         self.finish, self.reason = news.finish or self.finish, news.reason or self.reason
@@ -119,15 +121,18 @@ class TrialEngine:
         awaits_first_token: bool = False,
         temperature: float = 0.0,
         seed: int | None = None,
+        sampling: protocol.Sampling | None = None,
     ) -> str:
-        """Ask for exactly `count` tokens, the likeliest ones unless a temperature is given. Raises EngineLost."""
+        """Ask for exactly `count` tokens, the likeliest ones unless a temperature is given; or as `sampling` says.
+        Raises EngineLost."""
         assert self.link is not None
         request = secrets.token_hex(8)
         self.link.send(
             protocol.Submit(
                 request=request,
                 prompt=tuple(prompt),
-                sampling=protocol.Sampling(max_tokens=count, temperature=temperature, seed=seed, ignore_eos=True),
+                sampling=sampling
+                or protocol.Sampling(max_tokens=count, temperature=temperature, seed=seed, ignore_eos=True),
                 deadline_s=DEADLINE_S,
                 send=send,
                 receive=receive,
@@ -146,7 +151,7 @@ class TrialEngine:
         """Wait for the end of a request. Raises EngineError when it ends in any other way than with its tokens."""
         await self.until(lambda: request in self.answers and self.answers[request].finish != "")
         answer = self.answers.pop(request)
-        if answer.finish != "length":
+        if answer.finish not in ("length", "stop"):
             raise EngineError(f"a request ended with {answer.finish!r} {answer.reason}".rstrip())
         return answer
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final, final
 
 from ..process import explain
@@ -19,10 +20,9 @@ from ..vllm.answered import answered_tokens
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
-    from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
-    from ..protocol import Reasoning, Sampling
+    from ..sampling import Reasoning, Sampling
 
 BACKEND: Final = "xgrammar"  # vLLM has one in an engine: every box has this one, so that any of them can go on
 _THREADS: Final = 1  # grammars of others wait; xgrammar itself takes more of them, and holds no lock of Python's
@@ -35,9 +35,9 @@ class ConstraintSupport:
     `on_compiled` is called on another thread when a request may go on."""
 
     def __init__(
-        self, manager: StructuredOutputManager, vllm_config: VllmConfig, on_compiled: Callable[[], None]
+        self, manager: Any, vllm_config: VllmConfig, on_compiled: Callable[[], None]
     ) -> None:
-        self._manager: Any = manager
+        self._manager = manager  # vLLM's StructuredOutputManager, of which this is the one that it uses
         self._config = vllm_config
         self._on_compiled = on_compiled
         self._threads: ThreadPoolExecutor | None = None
@@ -101,8 +101,9 @@ class ConstraintSupport:
         from vllm.tokenizers import cached_tokenizer_from_config
         from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 
-        tokenizer = cached_tokenizer_from_config(self._config.model_config)
-        vocabulary = self._config.model_config.get_vocab_size()
+        model = copy(self._config.model_config)
+        model.skip_tokenizer_init = False  # it was for the start alone
+        tokenizer, vocabulary = cached_tokenizer_from_config(model), model.get_vocab_size()
         self._manager.tokenizer = tokenizer
         self._manager.backend = XgrammarBackend(self._config, tokenizer=tokenizer, vocab_size=vocabulary)
 

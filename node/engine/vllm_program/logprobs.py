@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..protocol import TopTokens
+from ..sampling import TopTokens
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import LogprobsLists, LogprobsTensors

@@ -31,8 +31,8 @@ _IMPORTED_LATE_ON_CUDA = (
 
 
 def preload() -> str:
-    """In the fork server: import everything an engine needs and return vLLM's version. Raises ImportError, also for a release
-    whose sampling parameters are not known."""
+    """In the fork server: import everything an engine needs and return vLLM's version. Raises ImportError, also
+    for a release whose sampling parameters are not known."""
     import vllm
     import vllm.engine.arg_utils
     import vllm.model_executor.models.llama

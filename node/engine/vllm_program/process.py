@@ -11,6 +11,7 @@ import socket
 import time
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any, final
 
 from .. import protocol
@@ -277,6 +278,8 @@ class EngineRunner:
             raise ValueError(f"token {worst} is beyond the model's vocabulary of {vocabulary}")
         if (worst := max(sampling.token_ids(), default=0)) >= vocabulary:
             raise ValueError(f"sampling: token {worst} is beyond the model's vocabulary of {vocabulary}")
+        if not all(map(isfinite, sampling.logit_bias.values())):
+            raise ValueError("logit_bias: it has one that is not a finite number")
         if sampling.answered and sampling.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: they were told with the beginning of this answer")
 
@@ -284,10 +287,9 @@ class EngineRunner:
         """Those whose constraint turns out to be none, or another than the answer so far is made by."""
         refused = []
         for request in self._constraints.failed:
-            known = request in self._requests
-            self._abort([request])
             reason = self._constraints.take_failure(request)
-            if known:
+            if request in self._requests:
+                self._abort([request])
                 refused.append(protocol.NewTokens(request, (), "refused", reason=reason))
         return refused
 
@@ -321,6 +323,8 @@ class EngineRunner:
         for live in ended.values():
             if live.first_token_from is not None:
                 self._stop_waiting_for_token(live.first_token_from)
+        for request in ended:
+            self._constraints.take_failure(request)
         if ended:
             self._core.abort_requests(list(ended))
 

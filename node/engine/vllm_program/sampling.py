@@ -1,4 +1,4 @@
-"""vLLM's `SamplingParams` and ours: every field of theirs is carried to the engine, stays in front of it, or is refused.
+"""vLLM's `SamplingParams` and ours: each field of theirs is carried to the engine, stays in front, or is refused.
 
 A release of vLLM with another field would have it ignored, or an answer made without it: `check_fields` names it.
 """
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from ..protocol import (
+from ..sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASES,
@@ -170,8 +170,9 @@ def structured_outputs(constraint: Constraint) -> StructuredOutputsParams:
             value = msgspec.json.decode(constraint.text, type=list[str])
         except msgspec.DecodeError as error:
             raise ValueError(f"constraint: `choice` is no JSON array of texts: {error}") from error
+    fields: dict[str, Any] = {constraint.kind: value}
     return StructuredOutputsParams(
-        **{constraint.kind: value},
+        **fields,
         disable_any_whitespace=constraint.disable_any_whitespace,
         disable_additional_properties=constraint.disable_additional_properties,
         whitespace_pattern=constraint.whitespace_pattern,

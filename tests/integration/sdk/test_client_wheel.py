@@ -133,6 +133,7 @@ def test_the_command_and_the_sdk_start(laptop: Laptop) -> None:
         ["bootstrap"],
         ["plan", "--cluster", "thunderserve-h-40gbps", "--model", "llama-30b"],
         ["demo"],
+        ["serve", "bundled"],
     ],
     ids=lambda command: command[0],
 )

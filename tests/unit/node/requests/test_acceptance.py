@@ -6,13 +6,13 @@ import pytest
 
 from p2pserve.bootstrap import RemoteError
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.node.engine.sampling import MAX_SEED
 from p2pserve.node.messages import MAX_PROMPT_BYTES, ChatMessage, Generate
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
 from p2pserve.node.models.errors import PromptError
 from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.acceptance import (
     DEFAULT_MAX_TOKENS,
-    MAX_SEED,
     MAX_STOPS,
     check,
     check_arrival,
