@@ -59,26 +59,29 @@ class Joining:
     async def _wait_until_admitted(
         self, outcomes: trio.MemoryReceiveChannel[JoinOutcome], named_failed: trio.Event
     ) -> NetworkError | None:
-        """None as soon as a member lets us in; else why nobody does."""
+        """None as soon as a member lets us in; else why nobody does. Whom the user has named may say that there is no
+        way in, and ends the waiting; a member that is only remembered may not."""
+        named = dict.fromkeys(self._contacts.named).keys()
         failures: dict[Bootstrap, NetworkError] = {}
         ends_at = trio.current_time() + self._settings.join_s
         say_at = trio.current_time() + SAY_FIRST_S
         with trio.move_on_at(ends_at):
             async for member, error in outcomes:
-                if error is None or isinstance(error, IdentityInUse):
+                if error is None or (isinstance(error, IdentityInUse) and member in named):
                     return error
                 failures[member] = error
-                if not failures.keys() >= set(self._contacts.named):
+                if not failures.keys() >= named:
                     continue  # who was named and has not answered yet may still let us in
                 named_failed.set()
-                refusals = [each for each in failures.values() if not isinstance(each, Unreachable)]
+                refusals = [failures[each] for each in named if not isinstance(failures[each], Unreachable)]
                 if refusals:
                     return refusals[0]
                 if trio.current_time() >= say_at:
                     say_at = trio.current_time() + SAY_EVERY_S
                     left_s = ends_at - trio.current_time()
                     self._say(f"waiting for the network, for {left_s:.0f} s more: {self._describe_failure(failures)}")
-        return self._describe_failure(failures)
+        refusals = [each for each in failures.values() if not isinstance(each, Unreachable)]
+        return refusals[0] if refusals else self._describe_failure(failures)
 
     def _describe_failure(self, failures: Mapping[Bootstrap, NetworkError]) -> NetworkError:
         silent = f"no answer within {self._settings.join_s:g} s; check the address and the firewall"

@@ -435,7 +435,7 @@ class Network:
         if session is not None:
             try:
                 session.control.send_nowait(encode_notice(_NOTICES[type(message)].name, encode_body(message)))
-            except PeerLost as error:
+            except (PeerLost, ProtocolError) as error:
                 _log.debug("not told: %s", error)
 
     def _on_gossip(self, peer: PeerId, role: Role, message: GossipMessage) -> None:
@@ -462,8 +462,10 @@ class Network:
             await self._sessions.connect(dial.peer, dial.address)
         except (Unreachable, Refused, TokenError) as error:
             _log.debug("dial failed: %s", error)
-            # Of two nodes with one identity that both got in somewhere, the one that was started later goes.
-            if isinstance(error, IdentityInUse) and self._born > error.holder_born:
+            # Of two nodes with one identity that both got in somewhere, the one that was started later goes. Anybody
+            # can say that there are two: the other one has to have been heard.
+            is_later = isinstance(error, IdentityInUse) and self._born > error.holder_born
+            if is_later and self._peering.is_doubled:
                 raise
             self._peering.on_dialled(dial.peer, False, trio.current_time())
         else:

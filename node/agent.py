@@ -22,6 +22,7 @@ from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
 from ..bootstrap.state_file import StateFile
 from ..coordinator import Plan, PlanError
+from ..coordinator.worth import BoxLine, WorthWatch
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
 from ..kvtransport.probing.probe import Activity
@@ -192,7 +193,8 @@ class Node:
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
-        for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate, self._judge):
+        own = (self._advertise, self._watch, self._coordinate, self._judge, self._weigh)
+        for task in (prober.run, joined.tell_links, *own):
             nursery.start_soon(task)
 
     async def serve_http(self, listen: Address, nursery: trio.Nursery) -> Address:
@@ -324,6 +326,17 @@ class Node:
                 objected = leader
                 joined.network.object_to(*leader)
                 joined.say(f"this node objects to the plan of coordinator {leader[0]}: {reason}")
+
+    async def _weigh(self) -> None:
+        """Tell the owner whether the box is worth its price, once that is known and when it changes."""
+        joined, serving, watch = self._joined, self._serving, WorthWatch()
+        while serving is not None and joined.settings.usd_per_hour > 0.0:
+            await trio.sleep(self._tuning.worth_s)
+            worth = joined.view.worth(serving.service).get(joined.own)
+            line = joined.view.lines().get(joined.own, BoxLine())
+            told = watch.consider(worth, line, trio.current_time())
+            if told is not None:
+                joined.say(told)
 
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""

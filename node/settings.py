@@ -128,6 +128,7 @@ class NodeTuning:
     plan_missing_s: float = 60.0  # after which a coordinator is objected to whose plan nobody has
     plan_strange_s: float = 10.0  # the same, for a plan without a box that is known here; adverts take seconds
     judge_s: float = 2.0  # between two looks at whether there is something against it
+    worth_s: float = 5.0  # between two looks at whether the box is worth its price
     plan_stale_s: float = 45.0
     """The same, from when this box last told what it is: until then a plan that does not fit it may be honest, and made
     before. Longer than two plans take. Shorter: a coordinator that plans nonsense is passed over sooner."""

@@ -14,8 +14,10 @@ from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.gpus import GpuError, gpu_table
+from ..coordinator.demand import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
-from ..kvtransport.probing.figures import LinkFigures
+from ..coordinator.worth import BoxLine, BoxWorth, weigh_boxes
+from ..kvtransport.probing.figures import LinkFigures, Source
 from ..kvtransport.probing.sites import SiteLinks
 from .adverts import AdvertBook
 from .box.hardware import Hardware
@@ -28,6 +30,8 @@ UNKNOWN_CARD_PCIE = 4  # the bus between two GPUs of which nothing is known
 UNMEASURED_GPU = (100.0, 1000.0)
 UNMEASURED_CPU = (0.5, 10.0)
 """TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
+
+UNKNOWN_LONGEST = 32_768  # tokens of a request, where no engine has told what it has room for
 
 _tables = msgspec.msgpack.Decoder(LinkTable)
 
@@ -194,6 +198,32 @@ class NetworkView(AdvertBook):
                 )
             )
         return found
+
+    def lines(self) -> dict[str, BoxLine]:
+        """By box, the best that was measured over its links, beside what was offered: both ends' owners say."""
+        up: dict[str, float] = {}
+        down: dict[str, float] = {}
+        for source, table in self.links_told.items():
+            for target, figures in table.links.items():
+                ends = table.box.up_gbps, self._table(PeerId(target)).box.down_gbps
+                offered = min((rate for rate in ends if rate), default=None)
+                if offered is None or figures.source is not Source.MEASURED or not figures.rate_confidence:
+                    continue
+                share = figures.capacity_gbps / offered
+                up[source], down[target] = max(share, up.get(source, 0.0)), max(share, down.get(target, 0.0))
+        return {
+            peer: BoxLine(up.get(peer) if table.box.up_gbps else None, down.get(peer) if table.box.down_gbps else None)
+            for peer, table in self.links_told.items()
+        }
+
+    def worth(self, service: str) -> dict[str, BoxWorth]:
+        """What the boxes of a service are worth, those of them that have a price."""
+        boxes = self.boxes(service)
+        priced = any(box.usd_per_hour for box in boxes)
+        if not priced:
+            return {}
+        longest = max(box.kv_tokens for box in boxes) or UNKNOWN_LONGEST
+        return weigh_boxes(boxes, self.lines(), expected_workload(self.demands(service).values(), longest))
 
     def demands(self, service: str) -> dict[PeerId, Demand]:
         """What the gateways of a service have been asked lately."""

@@ -30,6 +30,7 @@ from .environment import network_address
 from .errors import ClientError, InvalidRequest, RequestFailed
 from .mailbox import Mailbox, MailboxClosed
 from .requests import GenerateOptions, Generation, TextDelta, build_request
+from .requests import TokenLogprobs as TokenLogprobs
 from .session import Session, check_target, open_session
 
 Messages = list[dict[str, str]]

@@ -22,6 +22,7 @@ _USAGE: Final = {
     "coordinator.planning.model.cluster": ("ClusterError",),
     "coordinator.planning.model.errors": ("NoPlan",),
     "coordinator.planning.model.workload": ("WorkloadError",),
+    "coordinator.renting.offers": ("OfferError",),
     "kvtransport.errors": ("FiguresError",),
     "node.box.errors": ("NodeUsageError",),
     "node.engine.agent_side.engine_link": ("EngineRefused",),

@@ -29,6 +29,7 @@ from ..settings import NetworkSettings
 from ..trust.keys import PeerId
 
 CLAIM_KIND: Final = "claim"
+MAX_CLAIM: Final = 64  # bytes of its payload
 MAX_EPOCH: Final = 2**53
 MAX_JUMP: Final = 1_000_000  # epochs grow by one; who claims one far above all others would end elections for good
 
@@ -54,6 +55,8 @@ def encode_claim(epoch: int, *, yielded: bool = False) -> bytes:
 
 def decode_claim(payload: bytes, number: tuple[int, int]) -> Claim | None:
     """The claim of an entry; None for one that is malformed."""
+    if len(payload) > MAX_CLAIM:
+        return None
     try:
         claim = msgspec.msgpack.decode(payload, type=_Claim)
     except DECODE_ERRORS:

@@ -25,6 +25,7 @@ from .states import HeldClaim, Tell
 
 MAX_TELL_BYTES: Final = 256 * 1024
 _ENTRY_BYTES: Final = 200  # of an entry beside its payload
+_LIES_OF_A_TELL: Final = 8  # of 128 KiB at most: with orders and entries, half of a frame
 
 
 class Spread:
@@ -123,9 +124,13 @@ class Spread:
                 batch, size = [], 0
             batch.append(entry)
             size += cost
+        lies = self._lies.get(peer, [])
+        while len(lies) > _LIES_OF_A_TELL:
+            yield Tell(lies=tuple(lies[:_LIES_OF_A_TELL]))
+            lies = lies[_LIES_OF_A_TELL:]
         yield Tell(
             tuple(batch),
-            tuple(self._lies.get(peer, ())),
+            tuple(lies),
             self._orders.get(peer),
             self._latest.get(peer),
             peer in self._complete,

@@ -6,11 +6,15 @@ be unable to reach it."""
 import random
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from ..addresses import Address
 from ..settings import NetworkSettings
 from ..trust.keys import PeerId
 from .allowance import Allowance
+
+_MOVES_S: Final = 1 / 30  # new addresses per second of one peer that are tried at once
+_MOVES_BURST: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,7 @@ class _Target:
     address: Address
     failures: int
     next_at: float
+    moves: Allowance
     in_flight: bool = False
 
 
@@ -58,9 +63,12 @@ class DialBook:
             if target is None:
                 is_first = self._me < peer or peer in self._preferred
                 wait = 0.0 if is_first else self._settings.higher_waits_s * self._rng.uniform(0.8, 1.2)
-                target = self._targets[peer] = _Target(address, 0, now + wait)
-            if target.address != address:  # it moved: what we learned about the old address is void
-                target.address, target.failures, target.next_at = address, 0, min(target.next_at, now)
+                target = self._targets[peer] = _new_target(address, now + wait)
+            if target.address != address:
+                target.address = address
+                # What we learned about the old address is void. Who moves on and on would have all dial whom it likes.
+                if target.moves.take(now):
+                    target.failures, target.next_at = 0, min(target.next_at, now)
             if target.in_flight or now < target.next_at or address.port == 0:
                 continue
             if peer not in self._preferred and not self._strange.take(now):
@@ -94,7 +102,7 @@ class DialBook:
         target = self._targets.get(peer)
         if target is not None:
             target.failures, target.next_at = 0, now
-        self._targets.setdefault(peer, _Target(Address("", 0), 0, now))
+        self._targets.setdefault(peer, _new_target(Address("", 0), now))
 
     def wake_at(self, connected: Collection[PeerId]) -> float:
         """When the next dial is due."""
@@ -108,6 +116,10 @@ class DialBook:
     def __repr__(self) -> str:
         in_flight = sum(target.in_flight for target in self._targets.values())
         return f"DialBook(targets={len(self._targets)}, in_flight={in_flight})"
+
+
+def _new_target(address: Address, next_at: float) -> _Target:
+    return _Target(address, 0, next_at, Allowance(_MOVES_S, _MOVES_BURST))
 
 
 def should_replace(

@@ -21,14 +21,14 @@ from typing import Final
 
 from ..addresses import Address
 from ..settings import NetworkSettings
-from ..trust.entries import MEMBER_KIND, Entry, Lie, read_record
+from ..trust.entries import MAX_RECORD, MEMBER_KIND, Entry, Lie, read_record
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from ..trust.orders import SignedOrders
 from ..trust.tokens import Role
 from .admission import Admission, is_client
 from .allowance import Allowance
-from .election import CLAIM_KIND, Say, encode_claim
+from .election import CLAIM_KIND, MAX_CLAIM, Say, encode_claim
 from .gossip import Spread
 from .leading import OBJECTION_KIND, Leadership, encode_objection
 from .liveness import HEARS_KIND, Liveness, encode_heard
@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 OWN_KINDS: Final = frozenset({MEMBER_KIND, CLAIM_KIND, HEARS_KIND, BEAT_KIND, OBJECTION_KIND})
 _PAUSE_S: Final = 0.5  # so late, a tick shows that this node itself had no time
+_DOUBLED: Final = 2
+_LIES_AT_ONCE: Final = 8  # told to one that lacks some; each may have 128 KiB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,9 +132,9 @@ class Peering:
     def state(self) -> NetworkState:
         """What is worth keeping for the next run."""
         admission = self._admission
-        kinds = (MEMBER_KIND, CLAIM_KIND)
+        sizes = {MEMBER_KIND: MAX_RECORD, CLAIM_KIND: MAX_CLAIM}
         return NetworkState(
-            entries=tuple(entry for entry in self.table.shared_entries() if entry.kind in kinds),
+            entries=tuple(e for e in self.table.shared_entries() if len(e.payload) <= sizes.get(e.kind, -1)),
             lies=tuple(self.table.lies.values()),
             orders=admission.signed_orders,
             latest=self._leadership.latest,
@@ -223,7 +225,12 @@ class Peering:
         return 0
 
     # -- decisions --------------------------------------------------------------------------------------------------
-    # -- decisions --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_doubled(self) -> bool:
+        """Whether another node signs with this one's key, too. One life after the other is no proof of it: a clock may
+        have gone back. Who answers to what this life has made of the first, lives now."""
+        return self.table.outlived >= _DOUBLED
 
     def next_at(self) -> float:
         """When to tick next, as what has come since the last tick may have made it sooner."""
@@ -279,17 +286,26 @@ class Peering:
         from_client = peer if peer in self._clients else None
         result = self.table.merge(message.entries, now, from_client=from_client)
         self._take(result, peer, now)
+        forged = result.forged
         if from_client is None:
-            lies = self.table.take_lies(message.lies)
-            self._expel(lies, peer)
-            if message.orders is not None:
-                self.order(message.orders)
-            if message.latest is not None and self._leadership.take_latest(message.latest):
-                self._is_due = True
+            proved = self.table.take_lies(message.lies)
+            forged += proved.forged
+            self._expel(proved.lies, peer)
+            self._take_news(peer, message, now)
             if message.complete and not self.is_synced:
                 self.is_synced = self._is_news = True
-        self.forged += result.forged
-        return result.forged
+        self.forged += forged
+        return forged
+
+    def _take_news(self, peer: PeerId, message: Tell, now: float) -> None:
+        """Follow orders and epochs. They cost signatures, and who passes on what does not count need not know it: so
+        they are looked at now and then. What is left out comes with a later comparison."""
+        if (message.orders is None and message.latest is None) or not self._answers[peer].take(now):
+            return
+        if message.orders is not None:
+            self.order(message.orders)
+        if message.latest is not None and self._leadership.take_latest(message.latest):
+            self._is_due = True
 
     def _on_summary(self, peer: PeerId, message: Summary) -> None:
         self._repair(peer, message.holding)
@@ -313,7 +329,8 @@ class Peering:
         if signed is not None and theirs.orders < mine.orders:
             self._spread.tell_orders((peer,), signed)
         if theirs.lies < mine.lies:
-            self._spread.tell_lies((peer,), self.table.lies.values())
+            lies = list(self.table.lies.values())
+            self._spread.tell_lies((peer,), self._rng.sample(lies, min(len(lies), _LIES_AT_ONCE)))
         latest = self._leadership.latest
         if latest is not None and theirs.epoch < mine.epoch:
             self._spread.tell_latest(peer, latest)

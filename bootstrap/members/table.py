@@ -30,6 +30,7 @@ from ..trust.entries import (
     MAX_KIND_CHARS,
     MAX_KINDS,
     MAX_PAYLOAD,
+    MAX_RECORD,
     MEMBER_KIND,
     Entry,
     Lie,
@@ -111,6 +112,7 @@ class Table:
             raise ValueError(f"incarnation {incarnation} is not between 1 and {MAX_COUNTER}")
         self.peer_id: PeerId = identity.peer_id
         self.lies: dict[str, Lie] = {}
+        self.outlived = 0  # how often a later life of this node than this one turned up
         self._settings = settings or NetworkSettings()
         self._identity = identity
         self._admission = admission
@@ -221,7 +223,9 @@ class Table:
             elif entry.origin in self.lies:
                 ignored += 1
             elif (lie := self._find_lie(entry)) is not None:
-                lies += self.take_lies((lie,))
+                proved = self.take_lies((lie,))
+                lies += proved.lies
+                forged += proved.forged
             elif not self._is_news(entry):
                 continue
             elif self._is_forgotten(entry, now) or not self._is_allowed(entry, now) or self._has_no_place(entry):
@@ -244,19 +248,24 @@ class Table:
         self._forgotten.pop(record_entry.origin, None)
         return self.merge((record_entry,), now, from_client=PeerId(record_entry.origin) if private else None)
 
-    def take_lies(self, lies: Iterable[Lie]) -> list[Lie]:
-        """Expel whom these prove to be liars; returns those that were news."""
-        found = []
+    def take_lies(self, lies: Iterable[Lie]) -> MergeResult:
+        """Expel whom these prove to be liars. Of the result, `lies` are those that were news."""
+        found: list[Lie] = []
+        forged = 0
         for lie in lies:
+            if forged >= self._settings.max_offences:
+                break
             origin = lie.one.origin
-            if origin in self.lies or origin == self.peer_id or len(self.lies) >= MAX_LIES:
+            if origin in self.lies or origin == self.peer_id or len(self.lies) >= MAX_LIES or not self._proves(lie):
                 continue
-            if self._proves(lie) and self.is_sound(lie.one) and self.is_sound(lie.other):
-                self.lies[origin] = lie
-                self._admission.expel(origin)
-                self._drop(origin)
-                found.append(lie)
-        return found
+            if not (self.is_sound(lie.one) and self.is_sound(lie.other)):
+                forged += 1
+                continue
+            self.lies[origin] = lie
+            self._admission.expel(origin)
+            self._drop(origin)
+            found.append(lie)
+        return MergeResult(lies=tuple(found), forged=forged)
 
     def recheck(self) -> tuple[PeerId, ...]:
         """Drop whom the owner's latest orders do not admit any more; returns who that is."""
@@ -411,6 +420,8 @@ class Table:
             self._put(held, entry)
             return _Outcome.TAKEN
         record = read_record(entry.payload)
+        if len(entry.payload) > MAX_RECORD:
+            return _Outcome.IGNORED  # who passed it on may be of a release that kept it
         if record is None or private is not is_client(record):
             return _Outcome.FORGED
         if held is not None and not new_life and is_client(held.record) is not private:
@@ -434,7 +445,8 @@ class Table:
         return _Outcome.TAKEN
 
     def _outlive(self, ghost: Entry) -> None:
-        """An older life of ours has a higher number (the clock went back): go one higher."""
+        """An older life of ours has a higher number (the clock went back), or another node our key: go one higher."""
+        self.outlived += 1
         self._own.incarnation = ghost.incarnation + 1
         for kind, entry in list(self._own.entries.items()):
             self._version += 1

@@ -14,6 +14,7 @@ from .tokens import Credential, Role
 
 MEMBER_KIND: Final = "member"
 MAX_PAYLOAD: Final = 64 * 1024
+MAX_RECORD: Final = 6 * 1024  # of it, for a member record: a certificate, and room for what later releases say
 MAX_KINDS: Final = 16
 MAX_KIND_CHARS: Final = 64
 MAX_COUNTER: Final = 2**53
@@ -80,6 +81,8 @@ def contradict(one: Entry, other: Entry) -> bool:
 
 def read_record(payload: bytes) -> MemberRecord | None:
     """The member record in a payload, if it is one."""
+    if len(payload) > MAX_RECORD:
+        return None  # thousands of them are kept between runs
     try:
         return msgspec.msgpack.decode(payload, type=MemberRecord)
     except DECODE_ERRORS:

@@ -36,7 +36,7 @@ class Relay:
         self._ledger = RelayLedger()
         self._authenticate_s = LinkSettings().authenticate_s
         self._lock = threading.Lock()
-        self._sockets: set[socket.socket] = set()
+        self._sockets: dict[socket.socket, bytes] = {}  # with the permit that each is of; of none yet: empty
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
 
@@ -55,9 +55,12 @@ class Relay:
             self._ledger.admit(permit, time.monotonic(), owner)
 
     def revoke(self, permit: bytes) -> None:
-        """Forward nothing more under a permit; its connections end with their next bytes."""
+        """Forward nothing more under a permit, and end its connections: one that is silent would keep its place."""
         with self._lock:
             self._ledger.revoke(permit)
+            for sock, of in self._sockets.items():
+                if of == permit:
+                    hang_up(sock)
 
     def statistics(self) -> tuple[RelayUse, ...]:
         """Bytes and connections of each permit."""
@@ -69,7 +72,7 @@ class Relay:
         with self._lock:
             has_room = not self._closing.is_set() and len(self._sockets) < 2 * _MAX_CONNECTIONS
             if has_room:
-                self._sockets.add(sock)
+                self._sockets[sock] = b""
                 self._start(self._serve, sock, hello)
         return has_room
 
@@ -104,6 +107,7 @@ class Relay:
             tune(client)
             with self._lock:
                 permit = self._ledger.enter(hello, time.monotonic())
+                self._sockets[client] = permit.permit
             onward = self._dial(permit)
             client.settimeout(self._authenticate_s)
             client.sendall(pack_relay_answer(Refusal.ACCEPTED))
@@ -117,7 +121,9 @@ class Relay:
             with self._lock:
                 if permit is not None:
                     self._ledger.leave(permit.permit)
-                self._sockets -= {client, onward}
+                self._sockets.pop(client, None)
+                if onward is not None:
+                    self._sockets.pop(onward, None)
             client.close()
             if onward is not None:
                 onward.close()
@@ -130,10 +136,10 @@ class Relay:
             reason = f"{where} does not answer: {error.strerror or error}"
             raise RelayRefused(Refusal.UNREACHABLE, reason) from None
         with self._lock:
-            self._sockets.add(onward)
-            closing = self._closing.is_set()
-        if closing:
-            raise ConnectionClosed("the relay is closing")
+            self._sockets[onward] = permit.permit
+            is_over = self._closing.is_set() or not self._ledger.knows(permit.permit)
+        if is_over:
+            raise ConnectionClosed("the relay is closing, or the permit was revoked")
         tune(onward)
         return onward
 

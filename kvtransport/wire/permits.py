@@ -145,6 +145,10 @@ class RelayLedger:
         """Forward nothing more under a permit."""
         self._accounts.pop(permit, None)
 
+    def knows(self, permit: bytes) -> bool:
+        """Whether a permit is neither revoked nor long over."""
+        return permit in self._accounts
+
     def enter(self, hello: bytes, now: float) -> Permit:
         """A client's hello. Raises RelayRefused with the reason; else `leave` must follow."""
         if len(hello) != RELAY_HELLO_BYTES or not hello.startswith(RELAY_MAGIC):

@@ -33,8 +33,8 @@ class PermitBook:
         return f"<PermitBook {len(self)} of {self._total}, askers={len(self._of)}>"
 
     def add(self, asker: PeerId, target: PeerId, permit: bytes, expires_at: float, now: float) -> tuple[bytes, ...]:
-        """A permit is given out; returns those to be revoked for it."""
-        self._forget_expired(now)
+        """A permit is given out; returns those to be revoked: what has expired, and one for it where it needs room."""
+        expired = self._forget_expired(now)
         revoked = []
         held = self._of.setdefault(asker, OrderedDict())
         same = [each for each, known in held.items() if known.target == target]
@@ -48,7 +48,7 @@ class PermitBook:
         for each in revoked:
             self._forget(each)
         self._of.setdefault(asker, OrderedDict())[permit] = _Permit(target, expires_at)
-        return tuple(revoked)
+        return (*expired, *revoked)
 
     def keep(self, present: Collection[PeerId]) -> tuple[bytes, ...]:
         """These are the members now: returns the permits of and to others, to be revoked."""
@@ -69,7 +69,8 @@ class PermitBook:
                     del self._of[asker]
                 return
 
-    def _forget_expired(self, now: float) -> None:
+    def _forget_expired(self, now: float) -> list[bytes]:
         over = [permit for held in self._of.values() for permit, known in held.items() if known.expires_at <= now]
         for permit in over:
             self._forget(permit)
+        return over

@@ -115,5 +115,8 @@ class PlanExchange:
             sources.extend(new[: max(0, _SOURCES - len(sources))])
             if not piece.data:
                 return None
+            is_whole = len(piece.data) == min(PLAN_PIECE_BYTES, manifest.size - len(data))
             data += piece.data
+            if not is_whole:
+                break  # who gives a byte at a time would be asked for days; what it gave is not the plan
         return bytes(data)

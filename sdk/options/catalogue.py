@@ -39,6 +39,9 @@ COMMANDS: Final[dict[str, Declared]] = {
         "simulate requests against a plan for a described cluster, in virtual time (for the running network: "
         "p2pserve plan --live)",
     ),
+    "rent": Declared(
+        "renting", "say which offers of vast.ai or RunPod to rent for a model, within a budget, and with which commands"
+    ),
     "selftest": Declared(
         "checks",
         "check that the vLLM of this box works with p2pserve; a node does so by itself with versions it does not know",

@@ -16,12 +16,12 @@ from .test_rooms import MAX_FILE, ROOMS, Module, imports, read
 # folders are below or above them, as the test of circles allows. `dev` is imported by the launchers beside it alone.
 FOLDER_FLOORS: dict[str, tuple[str, ...]] = {
     "bootstrap": ("trust", "streams", "members", "dev"),
-    "coordinator": ("costs", "planning", "requests", "dev"),
+    "coordinator": ("costs", "planning", "renting", "requests", "dev"),
     "coordinator/planning": ("model", "lower", "upper"),
     "kvtransport": ("wire", "probing", "routing", "link", "dev"),
     "node": ("models", "box", "web", "engine", "requests", "http", "links", "replica", "api", "dev"),
     "node/engine": ("vllm", "transfers", "kv", "pipeline", "emulated", "trials", "vllm_program", "gpucheck", "dev"),
-    "sdk": ("options", "actions", "demo", "live", "commands"),
+    "sdk": ("options", "actions", "demo", "live", "rent", "commands"),
     "sims": ("engine", "policies", "results", "splitwise", "experiments", "wan"),
     "sims/wan": ("kv",),
 }

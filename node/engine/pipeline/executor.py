@@ -89,8 +89,9 @@ class PipelineExecutor(Executor):
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Run a batch. With tokens in it the outcome is that of `sample_tokens`, which follows at once."""
-        # What may come next in an answer that follows a grammar is known when the batch before this one has been sampled.
-        self._samples_apart = bool(scheduler_output.num_scheduled_tokens and scheduler_output.has_structured_output_requests)
+        # What may come next in an answer that follows a grammar is known once the batch before has been sampled.
+        tokens, follows = scheduler_output.num_scheduled_tokens, scheduler_output.has_structured_output_requests
+        self._samples_apart = bool(tokens and follows)
         method = "compute_batch" if self._samples_apart else "run_batch"
         others = call_all((*self.workers.remotes, *self.stages), method, scheduler_output)
         mine = self.workers.worker.execute_model(scheduler_output)

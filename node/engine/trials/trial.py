@@ -121,18 +121,15 @@ class TrialEngine:
         awaits_first_token: bool = False,
         temperature: float = 0.0,
         seed: int | None = None,
-        sampling: protocol.Sampling | None = None,
     ) -> str:
-        """Ask for exactly `count` tokens, the likeliest ones unless a temperature is given; or as `sampling` says.
-        Raises EngineLost."""
+        """Ask for exactly `count` tokens, the likeliest ones unless a temperature is given. Raises EngineLost."""
         assert self.link is not None
         request = secrets.token_hex(8)
         self.link.send(
             protocol.Submit(
                 request=request,
                 prompt=tuple(prompt),
-                sampling=sampling
-                or protocol.Sampling(max_tokens=count, temperature=temperature, seed=seed, ignore_eos=True),
+                sampling=protocol.Sampling(max_tokens=count, temperature=temperature, seed=seed, ignore_eos=True),
                 deadline_s=DEADLINE_S,
                 send=send,
                 receive=receive,

@@ -34,9 +34,7 @@ class ConstraintSupport:
 
     `on_compiled` is called on another thread when a request may go on."""
 
-    def __init__(
-        self, manager: Any, vllm_config: VllmConfig, on_compiled: Callable[[], None]
-    ) -> None:
+    def __init__(self, manager: Any, vllm_config: VllmConfig, on_compiled: Callable[[], None]) -> None:
         self._manager = manager  # vLLM's StructuredOutputManager, of which this is the one that it uses
         self._config = vllm_config
         self._on_compiled = on_compiled

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,11 +12,13 @@ from typing import Any
 import pytest
 
 from p2pserve.kvtransport.errors import TransferAborted
+from p2pserve.kvtransport.link.relay import Relay
 from p2pserve.kvtransport.link.transfers import EndState
 from p2pserve.kvtransport.wire.channel import Channel
 from p2pserve.kvtransport.wire.dial_path import DialPath
-from p2pserve.kvtransport.wire.permits import Refusal
+from p2pserve.kvtransport.wire.permits import Permit, Refusal, pack_relay_answer, pack_relay_hello
 from p2pserve.kvtransport.wire.signals import Signal
+from p2pserve.kvtransport.wire.sockets import fresh_nonce
 
 from .pairs import DELIVERED, SETTINGS, WAIT_LIMIT_S, WINDOW, Pair, frame, payloads, receive_all, send_all, until
 
@@ -154,6 +158,28 @@ def test_a_relay_refuses_with_a_reason(pair: Pair, wrong: dict[str, bytes], refu
     with pytest.raises(RelayRefused) as caught:
         dial(path, WAIT_LIMIT_S)
     assert caught.value.code == refusal
+
+
+def test_a_permit_that_is_revoked_takes_its_silent_connections_along() -> None:
+    """And no others. They would keep the places of everybody else's."""
+    here = ("127.0.0.1", 0)
+    with Relay() as relay, socket.create_server(here) as target, socket.create_server(here) as front:
+        port = target.getsockname()[1]
+        ends = []
+        for name in (b"a" * 16, b"b" * 16):
+            permit = Permit(name, bytes(32), here[0], port, 1 << 30, 1e9, time.monotonic() + 60)
+            relay.admit(permit, owner=name.decode())
+            far = socket.create_connection(front.getsockname(), WAIT_LIMIT_S)
+            assert relay.attach(pack_relay_hello(permit, fresh_nonce()), front.accept()[0])
+            assert far.recv(2) == pack_relay_answer(Refusal.ACCEPTED)
+            ends.append((far, target.accept()[0]))
+        relay.revoke(b"a" * 16)
+        assert [end.recv(1) for end in ends[0]] == [b"", b""]
+        until(lambda: "connections=1 " in repr(relay))
+        ends[1][0].sendall(b"x")
+        assert ends[1][1].recv(1) == b"x"
+        for end in (*ends[0], *ends[1]):
+            end.close()
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])

@@ -1,12 +1,15 @@
 """Peers that send what they should not, and bugs of our own: each costs a session and no more."""
 
+from functools import partial
+
 import msgspec
 import pytest
 
-from p2pserve.bootstrap import PeerId, Role
+from p2pserve.bootstrap import Bootstrap, Network, PeerId, PeerLost, Refused, Role
 from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
 from p2pserve.bootstrap.members.states import Tell
-from p2pserve.bootstrap.streams.control import encode_body, encode_notice
+from p2pserve.bootstrap.streams.control import Greeting, Rejected, encode_body, encode_greeting, encode_notice
+from p2pserve.bootstrap.streams.transport import PeerConnection
 from p2pserve.bootstrap.trust.entries import sign_entry
 
 from .worlds import PEOPLE, Echo, asking, elapse, simulate, world
@@ -94,5 +97,57 @@ def test_a_peer_that_sends_garbage_is_disconnected_and_the_rest_goes_on() -> Non
             assert w.nodes[0].connected() == {PEOPLE[2].peer_id}
             await elapse(90)
             w.check_full_mesh()
+
+    simulate(main)
+
+
+def reject_as_doubled(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells everybody who dials it that their identity is in use."""
+
+    async def greet(connection: PeerConnection) -> Greeting:
+        await connection.receive()
+        await connection.send(encode_greeting(Rejected("another node has this identity", 1)))
+        raise PeerLost("no more of this")
+
+    monkeypatch.setattr(network._sessions, "_receive_greeting", greet)
+
+
+def test_a_peer_that_says_that_identities_are_in_use_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with world() as w:
+            for index in range(4):
+                await w.start(index)
+            await elapse(5)
+            reject_as_doubled(w.nodes[3], monkeypatch)
+            for index in range(3):
+                w.air.drop_connections(PEOPLE[3].peer_id, PEOPLE[index].peer_id)
+            await elapse(60)
+            for index in range(3):
+                assert w.nodes[index].connected() == {PEOPLE[other].peer_id for other in range(3) if other != index}
+            w.check_agreement(range(3))
+
+    simulate(main)
+
+
+def test_a_remembered_member_that_refuses_keeps_nobody_from_a_bootstrap_that_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with world() as w:
+            for index in range(3):
+                await w.start(index)
+            await elapse(5)
+            reject_as_doubled(w.nodes[2], monkeypatch)
+            w.kill(0)
+            remembered = (Bootstrap("192.0.2.1", 4002, PEOPLE[2].peer_id),)
+            w.nursery.start_soon(partial(w.start, 5, remembered=remembered))
+            await elapse(3)
+            await w.start(0, ask=(Bootstrap("192.0.2.1", 4001, PEOPLE[1].peer_id),))
+            await elapse(3)
+            assert w.names(5) >= {0, 1, 5}
+            w.kill(5)
+            w.kill(0)
+            with pytest.raises(Refused, match="another node has this identity"):
+                await w.start(6, remembered=remembered)
 
     simulate(main)

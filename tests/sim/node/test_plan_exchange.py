@@ -113,6 +113,19 @@ def test_who_gives_other_bytes_is_not_asked_again() -> None:
     play(scenario)
 
 
+def test_who_gives_a_byte_at_a_time_keeps_nobody_from_the_plan() -> None:
+    async def scenario(world: World) -> None:
+        world.liar("slow", lambda query: PlanPiece(data=PAYLOAD[query.offset : query.offset + 1]))
+        world.liar(LEADER, lambda query: PlanPiece(holders=("slow", "honest")))
+        world.add("honest").hold(MANIFEST.digest, PAYLOAD)
+        world.add("node").want(MANIFEST, LEADER)
+        await pass_time(20)
+        assert world.got == {PeerId("node"): (MANIFEST, PAYLOAD)}
+        assert world.pieces_of("slow") <= 1
+
+    play(scenario)
+
+
 def test_pieces_without_end_and_holders_without_number_are_given_up() -> None:
     async def scenario(world: World) -> None:
         node = world.add("node")

@@ -183,7 +183,8 @@ def with_defaults(message: Any, said: Any) -> Any:
         return said
     fields = {name: getattr(message, name) for name in message.__struct_fields__}
     omitted = fields if message.__struct_config__.omit_defaults else {}
-    return {**msgspec.to_builtins(omitted), **{name: with_defaults(fields.get(name), said[name]) for name in said}}
+    filled = msgspec.msgpack.decode(msgspec.msgpack.encode(omitted))
+    return {**filled, **{name: with_defaults(fields.get(name), said[name]) for name in said}}
 
 
 def holds_all_of(said: Any, recorded: Any) -> bool:

@@ -151,8 +151,10 @@ PIPELINED = ("presence", "least", "bad words", "json", "regex", "choice")
 def test_answers_of_a_pipeline_are_those_of_one_engine(engine_channels: list[int], prompt: tuple[int, ...]) -> None:
     async def ask(engine: TrialEngine) -> list[TrialAnswer]:
         """At the same time: batches with and without a grammar follow each other."""
-        asked = [engine.submit(prompt, COUNT, sampling=sampling_of(case)) for case in PIPELINED]
-        return [await engine.answer(request) for request in asked]
+        assert engine.link is not None
+        for case in PIPELINED:
+            engine.link.send(protocol.Submit(request=case, prompt=prompt, sampling=sampling_of(case), deadline_s=60.0))
+        return [await engine.answer(case) for case in PIPELINED]
 
     async def main() -> None:
         config = protocol.EngineConfig(model=str(BUNDLED), kv_cache_mib=64, max_batched_tokens=BLOCK, **SETTINGS)
@@ -166,8 +168,8 @@ def test_answers_of_a_pipeline_are_those_of_one_engine(engine_channels: list[int
                 found = await ask(await trial.start_pipeline(config, (5, 3)))
             for case, one, other in zip(PIPELINED, expected, found, strict=True):
                 assert (other.tokens, other.finish) == (one.tokens, one.finish), case
-                figures = [np.frombuffer(b"".join(top.logprobs for top in each.logprobs), "<f4") for each in (one, other)]
-                assert np.allclose(*figures, atol=1e-3), case
+                mine, theirs = (b"".join(top.logprobs for top in each.logprobs) for each in (one, other))
+                assert np.allclose(np.frombuffer(mine, "<f4"), np.frombuffer(theirs, "<f4"), atol=1e-3), case
 
     trio.run(main)
 

@@ -9,7 +9,10 @@ from p2pserve.bootstrap.members.election import CLAIM_KIND
 from p2pserve.bootstrap.members.gossip import MAX_TELL_BYTES, Spread
 from p2pserve.bootstrap.members.overlay import place_on_ring
 from p2pserve.bootstrap.members.states import Tell
-from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, Lie
+from p2pserve.bootstrap.streams.control import encode_body, encode_notice
+from p2pserve.bootstrap.streams.frames import MAX_FRAME
+from p2pserve.bootstrap.trust.entries import MAX_PAYLOAD, MEMBER_KIND, Entry, Lie
+from p2pserve.bootstrap.trust.orders import MAX_ORDERS_BYTES, SignedOrders
 
 SETTINGS = NetworkSettings()
 ANN, BOB, CAT, DAN = (PeerId(name) for name in ("ann", "bob", "cat", "dan"))
@@ -97,6 +100,20 @@ def test_proofs_go_with_what_else_is_told() -> None:
     lie = Lie(entry(ANN, payload=b"1"), entry(ANN, payload=b"2"))
     made.tell_lies((BOB,), (lie,))
     assert made.take((BOB,), 0.0) == [(BOB, Tell((), (lie,)))]
+
+
+def test_many_large_proofs_go_in_messages_that_fit_a_frame() -> None:
+    made = spread()
+    large = bytes(MAX_PAYLOAD)
+    lies = [Lie(entry(PeerId(f"liar{number}"), payload=large), entry(ANN, payload=large)) for number in range(40)]
+    orders = SignedOrders(bytes(MAX_ORDERS_BYTES), bytes(64))
+    made.tell((BOB,), [entry(CAT, f"kind{number}", payload=large) for number in range(9)], complete=True)
+    made.tell_lies((BOB,), lies)
+    made.tell_orders((BOB,), orders)
+    messages = [message for _, message in made.take((BOB,), 0.0)]
+    assert [lie for message in messages for lie in message.lies] == lies
+    assert max(len(encode_notice("p2p.tell", encode_body(message))) for message in messages) < MAX_FRAME
+    assert [message.complete for message in messages] == [False] * (len(messages) - 1) + [True]
 
 
 def test_it_is_complete_only_where_that_was_said() -> None:

@@ -57,6 +57,17 @@ def test_a_peer_that_moved_is_tried_at_its_new_address_at_once() -> None:
     assert book.take_due({HIGH: Address("192.0.2.2", 2)}, (), 8.1) == (Dial(HIGH, Address("192.0.2.2", 2)),)
 
 
+def test_a_peer_that_moves_on_and_on_has_nobody_dial_its_addresses() -> None:
+    """Whoever it likes to be dialled: at first at once, then as seldom as a peer that is not there."""
+    book, dials = DialBook(ME, random.Random(0), SETTINGS, {HIGH}), 0
+    for tenth in range(600):
+        now = tenth / 10
+        for _ in book.take_due({HIGH: Address("192.0.2.9", tenth + 1)}, (), now):
+            dials += 1
+            book.on_result(HIGH, False, now)
+    assert dials < 60.0 / SETTINGS.named_backoff_s + 15
+
+
 def test_a_peer_without_a_port_is_never_dialled() -> None:
     book = DialBook(ME, random.Random(0), SETTINGS)
     assert book.take_due({HIGH: Address("192.0.2.1", 0)}, (), 0.0) == ()

@@ -2,14 +2,17 @@
 
 import logging
 
+import msgspec
 import pytest
 
-from p2pserve.bootstrap import MemberState, Role
-from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
+from p2pserve.bootstrap import Identity, MemberState, Role
+from p2pserve.bootstrap.members.election import CLAIM_KIND, MAX_CLAIM, encode_claim
 from p2pserve.bootstrap.members.peering import Peering
 from p2pserve.bootstrap.members.states import Compare, Holding, NetworkState, Part, Summary, Tell
-from p2pserve.bootstrap.trust.entries import Lie
-from p2pserve.bootstrap.trust.orders import Orders, sign_orders
+from p2pserve.bootstrap.members.table import MAX_LIES, MAX_ORIGINS
+from p2pserve.bootstrap.trust.entries import MAX_PAYLOAD, MAX_RECORD, Lie
+from p2pserve.bootstrap.trust.kept_file import MAX_BYTES
+from p2pserve.bootstrap.trust.orders import MAX_ORDERS_BYTES, Orders, sign_orders
 
 from ..certificates import KEY, TOKENS, record, word
 from .test_peering import ANN, BOB, CAT, ME, SETTINGS, open_session, peering, state_of, tell, tick
@@ -76,6 +79,50 @@ def test_only_those_that_are_connected_are_answered_and_asking_is_no_offence() -
     assert all(peer != BOB.peer_id for peer, _ in tick(machine, 1.5, ANN).send)
     for message in (Summary(bytes(512)), Compare({}, b""), Part()):
         assert machine.on_received(ANN.peer_id, message, 1.5) == 0
+
+
+def test_of_many_liars_a_few_are_told_at_a_time_and_all_in_the_end() -> None:
+    machine = settled()
+    people = [Identity(bytes([number]) * 32) for number in range(100, 120)]
+    lies = {Lie(word(who, "load", b"a"), word(who, "load", b"b")) for who in people}
+    machine.on_received(ANN.peer_id, Tell(lies=tuple(lies)), 1.5)
+    tick(machine, 1.5, ANN)
+    told = [[lie for each in answers(machine, Holding(epoch=1), 2.0 + at) for lie in each.lies] for at in range(30)]
+    assert {len(each) for each in told} == {8}
+    assert {lie for each in told for lie in each} == lies
+
+
+def test_who_passes_on_forged_proofs_is_blamed() -> None:
+    machine = settled()
+    forged = Lie(LIE.one, msgspec.structs.replace(LIE.other, payload=b"c"))
+    assert machine.on_received(ANN.peer_id, Tell(lies=(forged,)), 1.5) == 1
+    assert machine.forged == 1
+    assert machine.on_received(ANN.peer_id, Tell(lies=(LIE,)), 1.5) == 0
+
+
+def test_orders_and_epochs_that_come_over_and_over_are_looked_at_now_and_then() -> None:
+    machine = settled()
+    forged = msgspec.structs.replace(ORDERS, signature=bytes(64))
+    for _ in range(SETTINGS.answers_burst):
+        assert machine.on_received(ANN.peer_id, Tell(orders=forged), 1.5) == 0
+    machine.on_received(ANN.peer_id, Tell(orders=ORDERS), 1.5)
+    assert machine.state().orders is None
+    machine.on_received(ANN.peer_id, Tell(orders=ORDERS), 1.5 + 1 / SETTINGS.answers_s)
+    assert machine.state().orders == ORDERS
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_kept_fits_its_file_whatever_members_say() -> None:
+    machine = settled()
+    tell(machine, ANN, word(ANN, CLAIM_KIND, encode_claim(7)))
+    assert {entry.kind for entry in machine.state().entries if entry.origin == ANN.peer_id} == {"member", CLAIM_KIND}
+    tell(machine, ANN, word(ANN, CLAIM_KIND, encode_claim(8) + bytes(MAX_CLAIM), version=3))
+    assert {entry.kind for entry in machine.state().entries if entry.origin == ANN.peer_id} == {"member"}
+    signed = 256  # bytes of an entry beside its payload
+    of_members = MAX_ORIGINS * (MAX_RECORD + MAX_CLAIM + 2 * signed)
+    assert of_members + MAX_LIES * 2 * (MAX_PAYLOAD + signed) + MAX_ORDERS_BYTES < MAX_BYTES
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pserve.bootstrap import Identity, JoinToken, NetworkSettings, Role
+from p2pserve.bootstrap.members.states import MergeResult
 from p2pserve.bootstrap.members.table import (
     BEAT_KIND,
     BUCKETS,
@@ -20,6 +21,7 @@ from p2pserve.bootstrap.trust.entries import (
     MAX_COUNTER,
     MAX_KINDS,
     MAX_PAYLOAD,
+    MAX_RECORD,
     MEMBER_KIND,
     Entry,
     Lie,
@@ -247,10 +249,54 @@ def test_a_proof_is_checked_and_convinces_others() -> None:
     held.merge((record(ANN),), 0.0)
     one, other = word(ANN, "load", b"a"), word(ANN, "load", b"b")
     forged = msgspec.structs.replace(one, payload=b"c")
-    assert held.take_lies((Lie(one, forged), Lie(one, one), Lie(one, word(BOB, "load", b"b")))) == []
-    assert held.take_lies((Lie(one, word(ANN, "load", b"b", version=3)),)) == [], "another version is no lie"
-    assert held.take_lies((Lie(one, other),)) == [Lie(one, other)]
-    assert held.take_lies((Lie(one, other),)) == [], "known"
+    nothing = MergeResult()
+    assert held.take_lies((Lie(one, one), Lie(one, word(BOB, "load", b"b")))) == nothing
+    assert held.take_lies((Lie(one, word(ANN, "load", b"b", version=3)),)) == nothing, "another version is no lie"
+    assert held.take_lies((Lie(one, forged), Lie(forged, one))) == MergeResult(forged=2)
+    assert held.take_lies((Lie(one, other),)) == MergeResult(lies=(Lie(one, other),))
+    assert held.take_lies((Lie(one, other), Lie(one, forged))) == nothing, "known"
+
+
+def test_forged_proofs_are_not_checked_without_end() -> None:
+    checked: list[Entry] = []
+
+    def is_sound(entry: Entry) -> bool:
+        checked.append(entry)
+        return False
+
+    held = Table(ME, admission(), incarnation=1, rules=EntryRules(is_sound=is_sound))
+    lies = [Lie(word(who, "load", b"a"), word(who, "load", b"b")) for who in PEOPLE[1:]]
+    offences = NetworkSettings().max_offences
+    assert held.take_lies(lies * 10) == MergeResult(forged=offences)
+    assert len(checked) == offences
+
+
+def test_a_forged_entry_that_contradicts_another_is_one() -> None:
+    held = table()
+    one = word(ANN, "load", b"a")
+    held.merge((record(ANN), one), 0.0)
+    assert held.merge((msgspec.structs.replace(one, payload=b"c"),), 0.0).forged == 1
+    assert held.record(ANN.peer_id) is not None
+
+
+def test_a_record_that_is_too_large_to_be_kept_is_nobodys_fault() -> None:
+    held, padded = table(), [*msgspec.msgpack.decode(payload(ANN)), bytes(MAX_RECORD)]
+    result = held.merge((sign_entry(ANN, MEMBER_KIND, 1, 1, msgspec.msgpack.encode(padded)),), 0.0)
+    assert (result.ignored, result.forged) == (1, 0)
+    assert held.record(ANN.peer_id) is None
+    padded[-1] = bytes(1024)
+    assert held.merge((sign_entry(ANN, MEMBER_KIND, 1, 1, msgspec.msgpack.encode(padded)),), 0.0).changed
+
+
+def test_whether_others_sign_with_this_nodes_key_is_counted() -> None:
+    held = table()
+    own = held.incarnation
+    assert held.outlived == 0
+    held.merge((record(ME, life=own + 5),), 0.0)
+    held.merge((record(ME, life=own + 5),), 0.0)
+    assert (held.outlived, held.incarnation) == (1, own + 6), "the same again proves nothing more"
+    held.merge((record(ME, life=own + 7),), 0.0)
+    assert held.outlived == 2
 
 
 def test_two_plans_under_one_number_are_a_lie_within_one_life() -> None:
@@ -269,7 +315,7 @@ def test_this_node_is_never_expelled_by_itself() -> None:
     held = table()
     own = held.publish("load", b"a")
     lie = Lie(own, sign_entry(ME, "load", own.incarnation, own.version, b"b"))
-    assert held.take_lies((lie,)) == []
+    assert held.take_lies((lie,)) == MergeResult()
     assert said(held) == {ME.peer_id: b"a"}
 
 
@@ -277,7 +323,7 @@ def test_so_many_proofs_are_kept() -> None:
     held = table()
     people = [Identity(number.to_bytes(32, "big")) for number in range(1, MAX_LIES + 9)]
     lies = [Lie(word(who, "load", b"a"), word(who, "load", b"b")) for who in people]
-    assert len(held.take_lies(lies)) == MAX_LIES
+    assert len(held.take_lies(lies).lies) == MAX_LIES
 
 
 # -- certificates ----------------------------------------------------------------------------------------------------

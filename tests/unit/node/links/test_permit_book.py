@@ -40,7 +40,7 @@ def test_of_all_one_of_the_asker_that_has_the_most_goes() -> None:
 def test_what_has_expired_makes_room() -> None:
     book = PermitBook(total=1, each=1)
     book.add(A, B, b"1", 10.0, 0.0)
-    assert book.add(C, B, b"2", 20.0, 10.0) == ()
+    assert book.add(C, B, b"2", 20.0, 10.0) == (b"1",), "its connections are to end"
     assert len(book) == 1
 
 
@@ -62,5 +62,6 @@ def test_whoever_asks_how_often_it_is_bounded_and_what_is_out_is_known() -> None
             PeerId(rng.choice("abcdefgh")), target(rng.randrange(9)), permit, number + 50.0, float(number)
         )
         assert set(revoked) <= out
-        out = {each for each in out if int.from_bytes(each, "big") + 50 > number} - set(revoked) | {permit}
+        assert {each for each in out if int.from_bytes(each, "big") + 50 <= number} <= set(revoked)
+        out = out - set(revoked) | {permit}
         assert len(book) == len(out) <= 20
