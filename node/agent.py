@@ -29,6 +29,7 @@ from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from ..kvtransport.wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC
 from . import messages
+from .admin.answering import NodeAnswers
 from .box import hardware
 from .box.home import lock_home
 from .engine.backend import ServedModel
@@ -40,6 +41,10 @@ from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
+from .observing.event_file import EventFile
+from .observing.event_log import EventLog
+from .observing.spans import SpanExport, open_spans
+from .observing.values import EventKind
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.plan_exchange import PlanExchange
@@ -47,6 +52,7 @@ from .planning.plan_file import PlanFile
 from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
+from .showing import Showing
 
 DRAIN_POLL_S = 0.05
 
@@ -125,8 +131,16 @@ async def _join(
         )
         async with network:
             plans = PlanFile(settings.home, membership.network, say)
-            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
+            events = EventFile(settings.home, say)
+            log = EventLog(identity.peer_id, time.time, await trio.to_thread.run_sync(events.load))
+            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
             nursery.start_soon(plans.keep, joined.view)
+            events.follow(log)
+            spans = open_spans(identity.peer_id, os.environ, say)
+            if spans is not None:
+                log.followers.append(spans.on_event)
+                nursery.start_soon(_close_in_the_end, spans)
+            nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
             http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
@@ -179,6 +193,9 @@ class Node:
             Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
         )
         serving = self._serving
+        self.showing = Showing(joined, serving)
+        if serving is not None:
+            serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(
             joined.knowledge,
             messenger=network,
@@ -188,6 +205,7 @@ class Node:
             rng=random.Random(),
             tuning=settings.tuning,
         )
+        prober.record = joined.record
         port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, relay.attach)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, prober.attach)
         if serving is not None:
@@ -284,10 +302,12 @@ class Node:
                 try:
                     found = await planner.plan(task)
                 except PlanError as error:
+                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"no new plan for {task.service}: {error}")
                     continue
                 except PlannerFailed as error:
                     helps = coordinator.on_failed(task, str(error), trio.current_time())
+                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"planning for {task.service} failed: {error}" + "; trying without some boxes" * helps)
                     continue
                 plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
@@ -302,6 +322,8 @@ class Node:
         except PlanError as error:
             joined.say(f"the plan was not published: {error}")
             return
+        number = f"{plan.epoch}.{plan.version}"
+        joined.record(EventKind.PLAN_MADE, plan=number, service=plan.service, replicas=len(plan.replicas))
         self._plans.hold(manifest.digest, payload)
         joined.publish(messages.PLAN, manifest)
         joined.follow()
@@ -325,6 +347,7 @@ class Node:
             if reason:
                 objected = leader
                 joined.network.object_to(*leader)
+                joined.record(EventKind.PLAN_OBJECTED, peer=leader[0], epoch=leader[1], why=reason)
                 joined.say(f"this node objects to the plan of coordinator {leader[0]}: {reason}")
 
     async def _weigh(self) -> None:
@@ -340,6 +363,7 @@ class Node:
 
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""
+        self.showing.follow_plan()
         if self._serving is not None:
             self._serving.gateway.network_changed()
             if not self._draining:
@@ -350,9 +374,9 @@ def _front_rules(settings: NodeSettings) -> FrontRules:
     return FrontRules(keys=tuple(key.secret for key in settings.api.keys), needs_no_key=settings.api.needs_no_key)
 
 
-async def _close_in_the_end(relay: Relay) -> None:
+async def _close_in_the_end(closing: Relay | SpanExport) -> None:
     try:
         await trio.sleep_forever()
     finally:
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(relay.close)
+            await trio.to_thread.run_sync(closing.close)

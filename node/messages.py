@@ -33,9 +33,10 @@ from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import LINK_ID_BYTES, TRANSFER_ID_BYTES, LinkTicket, TransferTicket
 from .box.batch_limits import BatchLimits
 from .box.hardware import Hardware
-from .engine.protocol import EngineStats, Inlet, KvSlice, Outlet, PipeEnd, WorkerRank
+from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, LayerTimes, Outlet, PipeEnd, WorkerRank
 from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
+from .observing.values import Served
 
 ADVERT: Final = "advert"
 PLAN: Final = "plan"
@@ -119,6 +120,7 @@ class Advert(Message, frozen=True, kw_only=True):
     demand: Demand | None = None
     phase: Phase | None = None
     usd_per_hour: Figure = 0.0
+    served: Served | None = None
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
@@ -328,6 +330,9 @@ class TransferFigures(Message, frozen=True, kw_only=True):
     paths: Annotated[dict[Label, Count], msgspec.Meta(max_length=MAX_LABELS)] = {}
     resent_bytes: Count = 0
     usd: Figure = 0.0
+    codec_s: Seconds = 0.0
+    blocked_s: Figure = 0.0
+    layers: Annotated[tuple[LayerTimes, ...], msgspec.Meta(max_length=MAX_LAYER_TIMES)] = ()
 
 
 class StageTransfer(Message, frozen=True, kw_only=True):
@@ -345,10 +350,12 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
     request: RequestId
     failed: Text = ""
     figures: TransferFigures | None = None
+    busy_s: Seconds = 0.0
 
 
 class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can."""
+    """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can.
+    `busy_s`: its share of this node's time so far, which it is billed for."""
 
     request: RequestId
     tokens: NewTokens = ()
@@ -356,6 +363,7 @@ class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: Count = 0
     failed: Text = ""
     refused: Text = ""
+    busy_s: Seconds = 0.0
     logprobs: TopTokens | None = None
     prompt_logprobs: TopTokens | None = None
     stop_reason: Token | None = None
@@ -442,7 +450,8 @@ class Generating(Message, frozen=True, kw_only=True):
 
 
 class RequestFigures(Message, frozen=True, kw_only=True):
-    """What a request was, once it is over. Times are the gateway's, in seconds from its arrival there."""
+    """What a request was, once it is over. Times are the gateway's, in seconds from its arrival there. `id`: what all
+    boxes call it; `usd`: what it cost, traffic included."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -456,6 +465,8 @@ class RequestFigures(Message, frozen=True, kw_only=True):
     recovered: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LABELS)]
     cached_tokens: Count
     transfer: TransferFigures | None
+    id: Label = ""
+    usd: Figure = 0.0
 
 
 class AnswerUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -12,6 +12,7 @@ from typing import Final
 from ..bootstrap.methods import EVERYONE, Method, Notice
 from . import messages as m
 from .http import messages as http
+from .observing import queries
 
 # Clients ask a gateway.
 STATUS: Final = Method("status", m.StatusQuery, m.Status, EVERYONE)
@@ -19,6 +20,11 @@ GENERATE: Final = Method("generate", m.Generate, m.Generating, EVERYONE)
 GENERATE_CONTINUE: Final = Method("generate.continue", m.ContinueGenerate, m.Generating, EVERYONE)
 GENERATE_STOP: Final = Notice("generate.stop", m.StopRequest, EVERYONE)
 ANSWER: Final = Notice("answer", m.AnswerUpdate)
+
+# Whoever wants to know what happened. What clients are told of it: see `observing.desk`.
+EVENTS: Final = Method("events", queries.EventQuery, queries.EventPage, EVERYONE)
+TRACE: Final = Method("request.trace", queries.TraceQuery, queries.TraceAnswer, EVERYONE)
+METRICS: Final = Method("metrics", queries.MetricsQuery, queries.MetricsPage)
 
 # Whoever carries HTTP asks a box with an API server.
 HTTP_OPEN: Final = Method("http.open", http.HttpOpen, m.Opened, EVERYONE)

@@ -21,6 +21,7 @@ from .http.answering import HttpAnswering
 from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
+from .observing.values import EventKind
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
 from .requests.local_clients import LocalClients
@@ -45,6 +46,7 @@ class Serving:
         self.served = served
         self.engine: messages.EngineAdvert | None = None  # nothing to tell before its first state
         self._say = joined.say
+        self._record = joined.record
         self._on_news = on_news
         self._selector = PathSelector(
             joined.knowledge, lambda peer: joined.address_of(peer) is not None, settings.tuning
@@ -67,6 +69,7 @@ class Serving:
             outlets=outlets,
             where=joined.address_of,
             on_change=self._on_engine,
+            record=joined.record,
             settings=settings,
         )
         self._view = joined.view
@@ -81,6 +84,7 @@ class Serving:
             settings=settings.requests,
             limits=settings.tuning.clients,
         )
+        self.gateway.record = outlets.record = joined.record
         self.api = ApiServer(
             api_config(served.model, settings.api, settings.home / "api.log"),
             wait_server=self.host.wait_server,
@@ -138,6 +142,7 @@ class Serving:
             tp=self.host.share.tp,
             profile=self.host.worker.learner.profile,
             demand=self.gateway.demand,
+            served=self.host.worker.served,
         )
 
     @property
@@ -170,8 +175,21 @@ class Serving:
             look_at = self.host.worker.look_at_engine(now)
             await trio.sleep_until(min(now + interval_s, max(look_at, now + LEAST_LOOK_S)))
 
+    def _record_engine(self, engine: messages.EngineAdvert) -> None:
+        self._record(
+            EventKind.ENGINE_STATE,
+            state=engine.state,
+            detail=engine.detail or None,
+            engine=engine.engine or None,
+            device=engine.device or None,
+            kv_tokens=engine.kv_tokens or None,
+            starts=engine.starts or None,
+        )
+
     def _on_engine(self, engine: messages.EngineAdvert) -> None:
         before, self.engine = self.engine, engine
+        if before is None or (before.state, before.detail) != (engine.state, engine.detail):
+            self._record_engine(engine)
         self._on_news()
         if engine.state == "ready" and not engine.kv_tokens:  # a stage: its head has the scheduler
             self._say("stage ready: the head of its replica serves requests")

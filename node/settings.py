@@ -106,6 +106,7 @@ class NodeTuning:
     probe_interval_s: float = 1.0  # between two looks for a link to measure; shorter: news is measured sooner
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
     link_news: float = 0.2  # figures of a link are told again when they have moved by this fraction
+    link_age_s: float = 600.0  # or when they have been measured again so much later; shorter: ages that are shown fit
 
     expect_interval_s: float = 0.25  # between two looks at who is waited for; shorter: one that hangs is found sooner
 
@@ -188,6 +189,7 @@ class ApiSettings:
     """The OpenAI API of a box, where it is asked for or other nodes carry requests to it. Times are seconds."""
 
     keys: tuple[ApiKey, ...] = ()  # that let in; none: whoever reaches it, which must be this box alone
+    admin_token: str | None = None  # of admin API and dashboard; None: they answer to this box alone
     needs_no_key: bool = False  # unless its owner says that others may
     names: tuple[str, ...] = ()  # by which requests may call the model; none: the one that it has here
     options: tuple[str, ...] = ()  # of vLLM's command line, as `engine.api.options` lets them pass

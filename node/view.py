@@ -14,7 +14,7 @@ from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.gpus import GpuError, gpu_table
-from ..coordinator.demand import expected_workload
+from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
 from ..coordinator.worth import BoxLine, BoxWorth, weigh_boxes
 from ..kvtransport.probing.figures import LinkFigures, Source
@@ -124,6 +124,11 @@ class NetworkView(AdvertBook):
         """How often this peer's engine has been started: tells a restarted engine from the one that failed."""
         engine = self._engine_of(peer)
         return engine.starts if engine is not None else 0
+
+    def usd_per_hour(self, peer: str) -> float:
+        """What a box costs, as its owner has told."""
+        advert = self.adverts.get(PeerId(peer))
+        return advert.usd_per_hour if advert is not None else 0.0
 
     def boxes(self, service: str) -> list[BoxView]:
         """What the planner may use. A box that serves alone counts from its engine's first start on; one that has

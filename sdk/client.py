@@ -23,7 +23,11 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, final, overload
 
 import trio
 
+from ..bootstrap import PeerId
 from ..node.messages import Generate, Status
+from ..node.methods import EVENTS, TRACE
+from ..node.observing.queries import EventPage, EventQuery, TraceQuery
+from ..node.observing.values import RequestTrace
 from .background import ClientConnection, ClientJob, Connect, Work
 from .batches import CONCURRENCY, Outcome, Progress, Prompt, build_batch, check_concurrency, show_progress
 from .environment import network_address
@@ -35,6 +39,8 @@ from .session import Session, check_target, open_session
 
 Messages = list[dict[str, str]]
 StreamItem = TextDelta | Generation
+TRACE_TIMEOUT_S = 15.0  # all boxes of a network may be asked
+EVENTS_TIMEOUT_S = 5.0
 T = TypeVar("T")
 Many = TypeVar("Many")
 Whole = TypeVar("Whole")
@@ -68,6 +74,15 @@ async def _serve_many(
 
 async def _serve_status(session: Session, mailbox: Mailbox[Status]) -> None:
     mailbox.put(await session.status())
+
+
+async def _serve_trace(request: str, session: Session, mailbox: Mailbox[RequestTrace | None]) -> None:
+    mailbox.put((await session.ask(TRACE, TraceQuery(request=request), TRACE_TIMEOUT_S)).trace)
+
+
+async def _serve_events(query: EventQuery, node: str | None, session: Session, mailbox: Mailbox[EventPage]) -> None:
+    peer = PeerId(node) if node is not None else None
+    mailbox.put(await session.ask(EVENTS, query, query.wait_s + EVENTS_TIMEOUT_S, peer))
 
 
 async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
@@ -334,6 +349,17 @@ class Client(_AnyClient[Generation, GenerationStream, list[Outcome]]):
         """The network as the nearest node sees it. Raises ConnectionFailed."""
         return self._call(_serve_status)
 
+    def trace(self, request: str) -> RequestTrace | None:
+        """What happened to a request, on all boxes that had a part in it, by its id (`figures.id`); None where no node
+        knows it. Raises ConnectionFailed."""
+        found: RequestTrace | None = self._call(partial(_serve_trace, request))
+        return found
+
+    def events(self, query: EventQuery, node: str | None = None) -> EventPage:
+        """What happened at a node, or at the nearest. Raises ConnectionFailed, RequestFailed."""
+        found: EventPage = self._call(partial(_serve_events, query, node))
+        return found
+
     def connect(self) -> None:
         """Reach the network now instead of with the first request. Raises ConnectionFailed,
         InvalidAddress."""
@@ -397,6 +423,15 @@ class AsyncClient(
     async def status(self) -> Status:
         """The network as the nearest node sees it. Raises ConnectionFailed."""
         return await self._call(_serve_status)
+
+    async def trace(self, request: str) -> RequestTrace | None:
+        """What happened to a request, on all boxes that had a part in it, by its id (`figures.id`); None where no node
+        knows it. Raises ConnectionFailed."""
+        return await self._call(partial(_serve_trace, request))
+
+    async def events(self, query: EventQuery, node: str | None = None) -> EventPage:
+        """What happened at a node, or at the nearest. Raises ConnectionFailed, RequestFailed."""
+        return await self._call(partial(_serve_events, query, node))
 
     async def connect(self) -> None:
         """Reach the network now instead of with the first request. Raises ConnectionFailed,

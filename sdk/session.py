@@ -29,6 +29,7 @@ from ..bootstrap import (
     parse_join_target,
 )
 from ..bootstrap.address_book import AddressBook
+from ..bootstrap.methods import Answer, Body, Method
 from ..bootstrap.network import Network
 from ..node.messages import (
     MAX_CONTINUED_TOKENS,
@@ -37,10 +38,11 @@ from ..node.messages import (
     Generate,
     Generating,
     Status,
+    StatusQuery,
     StopRequest,
 )
-from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP
-from ..node.requests.gateway_choice import GatewayCandidate, GatewayFinder
+from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP, STATUS
+from ..node.requests.gateway_choice import STATUS_TIMEOUT_S, GatewayCandidate, GatewayFinder
 from . import environment
 from .errors import (
     AccessRefused,
@@ -211,13 +213,24 @@ class Session:
 
     async def status(self) -> Status:
         """The network as the nearest node sees it. Raises ConnectionFailed."""
+        return await self.ask(STATUS, StatusQuery(), STATUS_TIMEOUT_S)
+
+    async def ask(
+        self, method: Method[Body, Answer], body: Body, timeout_s: float, peer: PeerId | None = None
+    ) -> Answer:
+        """Ask a node something, or, without `peer`, the nearest that answers. Raises ConnectionFailed."""
         give_up = trio.current_time() + self._timeout_s
         reason = "no node of the network answers"
         while trio.current_time() < give_up:
             revision = self._network.revision
-            for candidate in sorted(self._gateways.candidates(), key=_nearness):
+            nearest = [candidate.peer for candidate in sorted(self._gateways.candidates(), key=_nearness)]
+            for each in nearest if peer is None else [peer]:
                 try:
-                    return await self._gateways.ask_status(candidate.peer)
+                    return await self._network.request(each, method, body, timeout_s)
+                except RemoteError as error:
+                    if peer is not None:
+                        raise RequestFailed(f"node {_short(peer)}: {error.message}") from error
+                    reason = str(error)
                 except NetworkError as error:
                     reason = str(error)
             with trio.move_on_at(min(give_up, trio.current_time() + 1.0)):

@@ -141,6 +141,11 @@ class RequestMachine:
         """Whether a prefill replica other than the decode replica may be at work."""
         return self._attempt is not None and self._attempt.prefilling
 
+    @property
+    def recovered(self) -> tuple[str, ...]:
+        """What has gone wrong with it so far, and did not end it: a line each."""
+        return self._recovered
+
     def list_work(self) -> Iterator[tuple[str, int]]:
         """The replicas at work on it, as far as is known, each with the tokens of the prompt that
         it has yet to compute."""

@@ -53,6 +53,7 @@ def api_config(model: ModelFiles, settings: ApiSettings, log: Path) -> ApiConfig
         is_open=settings.needs_no_key,
         max_body_bytes=settings.max_body_bytes,
         deadline_s=settings.deadline_s,
+        admin_token=settings.admin_token,
         log_file=str(log),
     )
 

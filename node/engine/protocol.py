@@ -31,6 +31,7 @@ WantedSendMode = Literal["auto", "layerwise", "serialised"]
 Head = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=64)]
 MAX_PATHS: Final = 16  # of one link
+MAX_LAYER_TIMES: Final = 64  # of one transfer: where there are more layers, several are told of together
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -338,12 +339,24 @@ class Beat(EngineMessage, frozen=True, kw_only=True, tag="beat"):
     """The engine process lives."""
 
 
+class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """When the KV of layers `[first_layer, last_layer)` was on its way, in seconds from the transfer's first frame:
+    from the first frame of theirs that was given to the link to the last that was acknowledged."""
+
+    first_layer: Layer
+    last_layer: Layer
+    begin_s: Figure
+    end_s: Figure
+    wire_bytes: Count = 0
+
+
 class TransferReport(EngineMessage, frozen=True, kw_only=True, tag="transfer"):
     """How a transfer ended, from the sending engine.
 
     `mode` is layerwise or serialised, `paths` the KV bytes that went each way, `blocked_s` how long it waited for the
     receiver's credit. `raw_bytes` is what the KV occupies in the sender's cache, `wire_bytes` what was sent for it.
     `span_s` runs from the first frame to the acknowledgement, `visible_s` is the part of it after prefill had ended.
+    `codec_s` is what encoding took, by the clock of its thread; `layers` are at most MAX_LAYER_TIMES.
     """
 
     transfer: bytes
@@ -360,6 +373,8 @@ class TransferReport(EngineMessage, frozen=True, kw_only=True, tag="transfer"):
     paths: dict[str, int] = {}
     resent_bytes: int = 0
     blocked_s: float = 0.0
+    codec_s: float = 0.0
+    layers: tuple[LayerTimes, ...] = ()
 
 
 class PathReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

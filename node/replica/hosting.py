@@ -22,6 +22,7 @@ from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.backend import ServedModel
 from ..links.kv_outlets import KvOutlets
 from ..models import DownloadProgress, TerminalProgress
+from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
 from .place import Place, find_place
@@ -82,12 +83,13 @@ class Host:
         where: Callable[[PeerId], Address | None],
         on_change: Callable[[messages.EngineAdvert], None],
         settings: NodeSettings,
+        record: Record = ignore,
     ) -> None:
         self._model = served.model
         self.share = served.share
         info, tuning = served.model.info, settings.tuning
         transfers = KvTransfers(model=info, outlets=outlets, messenger=network, tuning=tuning)
-        self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning)
+        self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning, record=record)
         outlets.set_paths = self.worker.set_paths
         stages = Stages(service=info.service, messenger=network, where=where, random=secrets.token_bytes, tuning=tuning)
         self._own = network.peer_id

@@ -24,6 +24,7 @@ from .. import messages
 from ..models import ModelInfo
 from ..models.errors import PromptError
 from ..models.text import TextModel
+from ..observing.event_log import Record, ignore
 from ..settings import ClientLimits
 from ..view import NetworkView, Queue, count_queues
 from .acceptance import check, check_arrival, check_length, prepare
@@ -32,6 +33,7 @@ from .engine_room import measure_room
 from .fair_queue import FairQueue, OverQuota, Quota
 from .live_request import LiveRequest
 from .opened import OpenedRequest
+from .request_log import RequestLog
 from .routes import RouteFinder
 from .tokenizing import TOKEN_BYTES, Tokenizing
 
@@ -84,6 +86,8 @@ class Gateway:
         self._silent: set[PeerId] = set()  # they do not answer
         self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
+        self.record: Record = ignore
+        """Tells the node's log."""
         self.on_stopped: Callable[[PeerId, messages.AnswerUpdate], None] = _tell_nobody
         """Hears what a request was that its client wanted no more; the client itself is not told."""
 
@@ -94,6 +98,11 @@ class Gateway:
     def idle(self) -> bool:
         """Whether no client waits for an answer."""
         return not self._requests and not self._tokenizing
+
+    @property
+    def open_requests(self) -> int:
+        """How many have not ended."""
+        return len(self._requests)
 
     @property
     def is_served(self) -> bool:
@@ -173,6 +182,8 @@ class Gateway:
             live, service=service, prompt_tokens=len(live.prompt), now=arrived, deadline=deadline, settings=settings
         )
         request = OpenedRequest(client, live, machine, deadline, token=secrets.token_hex(12))
+        log = RequestLog(request, self.record, self._view.usd_per_hour, lambda: self._view.plan)
+        log.begin(service, deadline - arrived)
         driver = RequestDriver(
             request,
             view=self._view,
@@ -181,6 +192,7 @@ class Gateway:
             nursery=self._nursery,
             open_timeout_s=settings.open_timeout_s,
             turns=self,
+            log=log,
         )
         self._requests[client, live.id] = self._by_token[request.token] = driver
         driver.step(machine.start)

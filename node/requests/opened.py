@@ -53,9 +53,14 @@ class OpenedRequest:
         self.token = token  # the id by which its replicas know an attempt begins with it
         self._deadline = deadline
         self._opening: OpenDecode | None = None  # the latest attempt
+        self._opened_at = 0.0
         self._asked: messages.DecodeOpen | None = None  # of its decode replica
         self._slices: tuple[messages.TicketedSlice, ...] = ()  # with tickets for its KV
-        self._transfer: messages.TransferFigures | None = None
+        self.transfer: messages.TransferFigures | None = None  # of its KV, once that has been delivered
+        self.traffic_usd = 0.0  # of all its transfers
+        self.usd = 0.0  # what it has cost, once it is over
+        self._busy: dict[tuple[int, PeerId], float] = {}  # attempt, head of a replica -> its share of time there
+        self._boxes: dict[PeerId, tuple[str, ...]] = {}  # head of a replica -> all boxes of it
         self._prompt_logprobs: TopTokens | None = None  # until the client has been told
         self._cached_tokens = 0  # the same
         self._stop_reason: int | None = None  # of the replica that said the end
@@ -82,6 +87,7 @@ class OpenedRequest:
             return ()
         if peer not in (opening.prefill, opening.decode):
             return ()
+        self._note_busy(peer, opening, body.busy_s, now)
         tokens = RatedTokens(body.tokens, body.logprobs)
         if body.finish is not None:
             self._stop_reason = body.stop_reason
@@ -100,19 +106,32 @@ class OpenedRequest:
         opening = self._opening
         if opening is None or opening.prefill != peer or body.request != self.attempt:
             return ()
-        if self.machine.is_prefilling and not body.failed and body.figures is not None:
-            self._transfer = body.figures
+        self._note_busy(peer, opening, body.busy_s, now)
+        if self.machine.is_prefilling and body.figures is not None:
+            self.traffic_usd += body.figures.usd
+            self.transfer = body.figures if not body.failed else self.transfer
         return self.machine.prefill_ended(opening.attempt, body.failed, engine, now)
 
     def on_peer_lost(self, peer: PeerId, engine: int, now: float) -> Ready:
         """The connection to its client or to a node is gone."""
         return self.machine.stop(now) if peer == self.client else self.machine.peer_lost(peer, engine, now)
 
+    def busy(self) -> list[tuple[tuple[str, ...], float]]:
+        """The shares of time that it is billed for, each with the boxes of the replica."""
+        return [(self._boxes.get(head, (head,)), seconds) for (_, head), seconds in self._busy.items()]
+
+    def _note_busy(self, peer: PeerId, opening: OpenDecode, seconds: float, now: float) -> None:
+        """A replica says what it bills: not more than the time since the attempt began."""
+        if peer in (opening.prefill, opening.decode):
+            self._busy[opening.attempt, peer] = min(seconds, max(0.0, now - self._opened_at))
+
     # ---- actions --------------------------------------------------------------------------------------------
 
     def begin_attempt(self, opening: OpenDecode, plan: Plan, now: float) -> messages.DecodeOpen:
         """What the decode replica is asked."""
-        self._opening, self._slices = opening, ()
+        self._opening, self._slices, self._opened_at = opening, (), now
+        for replica in filter(None, (plan.replica_of(opening.decode), plan.replica_of(opening.prefill or ""))):
+            self._boxes[PeerId(replica.head)] = replica.peers
         prefill = plan.replica_of(opening.prefill) if opening.prefill is not None else None
         prompt, sampling = self.live.replay()
         self._asked = messages.DecodeOpen(
@@ -188,7 +207,9 @@ class OpenedRequest:
                 attempts=record.attempts,
                 recovered=record.recovered,
                 cached_tokens=record.cached_tokens,
-                transfer=self._transfer,
+                transfer=self.transfer,
+                id=self.token,
+                usd=self.usd,
             )
         rest = self.live.take_rest()
         return messages.AnswerUpdate(

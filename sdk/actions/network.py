@@ -90,7 +90,11 @@ def figures_line(figures: RequestFigures) -> str:
             parts.append("relayed by " + " and ".join(map(short, relays)))
         if transfer.usd:
             parts.append(f"traffic ${transfer.usd:.6f}")
+    if figures.usd:
+        parts.append(f"cost ${figures.usd:.6f}")
     parts += [f"recovered: {what}" for what in figures.recovered]
+    if figures.id:
+        parts.append(f"request {figures.id}")
     return "; ".join(parts)
 
 

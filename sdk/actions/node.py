@@ -28,7 +28,7 @@ from ..environment import network_address
 from ..errors import UsageError
 from ..options.values import settings_of
 from ..printing import printable
-from .http_options import read_http, read_keys
+from .http_options import read_admin_token, read_http, read_keys
 
 SWITCH_S: Final = 0.0005
 """Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""
@@ -83,6 +83,7 @@ def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
     given = arguments.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY", "")]))
     api = ApiSettings(
         keys=read_keys(given, arguments.api_key_file) if http is not None else (),
+        admin_token=read_admin_token(arguments.admin_token, arguments.admin_token_file),
         needs_no_key=arguments.no_api_key,
         names=arguments.served_model_name,
         options=passed,

@@ -91,6 +91,9 @@ def plan_lines(status: Status) -> list[str]:
         lines = [f"coordinator*: {status.coordinator} (epoch {status.epoch})"]
     clients = sum(node.role == CLIENT and node.state == "alive" for node in status.nodes)
     lines.append(f"clients of the answering node: {clients}")
+    prices = [node.advert.usd_per_hour for node in status.nodes if node.advert is not None and node.state == "alive"]
+    if any(prices):
+        lines.append(f"cost: ${sum(prices):.2f}/h")
     plan = status.plan
     if plan is None:
         return [*lines, "plan: none yet"]

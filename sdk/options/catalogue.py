@@ -29,6 +29,9 @@ COMMANDS: Final[dict[str, Declared]] = {
     ),
     "status": Declared("network", "show nodes, coordinator and plan of a network"),
     "path": Declared("network", "explain by which path KV would go from one node to another, and why"),
+    "topology": Declared("seeing", "show sites, boxes, links and KV flows, as a table, a drawing or a live view"),
+    "inspect": Declared("seeing", "say all that is known of a request, a box, a link, a path or the plan, and why"),
+    "events": Declared("seeing", "show what has happened at a box, and what happens"),
     "plan": Declared(
         "planning",
         "say which GPUs should form replicas, what each should do and what to expect, for a described cluster or, with "

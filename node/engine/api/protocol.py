@@ -47,6 +47,7 @@ class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     is_open: bool = False  # without keys: under any name, and not this machine's alone
     max_body_bytes: int = 16 << 20
     deadline_s: float = 3600.0  # of a request that says nothing else, and the most that one may say
+    admin_token: str | None = None  # that admin API and dashboard ask for; None: they answer to this box alone
     log_file: str | None = None
 
 

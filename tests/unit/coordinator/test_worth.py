@@ -5,7 +5,7 @@ import pytest
 
 from p2pserve.coordinator.capacity import BoxView
 from p2pserve.coordinator.costs.model_shape import model_shape
-from p2pserve.coordinator.demand import expected_workload
+from p2pserve.coordinator.demand_meter import expected_workload
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit
 from p2pserve.coordinator.worth import LINKS_S, SETTLED_S, BoxLine, BoxWorth, WorthWatch, weigh_boxes
 

@@ -45,6 +45,9 @@ def test_the_reference_has_every_command_and_every_public_name(site: Path) -> No
         assert f">{name}<" in cli, name
     sdk = (site / "reference/sdk.html").read_text("utf-8")
     assert [name for name in p2pserve.__all__ if name[0].isupper() and name not in sdk] == []
+    admin = (site / "reference/admin.html").read_text("utf-8")
+    paths = ("/nodes", "/nodes/{name}", "/links", "/links/{source}/{target}", "/plan", "/requests", "/events")
+    assert [text for text in (*paths, "NodeSummary", "RequestTrace", "Last-Event-ID") if text not in admin] == []
 
 
 def commands_in(text: str) -> Iterator[str]:
