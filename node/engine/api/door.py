@@ -32,7 +32,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 SETTLE_S: Final = 0.5  # so long the end of an answer waits for what it was; it comes with its last tokens
 PROBE_S: Final = 30.0
 _DONE: Final = b"data: [DONE]"
-_NOT_SERVED: Final = {404: "path: nothing is served at {path}", 405: "method: this one is not served at {path}"}
+_FRAMEWORKS: Final = {
+    400: "body: it is no JSON that can be read",
+    404: "path: nothing is served at {path}",
+    405: "method: this one is not served at {path}",
+}
+"""Errors of the web framework's own form, and what is said instead."""
 
 
 class Serves(Protocol):
@@ -197,8 +202,8 @@ class _Answer:
             refused = exchange.refusal
             await self.refuse(HttpRefusal(refused.status, refused.reason, refused.retry_after_s))
             return False
-        if head["status"] in _NOT_SERVED and begin.startswith(b'{"detail"'):  # the framework's, and no client's, form
-            await self.refuse(HttpRefusal(head["status"], _NOT_SERVED[head["status"]].format(path=self._path[:200])))
+        if head["status"] in _FRAMEWORKS and begin.startswith(b'{"detail"'):  # the framework's, and no client's, form
+            await self.refuse(HttpRefusal(head["status"], _FRAMEWORKS[head["status"]].format(path=self._path[:200])))
             return False
         self._head = None
         fields = [("x-request-id", self._request_id), *exchange.describe()]

@@ -191,7 +191,9 @@ class NetworkCore(EngineCoreClient):
             output.new_logprobs = _to_lists(new.logprobs)
         if new.prompt_logprobs is not None:
             ids, logprobs, ranks, *_ = _to_lists(new.prompt_logprobs)
-            output.new_prompt_logprobs_tensors = LogprobsTensors(*map(torch.tensor, (ids, logprobs, ranks)))
+            output.new_prompt_logprobs_tensors = LogprobsTensors(
+                torch.tensor(ids), torch.tensor(logprobs), torch.tensor(ranks)
+            )
         if new.request not in self._begun:
             self._begun.add(new.request)
             output.prefill_stats = PrefillStats(num_cached_tokens=new.cached_tokens)
@@ -229,21 +231,23 @@ class NetworkLLM(AsyncLLM):
         self.output_handler = None
         self.profiler = None
         self._profile_lock = asyncio.Lock()
-        self._run_output_handler()
+        self._run_output_handler()  # type: ignore[no-untyped-call]
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
         if not self.engine_core.network.serving:
             self.engine_core.refuse_nobody()
         super().check_admission(n, request_id)
 
-    def generate(  # type: ignore[override]
+    def generate(
         self, prompt: Any, sampling_params: SamplingParams, request_id: str, **options: Any
     ) -> AsyncGenerator[Any, None]:
         # Not a generator itself: what is refused here is no answer of status 200 that then fails.
         if sampling_params.n > MAX_N:
             raise VLLMValidationError(f"n: {sampling_params.n} answers; at most {MAX_N}", parameter="n")
         if options.get("priority"):
-            raise VLLMValidationError("priority: this network serves its keys in turn; leave it out", "priority")
+            raise VLLMValidationError(
+                "priority: this network serves its keys in turn; leave it out", parameter="priority"
+            )
         _to_sampling(sampling_params, None, None)
         if not self.engine_core.network.serving:
             self.engine_core.refuse_nobody()
@@ -297,7 +301,7 @@ class _Parser(FlexibleArgumentParser):
 
 def parse_options(config: ApiConfig) -> Namespace:
     """The options as vLLM understands them. Raises StartError."""
-    parser = make_arg_parser(_Parser())
+    parser = make_arg_parser(_Parser())  # type: ignore[no-untyped-call]
     given = ["--model", config.model, "--served-model-name", *config.names, *config.options]
     try:
         args = parser.parse_args(given)
@@ -317,6 +321,9 @@ def _configure(args: Namespace) -> VllmConfig:
     config = VllmConfig(model_config=model, structured_outputs_config=structured)
     config.scheduler_config.stream_interval = args.stream_interval
     return config
+
+
+VERSION: Final = str(vllm.__version__)
 
 
 async def build_server(config: ApiConfig, link: AgentLink) -> tuple[Any, NetworkLLM]:
