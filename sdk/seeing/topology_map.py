@@ -22,7 +22,7 @@ READABLE: Final = 24.0  # a cell that is smaller has a colour only
 INK, FAINT, FRAME, PAPER = "#14161a", "#5b616e", "#c9ccd3", "#f6f7f9"
 
 
-class Spot(NamedTuple):
+class MapPlace(NamedTuple):
     """Where a box is drawn."""
 
     x: float
@@ -91,10 +91,10 @@ def _draw_head(drawing: Drawing, topology: Topology) -> float:
     return MARGIN + 58
 
 
-def _draw_sites(drawing: Drawing, topology: Topology, y: float) -> tuple[float, dict[str, Spot]]:
+def _draw_sites(drawing: Drawing, topology: Topology, y: float) -> tuple[float, dict[str, MapPlace]]:
     """Sites beside each other, each with its boxes in a grid."""
     width, height = SMALL_CARD if len(topology.nodes) > MANY else CARD
-    places: dict[str, Spot] = {}
+    places: dict[str, MapPlace] = {}
     x, row = MARGIN, 0.0
     groups = {"": list(topology.nodes)} if topology.folded else topology.sites
     for site, nodes in groups.items():
@@ -107,7 +107,7 @@ def _draw_sites(drawing: Drawing, topology: Topology, y: float) -> tuple[float, 
         if site:
             drawing.add(Words(x=x + GAP, y=y + 18, text=_cut(site, frame[0] / 9), size=13, bold=True, fill=INK))
         for number, node in enumerate(nodes):
-            place = Spot(
+            place = MapPlace(
                 x + GAP + number % columns * (width + GAP),
                 y + (HEAD if site else GAP) + number // columns * (height + GAP),
                 width,
@@ -126,7 +126,7 @@ def _columns(count: int, width: float, *, wide: bool) -> int:
     return max(1, min(most, square if count <= MANY else max(square, 5)))
 
 
-def _draw_card(drawing: Drawing, node: NodeSummary, place: Spot, *, folded: bool) -> None:
+def _draw_card(drawing: Drawing, node: NodeSummary, place: MapPlace, *, folded: bool) -> None:
     colour = colours.phase_colour(node.phase)
     gone = node.state in GONE
     small = place.height < CARD[1]
@@ -163,7 +163,7 @@ def _state(node: NodeSummary, *, folded: bool) -> str:
     return load or node.state
 
 
-def _draw_flows(drawing: Drawing, topology: Topology, places: dict[str, Spot]) -> None:
+def _draw_flows(drawing: Drawing, topology: Topology, places: dict[str, MapPlace]) -> None:
     """The plan's pairs, and what else has flowed: the wider, the more."""
     shown = [flow for flow in topology.flows if flow.source in places and flow.target in places][:MAX_ARROWS]
     name_of = labels_of(topology)
@@ -182,10 +182,10 @@ def _draw_flows(drawing: Drawing, topology: Topology, places: dict[str, Spot]) -
         )  # fmt: skip
 
 
-def _edge(one: Spot, other: Spot) -> tuple[tuple[float, float], tuple[float, float]]:
+def _edge(one: MapPlace, other: MapPlace) -> tuple[tuple[float, float], tuple[float, float]]:
     """Where a line between the middles of two cards leaves the one and meets the other."""
 
-    def leave(place: Spot, towards: tuple[float, float]) -> tuple[float, float]:
+    def leave(place: MapPlace, towards: tuple[float, float]) -> tuple[float, float]:
         (mx, my), (tx, ty) = place.middle, towards
         dx, dy = tx - mx, ty - my
         scale = min(
