@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Final, NamedTuple, final
 
-from .costs.box_worth import BoxWorth
 from .calibration import calibrate_boxes, step_times_of
 from .capacity import BoxView
+from .costs.box_worth import BoxWorth
 from .costs.efficiency import efficiency_of
 from .costs.gpus import GpuError, Specs, gpu_table
 from .costs.replica import ReplicaError

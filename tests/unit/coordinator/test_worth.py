@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from p2pserve.coordinator.costs.box_worth import BoxWorth
 from p2pserve.coordinator.capacity import BoxView
+from p2pserve.coordinator.costs.box_worth import BoxWorth
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.demand_meter import expected_workload
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit
