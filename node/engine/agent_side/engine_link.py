@@ -202,7 +202,7 @@ class ProcessLink(Generic[Ready]):
         self._sockets = sockets
         self._on_message = on_message
         self._decoder = decoder
-        self._ready_type = ready_type
+        self._ready_type: type[Ready] = ready_type
         self._outbox_send, self._outbox = trio.open_memory_channel[protocol.EngineMessage](float("inf"))
         self._started = trio.Event()
         self._gone = trio.Event()

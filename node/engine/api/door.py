@@ -8,6 +8,7 @@ a status of its own, and not an answer of status 200 that breaks off.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -32,7 +33,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 SETTLE_S: Final = 0.5  # so long the end of an answer waits for what it was; it comes with its last tokens
 PROBE_S: Final = 30.0
 _DONE: Final = b"data: [DONE]"
-_NOT_SERVED: Final = {404: "path: nothing is served at {path}", 405: "method: this one is not served at {path}"}
+_FRAMEWORKS: Final = {
+    400: "body: it is no JSON that can be read",
+    404: "path: nothing is served at {path}",
+    405: "method: this one is not served at {path}",
+}
+"""Errors of the web framework's own form, and what is said instead."""
 
 
 class Serves(Protocol):
@@ -100,16 +106,10 @@ class Door:
             )
 
     async def _generate_token(self, answer: _Answer) -> None:
-        try:
+        is_served, reason = False, f"no token within {PROBE_S:g} s"
+        with contextlib.suppress(TimeoutError):
             is_served = self._serves.network.serving and await asyncio.wait_for(self._serves.probe(), PROBE_S)
             reason = self._serves.network.reason or "the network generated no token"
-        except Exception as error:
-            if not isinstance(error, TimeoutError):
-                _log.exception("no token could be generated")
-            is_served, reason = (
-                False,
-                f"no token within {PROBE_S:g} s" if isinstance(error, TimeoutError) else str(error),
-            )
         if is_served:
             await answer.say(200, b"")
             return
@@ -197,8 +197,8 @@ class _Answer:
             refused = exchange.refusal
             await self.refuse(HttpRefusal(refused.status, refused.reason, refused.retry_after_s))
             return False
-        if head["status"] in _NOT_SERVED and begin.startswith(b'{"detail"'):  # the framework's, and no client's, form
-            await self.refuse(HttpRefusal(head["status"], _NOT_SERVED[head["status"]].format(path=self._path[:200])))
+        if head["status"] in _FRAMEWORKS and begin.startswith(b'{"detail"'):  # the framework's, and no client's, form
+            await self.refuse(HttpRefusal(head["status"], _FRAMEWORKS[head["status"]].format(path=self._path[:200])))
             return False
         self._head = None
         fields = [("x-request-id", self._request_id), *exchange.describe()]

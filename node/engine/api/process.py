@@ -38,7 +38,7 @@ def run_api(config: ApiConfig, sockets: AgentSockets) -> int:
 
 
 async def _serve(config: ApiConfig, sockets: AgentSockets) -> int:
-    from .vllm_front import build_server, vllm  # seconds, where the fork server has not imported it
+    from .vllm_front import VERSION, build_server  # seconds, where the fork server has not imported it
 
     started = time.monotonic()
     link = AgentLink(sockets)
@@ -47,7 +47,7 @@ async def _serve(config: ApiConfig, sockets: AgentSockets) -> int:
     server = _Server(app, partial(Door, app, config, llm, open_paths))
     link.on_socket = server.take
     await link.open()
-    link.send(ApiReady(pid=os.getpid(), version=str(vllm.__version__), seconds=time.monotonic() - started))
+    link.send(ApiReady(pid=os.getpid(), version=VERSION, seconds=time.monotonic() - started))
     await server.serve(sockets=[])
     return 0
 
@@ -82,15 +82,16 @@ class _Server(uvicorn.Server):
         task.add_done_callback(self._tasks.discard)
 
     async def _take(self, is_listener: bool, given: socket.socket) -> None:
-        while not self.started:
+        while not self.started:  # noqa: ASYNC110 (uvicorn has no event for that, and it is a moment)
             await asyncio.sleep(0.005)
         config = self._configs[is_listener]
         given.setblocking(False)
         loop = asyncio.get_running_loop()
 
         def make_protocol() -> asyncio.Protocol:
-            made = config.http_protocol_class  # type: ignore[call-arg]
-            return made(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+            made: Any = config.http_protocol_class
+            found: asyncio.Protocol = made(config=config, server_state=self.server_state, app_state=self.lifespan.state)
+            return found
 
         if is_listener:
             self.servers.append(await loop.create_server(make_protocol, sock=given))

@@ -101,9 +101,7 @@ def from_vllm(
 ) -> Sampling:
     """What of vLLM's parameters goes to an engine. Raises RefusedSampling."""
     for field, nothing in REFUSED.items():
-        value = getattr(params, field)
-        # vLLM says itself that a request is not watermarked; an array has no one truth.
-        if value is not None and value is not False and not (type(value) is type(nothing) and value == nothing):
+        if not _asks_for_nothing(getattr(params, field), nothing):
             raise RefusedSampling(field, "this network does not support it; leave it out")
     for field in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, field)
@@ -178,6 +176,17 @@ def structured_outputs(constraint: Constraint) -> StructuredOutputsParams:
         disable_any_whitespace=constraint.disable_any_whitespace,
         disable_additional_properties=constraint.disable_additional_properties,
         whitespace_pattern=constraint.whitespace_pattern,
+    )
+
+
+def _asks_for_nothing(value: Any, nothing: Any) -> bool:
+    """Whether a refused parameter may as well not be there: vLLM says itself that a request has no watermark, or no
+    arguments. An array has no one truth, and is something."""
+    return (
+        value is None
+        or value is False
+        or (isinstance(value, dict) and not value)
+        or (type(value) is type(nothing) and value == nothing)
     )
 
 

@@ -13,7 +13,14 @@ from p2pserve.node.messages import Advert, AnswerUpdate, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.requests.gateway_choice import GatewayCandidate, gateways
 from p2pserve.sdk.errors import InvalidRequest
-from p2pserve.sdk.requests import Diverged, Replay, TextDelta, TokenLogprobs, build_request, check_service
+from p2pserve.sdk.requests import (
+    Diverged,
+    Replay,
+    TextDelta,
+    TokenLogprobs,
+    build_request,
+    check_service,
+)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def _parents() -> dict[int, int]:
 
 def _output_of(pid: int) -> str:
     try:
-        return os.readlink(f"/proc/{pid}/fd/1")
+        return str(Path(f"/proc/{pid}/fd/1").readlink())
     except OSError:
         return ""
 
