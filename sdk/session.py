@@ -31,6 +31,7 @@ from ..bootstrap import (
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.methods import Answer, Body, Method
 from ..bootstrap.network import Network
+from ..coordinator.names import name_of
 from ..node.messages import (
     MAX_CONTINUED_TOKENS,
     AnswerUpdate,
@@ -229,7 +230,7 @@ class Session:
                     return await self._network.request(each, method, body, timeout_s)
                 except RemoteError as error:
                     if peer is not None:
-                        raise RequestFailed(f"node {_short(peer)}: {error.message}") from error
+                        raise RequestFailed(f"node {name_of(peer)}: {error.message}") from error
                     reason = str(error)
                 except NetworkError as error:
                     reason = str(error)
@@ -254,12 +255,12 @@ class Session:
                     return _add_attempts(await self._attempt(gateway, attempt, replay, deliver, lost), earlier)
                 except Diverged:
                     raise RequestFailed(
-                        f"gateway {_short(gateway)} answers otherwise than the lost one began; ask again"
+                        f"gateway {name_of(gateway)} answers otherwise than the lost one began; ask again"
                         f" ({_reasons(lost)})"
                     ) from None
                 except _GatewayLost as error:
                     if not isinstance(error, _GatewayRefuses):
-                        earlier.append(f"gateway {_short(gateway)} was lost: {error}")
+                        earlier.append(f"gateway {name_of(gateway)} was lost: {error}")
                     wait_s = error.retry_after_s
                     lost[gateway] = _Loss(str(error), math.inf if wait_s is None else trio.current_time() + wait_s)
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
@@ -327,7 +328,7 @@ class Session:
                 raise _GatewayRefuses(error.message, error.retry_after_s) from error
             if error.code == "invalid":
                 raise InvalidRequest(error.message) from error
-            raise RequestFailed(f"gateway {_short(gateway)} refuses: {error.message}") from error
+            raise RequestFailed(f"gateway {name_of(gateway)} refuses: {error.message}") from error
         except NetworkError as error:
             raise _GatewayLost(str(error)) from error
 
@@ -418,8 +419,4 @@ def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:
 
 
 def _reasons(lost: dict[PeerId, _Loss]) -> str:
-    return "; ".join(f"{_short(peer)}: {loss.reason}" for peer, loss in lost.items())
-
-
-def _short(peer: PeerId) -> str:
-    return f"..{peer[-6:]}"
+    return "; ".join(f"{name_of(peer)}: {loss.reason}" for peer, loss in lost.items())

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ...coordinator.names import find_peers, name_of
 from ..observing.values import NodeSummary
 
 MAX_SHOWN: Final = 64
+LEAST_ENDING: Final = 4  # characters of an id that may stand for it
 
 
 class UnknownBox(LookupError):
@@ -20,8 +22,8 @@ def label_of(node: NodeSummary) -> str:
 
 
 def short_id(peer: str) -> str:
-    """A peer id as tables show it: its end, since all begin alike."""
-    return peer if len(peer) <= 8 else f"..{peer[-6:]}"
+    """What a peer is called of which no more is known."""
+    return peer if len(peer) <= 8 else name_of(peer)
 
 
 def shown(text: str) -> str:
@@ -37,8 +39,8 @@ def labels_of(nodes: Sequence[NodeSummary]) -> dict[str, str]:
 def find_box(nodes: Sequence[NodeSummary], name: str, field: str = "node") -> NodeSummary:
     """The one box that is called `name`. Raises UnknownBox, which names `field`."""
     exact = [node for node in nodes if name in (node.id, node.name)]
-    ending = name.removeprefix("..")
-    found = exact or [node for node in nodes if len(ending) >= 4 and node.id.endswith(ending)]
+    peers = find_peers(name, [node.id for node in nodes]) if len(name) >= LEAST_ENDING else []
+    found = exact or [node for node in nodes if node.id in peers]
     if len(found) == 1:
         return found[0]
     if found:

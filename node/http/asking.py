@@ -13,6 +13,7 @@ import trio
 from ...bootstrap import NetworkError, PeerId, RemoteError, Role
 from ...bootstrap.errors import ProtocolError
 from ...bootstrap.network import Network
+from ...coordinator.names import name_of
 from .. import messages, methods
 from ..requests.gateway_choice import GatewayCandidate, GatewayFinder
 from .bodies import BodyInlet, BodyOutlet
@@ -197,7 +198,7 @@ class HttpAsking:
     async def _pick(self, request: CarriedRequest, lost: dict[PeerId, str]) -> PeerId:
         usable = [peer for peer in self._rank(request) if peer not in lost]
         if not usable:
-            reasons = "; ".join(f"..{peer[-6:]}: {reason}" for peer, reason in lost.items())
+            reasons = "; ".join(f"{name_of(peer)}: {reason}" for peer, reason in lost.items())
             text = reasons or "no node of this network serves a model now; start one with `p2pserve join`"
             raise NotCarried(503, text, NOBODY_RETRY_S)
         return await self._boxes.pick(usable, request.service)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
+from ...coordinator.names import naming
 from ...kvtransport.probing.figures import LinkFigures, Source, streams_for
 from ...kvtransport.probing.sites import SiteLinks
 from ..messages import Advert, LinkTable, NodeStatus, Status
@@ -18,11 +19,10 @@ CLIENT = "client"
 
 
 def summarise_nodes(status: Status, names: Mapping[str, str] | None = None) -> tuple[NodeSummary, ...]:
-    """The boxes of a network, without its clients; `names` are short ones for people."""
-    names = names or {}
-    return tuple(
-        _summarise_node(node, status, names.get(node.peer, "")) for node in status.nodes if node.role != CLIENT
-    )
+    """The boxes of a network, without its clients; `names`: other ones than those that follow from their ids."""
+    boxes = [node for node in status.nodes if node.role != CLIENT]
+    name, given = naming(node.peer for node in boxes), names or {}
+    return tuple(_summarise_node(node, status, given.get(node.peer) or name(node.peer)) for node in boxes)
 
 
 def summarise_links(status: Status, now: float) -> tuple[LinkSummary, ...]:

@@ -8,12 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ...bootstrap import Role
+from ...coordinator.names import find_peers, name_of
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
 from ...kvtransport.routing.paths import NoPath, PathChoice, PathNetwork, PathQuery, choose
 from ...node.messages import Status
 from ..errors import UsageError
-from .status_view import open_console, short
+from .status_view import open_console
 
 COLUMNS = ("from", "to", "rtt", "loss", "one stream", "capacity", "sure", "source")
 
@@ -44,8 +45,8 @@ def links_table(network: PathNetwork) -> Table:
     for (source, target), link in sorted(network.links.items()):
         bound = ">=" if link.capacity_is_floor else ""
         table.add_row(
-            short(source),
-            short(target),
+            name_of(source),
+            name_of(target),
             f"{link.rtt_s * 1e3:.1f} ms" if link.reachable else "unreachable",
             f"{link.loss:.2%}",
             f"{link.one_stream_gbps:.3f} Gb/s",
@@ -70,7 +71,7 @@ def explain_path(
     try:
         return choose(job, network_of(status))
     except FiguresError:
-        text = f"source: {short(ends[0])} has not measured its link to {short(ends[1])} yet; try again in a minute"
+        text = f"source: {name_of(ends[0])} has not measured its link to {name_of(ends[1])} yet; try again in a minute"
         raise UsageError(text) from None
     except NoPath as error:
         raise UsageError(f"target: {error}") from None
@@ -83,21 +84,20 @@ def choice_text(choice: PathChoice) -> str:
     }
     lines = []
     for candidate in choice.why:
-        paths = tuple(replace(path, via=short(path.via) if path.via else None) for path in candidate.paths)
+        paths = tuple(replace(path, via=name_of(path.via) if path.via else None) for path in candidate.paths)
         line = replace(candidate, paths=paths).explain()
         for peer in peers:
-            line = line.replace(peer, short(peer))
+            line = line.replace(peer, name_of(peer))
         lines.append(line)
     return "\n".join(lines)
 
 
 def _node(status: Status, name: str, field: str) -> str:
-    """The one node whose id is `name`, or ends with it."""
-    ending = name.removeprefix("..")
+    """The one node that is called so: by its name, its id or the end of that."""
     nodes = [node.peer for node in status.nodes if node.role != Role.CLIENT.value]
-    found = [peer for peer in nodes if ending and peer.endswith(ending)]
+    found = find_peers(name, nodes)
     if len(found) != 1:
-        known = ", ".join(map(short, nodes))
+        known = ", ".join(map(name_of, nodes))
         what = "no node" if not found else f"{len(found)} nodes"
-        raise UsageError(f"{field}: {what} with an id that ends in {name}; there are {known}")
+        raise UsageError(f"{field}: {what} called {name}; there are {known}")
     return found[0]

@@ -10,13 +10,14 @@ from typing import cast
 
 import msgspec
 
+from ...coordinator.names import name_of
 from ...node.messages import RequestFigures
 from ..client import Client
 from ..environment import network_address
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
-from .status_view import print_status, short
+from .status_view import print_status
 
 
 def generate(arguments: SimpleNamespace) -> int:
@@ -76,9 +77,9 @@ def figures_line(figures: RequestFigures) -> str:
         f"first after {figures.ttft_s:.2f} s, then {figures.tpot_s * 1000:.1f} ms each",
     ]
     if figures.prefill_node is None:
-        parts.append(f"computed on {short(figures.decode_node)}")
+        parts.append(f"computed on {name_of(figures.decode_node)}")
     else:
-        parts.append(f"prefill on {short(figures.prefill_node)}, decode on {short(figures.decode_node)}")
+        parts.append(f"prefill on {name_of(figures.prefill_node)}, decode on {name_of(figures.decode_node)}")
     transfer = figures.transfer
     if transfer is not None:
         parts.append(
@@ -87,7 +88,7 @@ def figures_line(figures: RequestFigures) -> str:
         )
         relays = [name for name in transfer.paths if name != "direct"]
         if relays:
-            parts.append("relayed by " + " and ".join(map(short, relays)))
+            parts.append("relayed by " + " and ".join(map(name_of, relays)))
         if transfer.usd:
             parts.append(f"traffic ${transfer.usd:.6f}")
     if figures.usd:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ...bootstrap import Role
 from ...coordinator import Phase
+from ...coordinator.names import name_of, with_names
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.replica.place import Place
 from ..printing import printable
@@ -65,10 +66,10 @@ def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
     rtt = "here" if node.peer == status.answered_by else "-" if node.rtt_s is None else f"{node.rtt_s * 1000:.1f} ms"
     advert = node.advert
     if advert is None:
-        return (short(node.peer) + marks, node.role, "-", node.state, node.address, rtt, "-", "-", "-", "-")
+        return (name_of(node.peer) + marks, node.role, "-", node.state, node.address, rtt, "-", "-", "-", "-")
     state = "draining" if advert.draining and node.state == "alive" else node.state
     return (
-        short(node.peer) + marks,
+        name_of(node.peer) + marks,
         node.role,
         _phase(phase, advert.phase),
         state,
@@ -98,15 +99,15 @@ def plan_lines(status: Status) -> list[str]:
     lines.append(f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}")
     for replica in plan.replicas:
         if len(replica.stages) > 1:
-            spans = ", ".join(str(Place(replica.stages, i)) + f" on {short(p)}" for i, p in enumerate(replica.peers))
-            lines.append(f"  replica {short(replica.id)} spans boxes: {spans}")
+            spans = ", ".join(str(Place(replica.stages, i)) + f" on {name_of(p)}" for i, p in enumerate(replica.peers))
+            lines.append(f"  replica {name_of(replica.id)} spans boxes: {spans}")
     for pair in plan.pairings:
         if pair.prefill == pair.decode:
-            lines.append(f"  {pair.weight:4.0%} of requests on {short(pair.decode)}")
+            lines.append(f"  {pair.weight:4.0%} of requests on {name_of(pair.decode)}")
         else:
             lines.append(
-                f"  {pair.weight:4.0%} of requests prefill{_part(pair.prefill_share)} on {short(pair.prefill)}, "
-                f"decode on {short(pair.decode)}"
+                f"  {pair.weight:4.0%} of requests prefill{_part(pair.prefill_share)} on {name_of(pair.prefill)}, "
+                f"decode on {name_of(pair.decode)}"
             )
     return [*lines, *(f"  why: {shortened(reason, plan.peers)}" for reason in plan.why)]
 
@@ -114,19 +115,12 @@ def plan_lines(status: Status) -> list[str]:
 def worth_lines(status: Status) -> list[str]:
     """One line for each box that has a price, those first that are not worth it."""
     found = sorted(status.worth.values(), key=lambda worth: (not worth.faults, -worth.usd_per_mtok))
-    return [f"worth: {short(worth.peer)}{', not as it should be' * bool(worth.faults)}: {worth}" for worth in found]
+    return [f"worth: {name_of(worth.peer)}{', not as it should be' * bool(worth.faults)}: {worth}" for worth in found]
 
 
 def shortened(text: str, peers: Iterable[str]) -> str:
     """A text with these peers' ids as tables show them."""
-    for peer in peers:
-        text = text.replace(peer, short(peer))
-    return text
-
-
-def short(peer: str) -> str:
-    """A peer id as tables show it: its end, since all begin alike."""
-    return f"..{peer[-6:]}"
+    return with_names(text, peers)
 
 
 def _phase(phase: Phase | None, pinned: Phase | None) -> str:

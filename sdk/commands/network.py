@@ -61,7 +61,7 @@ def status(arguments: SimpleNamespace) -> int:
     return run(arguments)
 
 
-@command("path", example="p2pserve path ..x7Gk2P ..9fQm1A --megabytes 80", formats=("table", "json"))
+@command("path", example="p2pserve path amber-otter calm-heron --megabytes 80", formats=("table", "json"))
 @combine(
     click.argument("source", help="a node: its id, or the end of it as `p2pserve status` shows it"),
     click.argument("target", help="the other node"),

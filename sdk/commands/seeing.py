@@ -103,7 +103,7 @@ def inspect_node(arguments: SimpleNamespace) -> int:
 @command(
     "link",
     about="say what is known of the link from one box to another, and from what",
-    example="p2pserve inspect link ..x7Gk2P ..9fQm1A",
+    example="p2pserve inspect link amber-otter calm-heron",
     formats=FORMATS,
 )
 @combine(
@@ -120,7 +120,7 @@ def inspect_link(arguments: SimpleNamespace) -> int:
 @command(
     "path",
     about="explain by which path KV would go from one node to another, and why",
-    example="p2pserve inspect path ..x7Gk2P ..9fQm1A --megabytes 80",
+    example="p2pserve inspect path amber-otter calm-heron --megabytes 80",
     formats=("table", "json"),
 )
 @combine(

@@ -21,6 +21,7 @@ import trio
 from rich.console import Console
 
 from ...coordinator import Phase
+from ...coordinator.names import name_of
 from ...node.box.hardware import probe
 from ...node.box.start_checks import require_engine
 from ...node.engine import protocol
@@ -194,7 +195,7 @@ class Demo:
             # At the lowest priority beside everything else: by itself it would take as long as the rest of the demo.
             measurement = await self._start_measurement(box)
             bootstrap = await box.start_bootstrap(settings.codec)
-            self._say(f"bootstrap: ..{bootstrap.peer[-6:]} at {bootstrap.address}")
+            self._say(f"bootstrap: {name_of(bootstrap.peer)} at {bootstrap.address}")
             async with AsyncClient(bootstrap.tokens["client"]) as client:
                 status, peers = await self._start_nodes(box, client, bootstrap.tokens["leader"])
                 engines_ready_s = self._elapsed()

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ...coordinator import Phase, Plan
 from ...coordinator.capacity import KvCodec
+from ...coordinator.names import name_of
 from ...coordinator.network_plan import search_phases, solver_for_shares
 from ...coordinator.network_problem import NetworkProblem, build_network_problem
 from ...coordinator.planning.lower.flow import solve_exact, solve_greedy
@@ -24,7 +25,7 @@ from ...kernels.codecs import DEFAULT, codec_named
 from ...node.view import NetworkView
 from ..actions.network import client_of
 from ..actions.plan import print_service
-from ..actions.status_view import open_console, short, shortened
+from ..actions.status_view import open_console, shortened
 from ..errors import NotReady, UsageError
 
 OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_weight", "budget_s")
@@ -178,7 +179,7 @@ def print_live(found: LivePlans, console: Console) -> None:
     print_service(network.service, problem, found.best, console, named)
     console.print()
     for change in found.changes:
-        console.print(f"would change: {short(change.replica)}: {change.was or 'not in the plan'} -> {change.now}")
+        console.print(f"would change: {name_of(change.replica)}: {change.was or 'not in the plan'} -> {change.now}")
     if found.running is not None:
         was, now = found.running, found.best
         console.print(

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from ...coordinator.names import name_of
 from ...node.observing.event_file import EventFileError, merge, read_events
 from ...node.observing.event_log import matches
 from ...node.observing.queries import EventQuery
@@ -20,7 +21,7 @@ from ...node.observing.traces import assemble_trace, estimate_clocks, find_reque
 from ...node.observing.values import MAX_EVENTS, NodeEvent, RequestTrace
 from ..actions.links_view import network_of
 from ..actions.network import client_of
-from ..actions.status_view import open_console, plan_lines, short
+from ..actions.status_view import open_console, plan_lines
 from ..errors import UsageError
 from ..printing import printable
 from .drawing import write_png, write_svg
@@ -99,7 +100,7 @@ def events(arguments: SimpleNamespace) -> int:
         if arguments.follow or arguments.box:
             raise UsageError("from: files do not grow here, and have all boxes; leave --follow and --box out")
         found = [event for event in read_logs(arguments.files) if matches(event, query)]
-        _print_events(sorted(found, key=lambda event: event.time)[-arguments.count :], arguments.format, short)
+        _print_events(sorted(found, key=lambda event: event.time)[-arguments.count :], arguments.format, name_of)
         return 0
     with client_of(arguments) as client:
         known = build_topology(client.status(), time.time())
@@ -119,7 +120,7 @@ def events(arguments: SimpleNamespace) -> int:
 
 def inspect_request(arguments: SimpleNamespace) -> int:
     """`p2pserve inspect request`: from a network, or afterwards from event logs. Raises UsageError."""
-    name_of: Callable[[str], str] = short
+    called: Callable[[str], str] = name_of
     named = arguments.request[:128]
     if not named:
         raise UsageError("request: it is empty; name the id that `generate` has printed")
@@ -129,17 +130,17 @@ def inspect_request(arguments: SimpleNamespace) -> int:
         with client_of(arguments) as client:
             found = client.trace(named)
             if found is not None:
-                name_of = labels_of(build_topology(client.status(), time.time()))
+                called = labels_of(build_topology(client.status(), time.time()))
     if found is None:
         where = "these logs have no event" if arguments.files else "no box has an event"
         raise UsageError(f"request: {where} of {named} that may be shown; name the id that `generate` has printed")
     if arguments.trace is not None:
-        write_trace(found, arguments.trace, name_of)
+        write_trace(found, arguments.trace, called)
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(found)))
         return 0
     width = min(160, open_console().width) if sys.stdout.isatty() else 80
-    for line in trace_lines(found, name_of, with_layers=arguments.layers, width=width):
+    for line in trace_lines(found, called, with_layers=arguments.layers, width=width):
         print(printable(line))
     if arguments.trace is not None:
         print(f"trace: {arguments.trace} opens in ui.perfetto.dev and chrome://tracing")

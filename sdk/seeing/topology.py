@@ -8,6 +8,7 @@ from statistics import median
 from typing import NamedTuple
 
 from ...coordinator import Plan
+from ...coordinator.names import find_peers, name_of
 from ...node.messages import Status
 from ...node.observing.summaries import summarise_links, summarise_nodes
 from ...node.observing.values import LinkSummary, NodeSummary
@@ -128,9 +129,9 @@ def select(topology: Topology, sites: Iterable[str], boxes: Iterable[str]) -> To
 
 def find_box(nodes: Iterable[NodeSummary], name: str) -> NodeSummary:
     """The one box with this id, or the end of it, or this short name. Raises UsageError."""
-    nodes, ending = tuple(nodes), name.removeprefix("..")
-    exact = [node for node in nodes if name in (node.id, node.name)]
-    found = exact or [node for node in nodes if ending and node.id.endswith(ending)]
+    nodes = tuple(nodes)
+    peers = find_peers(name, [node.id for node in nodes])
+    found = [node for node in nodes if node.name == name] or [node for node in nodes if node.id in peers]
     if len(found) != 1:
         what = "no box" if not found else f"{len(found)} boxes"
         known = ", ".join(label(node) for node in nodes[:16]) + (", ..." if len(nodes) > 16 else "")
@@ -159,13 +160,13 @@ def fold(topology: Topology) -> Topology:
 
 def label(node: NodeSummary) -> str:
     """What a box is called for people."""
-    return node.name or f"..{node.id[-6:]}"
+    return node.name or name_of(node.id)
 
 
 def labels_of(topology: Topology) -> Callable[[str], str]:
     """What any peer is called for people."""
     known = {node.id: node.id if topology.folded else label(node) for node in topology.nodes}
-    return lambda peer: known.get(peer, f"..{peer[-6:]}")
+    return lambda peer: known.get(peer) or name_of(peer)
 
 
 def _fold_site(site: str, nodes: list[NodeSummary]) -> NodeSummary:

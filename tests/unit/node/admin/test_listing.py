@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from p2pserve.coordinator.names import name_of
 from p2pserve.node.admin.listing import (
     CursorError,
     EventFilter,
@@ -76,9 +77,9 @@ def test_a_box_that_is_not_there_or_not_the_only_one(network: Showcase) -> None:
         find_box([], "a-box")
 
 
-def test_a_box_without_a_name_is_called_by_its_end(network: Showcase) -> None:
+def test_a_box_without_a_name_is_called_by_that_of_its_id(network: Showcase) -> None:
     node = replace(network.look(NOW).nodes[0], name="")
-    assert label_of(node) == f"..{node.id[-6:]}"
+    assert label_of(node) == name_of(node.id)
     assert short_id("key-1") == "key-1"
 
 

@@ -187,7 +187,11 @@ def test_pages_ask_for_their_own_news(client: TestClient) -> None:
 
 def test_who_asks_through_the_api_is_called_by_the_key() -> None:
     view = View(snapshot=NetworkSnapshot(time=NOW, answered_by="a"))
-    assert [view.label(peer) for peer in ("local:", "local:team-a", "12D3KooWabcdef")] == ["API", "team-a", "..abcdef"]
+    assert [view.label(peer) for peer in ("local:", "local:team-a", "12D3KooWabcdef")] == [
+        "API",
+        "team-a",
+        "bronze-reindeer",
+    ]
 
 
 def test_a_request_has_a_page(client: TestClient) -> None:

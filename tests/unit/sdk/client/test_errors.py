@@ -1,6 +1,7 @@
 """Every wrong argument is a typed error of one line, every error is exported, and figures count over gateways."""
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_figures_count_the_attempts_at_all_gateways() -> None:
             assert answer.figures is not None
             assert answer.figures.attempts == 3
             assert len(answer.figures.recovered) == 2
-            assert "gateway .." in answer.figures.recovered[0]
+            assert re.match("gateway [a-z]+-[a-z]+ was lost", answer.figures.recovered[0])
             assert "was lost" in answer.figures.recovered[0]
             assert answer.figures.recovered[1] == "an engine was lost"
 
