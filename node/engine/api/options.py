@@ -278,7 +278,6 @@ ALIASES: Final = {
     "-dpp": "--data-parallel-rpc-port",
     "-dpr": "--data-parallel-start-rank",
     "-ep": "--enable-expert-parallel",
-    "-h": "--help",
     "-n": "--nnodes",
     "-pcp": "--prefill-context-parallel-size",
     "-pp": "--pipeline-parallel-size",

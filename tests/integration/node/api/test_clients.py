@@ -111,7 +111,7 @@ def test_metrics_come_to_rest_after_a_disconnect(ours: Server) -> None:
         (b'{"model": "bundled", "prompt": "a", "structured_outputs": {"regex": "("}}', 400),
         (b"x" * (17 << 20), 413),
     ],
-    ids="none broken deep tokens n logprobs id large surrogate priority regex long".split(),
+    ids=["none", "broken", "deep", "tokens", "n", "logprobs", "id", "large", "surrogate", "priority", "regex", "long"],
 )
 def test_a_hostile_body_is_one_refused_request(ours: Server, body: bytes, status: int) -> None:
     answer = ours.ask("POST", "/v1/completions", content=body, headers={"content-type": "application/json"})

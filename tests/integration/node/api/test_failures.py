@@ -51,7 +51,7 @@ def test_a_wrong_key_is_refused_before_the_body_is_read(guarded: Server) -> None
 
 def test_a_key_has_what_its_line_says(guarded: Server) -> None:
     assert ask(guarded, ALICE).status_code == 200
-    too_much = ask(guarded, ALICE, {**SLOW, "n": 3, "stream": False})
+    too_much = ask(guarded, ALICE, {**SLOW, "n": 3, "temperature": 1, "stream": False})
     assert too_much.status_code == 429, too_much.text
     assert int(too_much.headers["retry-after"]) >= 1
     assert "alice" in too_much.json()["error"]["message"]
@@ -62,6 +62,7 @@ def test_a_stream_that_is_refused_has_a_status_of_its_own(guarded: Server) -> No
     with httpx.stream(
         "POST", f"{guarded.url}/v1/completions", json=SLOW, headers={"x-api-key": ALICE}, timeout=60
     ) as first:
+        assert first.status_code == 200, first.read()
         next(first.iter_lines())
         assert ask(guarded, ALICE, {**PROMPT, "stream": True}).status_code == 429
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import openai
 import pytest
+
+from p2pserve.node.engine.api.options import OURS, PASSED, REFUSED
 
 from .servers import Server
 
@@ -157,3 +161,22 @@ def test_a_seed_gives_the_same_answers_wherever_they_are_computed(ours: Server) 
     assert first == again
     assert first != answer_of(ours, complete(temperature=1, seed=6, n=3, max_tokens=12))
     assert len(set(re.findall(r'"text": "([^"]*)"', first))) > 1
+
+
+def test_every_option_of_vllm_has_its_place() -> None:
+    """A release of vLLM with another one fails here, by its name."""
+    script = (
+        "from vllm.entrypoints.launchers.cli_args import make_arg_parser\n"
+        "from vllm.utils.argparse_utils import FlexibleArgumentParser\n"
+        "for action in make_arg_parser(FlexibleArgumentParser())._actions:\n"
+        "    print(*action.option_strings, '=', action.nargs == 0)\n"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=True)
+    theirs = {}
+    for line in said.stdout.splitlines():
+        names, _, is_switch = line.rpartition(" = ")
+        first = next((name for name in names.split() if name.startswith("--")), None)
+        if first is not None and first != "--help":
+            theirs[first] = is_switch == "True"
+    assert theirs.keys() == {*PASSED, *OURS, *REFUSED}
+    assert {name: not theirs[name] for name in PASSED} == PASSED
