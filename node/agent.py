@@ -47,6 +47,7 @@ from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
+from .planning.messages import PlanManifest
 from .planning.plan_exchange import PlanExchange
 from .planning.plan_file import PlanFile
 from .planning.planner import PlannerFailed, open_planner
@@ -329,7 +330,7 @@ class Node:
         joined.follow()
         self._on_plan_bytes(manifest, payload)
 
-    def _on_plan_bytes(self, manifest: messages.PlanManifest, payload: bytes) -> None:
+    def _on_plan_bytes(self, manifest: PlanManifest, payload: bytes) -> None:
         self._joined.intake.on_bytes(manifest, payload)
         self._joined.take_plan()
         self._looked.set()

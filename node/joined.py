@@ -219,4 +219,5 @@ class Joined:
                 for member in self.network.members()
             ),
             plan=self.view.plan,
+            worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
         )

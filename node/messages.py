@@ -26,6 +26,7 @@ import msgspec
 
 from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
 from ..coordinator.bounds import MAX_STAGES, Count, Counter, Degree, Figure, Layer, ModelName, Name, Seconds, Text
+from ..coordinator.costs.box_worth import BoxWorth
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
@@ -48,11 +49,6 @@ MAX_CONTINUED_TOKENS: Final = 1 << 17  # of 5 bytes each: beside a prompt of tha
 MAX_TURNS: Final = 4096  # of a conversation
 MAX_PEERS: Final = 4096  # that one node says something of
 MAX_SLICES: Final = 4096
-MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
-INLINE_PLAN_BYTES: Final = 32 << 10  # a plan up to this size is in its manifest: everybody is told it at once
-PLAN_PIECE_BYTES: Final = 256 << 10
-MAX_HOLDERS: Final = 8  # of a plan, that one answer names
-PLAN_DIGEST_BYTES: Final = 32  # SHA-256
 MAX_LABELS: Final = 256  # stop texts, paths that a request's KV took, times that it was recovered
 
 Label = Annotated[str, msgspec.Meta(max_length=128)]
@@ -63,7 +59,6 @@ AnyNumber = Annotated[float, msgspec.Meta(extra={"checked_by": "node.requests.ac
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 LinkId = Annotated[bytes, msgspec.Meta(min_length=LINK_ID_BYTES, max_length=LINK_ID_BYTES)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
-PlanDigest = Annotated[bytes, msgspec.Meta(min_length=PLAN_DIGEST_BYTES, max_length=PLAN_DIGEST_BYTES)]
 MAX_DEADLINE_S: Final = 86_400.0
 Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
@@ -132,37 +127,6 @@ class LinkTable(Message, frozen=True, kw_only=True):
     site: Label = ""
     box: BoxFigures = BoxFigures()
     links: Annotated[dict[Name, LinkFigures], msgspec.Meta(max_length=MAX_PEERS)] = {}
-
-
-class PlanManifest(Message, frozen=True, kw_only=True):
-    """What a coordinator publishes of a plan: which one it is, its size and SHA-256, and `plan` itself where it is
-    small; else it is fetched with `plan.piece`."""
-
-    epoch: Counter
-    version: Counter
-    service: ModelName
-    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLAN_BYTES)]
-    digest: PlanDigest
-    plan: Annotated[bytes, msgspec.Meta(max_length=INLINE_PLAN_BYTES)] = b""
-
-    @property
-    def number(self) -> tuple[int, int]:
-        """`(epoch, version)`, as of the plan."""
-        return (self.epoch, self.version)
-
-
-class PlanPieceQuery(Message, frozen=True, kw_only=True):
-    """Ask for the bytes of a plan from `offset` on, at most PLAN_PIECE_BYTES."""
-
-    digest: PlanDigest
-    offset: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLAN_BYTES)]
-
-
-class PlanPiece(Message, frozen=True, kw_only=True):
-    """These bytes; none from who does not have the plan, or gives it to others now. `holders` have got it there."""
-
-    data: Annotated[bytes, msgspec.Meta(max_length=PLAN_PIECE_BYTES)] = b""
-    holders: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)] = ()
 
 
 class RankSlice(Message, frozen=True, kw_only=True):
@@ -509,3 +473,4 @@ class Status(Message, frozen=True, kw_only=True):
     epoch: Counter
     nodes: Annotated[tuple[NodeStatus, ...], msgspec.Meta(max_length=2 * MAX_PEERS)]
     plan: Plan | None
+    worth: Annotated[dict[Name, BoxWorth], msgspec.Meta(max_length=MAX_PEERS)] = {}

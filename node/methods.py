@@ -13,6 +13,7 @@ from ..bootstrap.methods import EVERYONE, Method, Notice
 from . import messages as m
 from .http import messages as http
 from .observing import queries
+from .planning import messages as plans
 
 # Clients ask a gateway.
 STATUS: Final = Method("status", m.StatusQuery, m.Status, EVERYONE)
@@ -52,7 +53,7 @@ STAGE_ABORT: Final = Notice("stage.abort", m.StageAbort)
 STAGE_HUNG: Final = Notice("stage.hung", m.ReplicaHung)
 
 # Any two nodes, for plans.
-PLAN_PIECE: Final = Method("plan.piece", m.PlanPieceQuery, m.PlanPiece)
+PLAN_PIECE: Final = Method("plan.piece", plans.PlanPieceQuery, plans.PlanPiece)
 
 # Any two nodes, for KV.
 LINK_OPEN: Final = Method("link.open", m.LinkOpen, m.LinkOpened)

@@ -13,10 +13,11 @@ import msgspec
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
+from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
-from ..coordinator.worth import BoxLine, BoxWorth, weigh_boxes
+from ..coordinator.worth import BoxLine, weigh_boxes
 from ..kvtransport.probing.figures import LinkFigures, Source
 from ..kvtransport.probing.sites import SiteLinks
 from .adverts import AdvertBook

@@ -50,7 +50,7 @@ class _Bucket:
 
 
 @final
-class _Account:
+class _KeyAccount:
     """One key."""
 
     def __init__(self, limits: KeyLimits, now: float) -> None:
@@ -69,7 +69,7 @@ class KeyAccounts:
 
     def __init__(self, limits: Mapping[str, KeyLimits]) -> None:
         self._limits = dict(limits)
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        self._accounts: OrderedDict[str, _KeyAccount] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<KeyAccounts {len(self._accounts)} keys>"
@@ -109,21 +109,21 @@ class KeyAccounts:
         if account.tokens is not None:
             account.tokens.level += max(0, asked - had.prompt_tokens - had.completion_tokens)
 
-    def _check(self, account: _Account, key: str, now: float) -> None:
+    def _check(self, account: _KeyAccount, key: str, now: float) -> None:
         most = account.limits.concurrent
         if most is not None and len(+account.running) >= most:
             self._refuse(account, f"{_of(key)} has {most} requests under way, the most that it may have", 1.0)
         if account.requests is not None and (wait_s := account.requests.wait_s(1.0, now)) > 0:
             self._refuse(account, f"{_of(key)} may ask {account.limits.requests_s:g} times a second", wait_s)
 
-    def _refuse(self, account: _Account, text: str, wait_s: float) -> None:
+    def _refuse(self, account: _KeyAccount, text: str, wait_s: float) -> None:
         account.usage.refused += 1
         raise OverLimit(text, wait_s)
 
-    def _account(self, key: str, now: float) -> _Account:
+    def _account(self, key: str, now: float) -> _KeyAccount:
         account = self._accounts.get(key)
         if account is None:
-            account = self._accounts[key] = _Account(self._limits.get(key, KeyLimits()), now)
+            account = self._accounts[key] = _KeyAccount(self._limits.get(key, KeyLimits()), now)
             self._forget_idle()
         self._accounts.move_to_end(key)
         return account

@@ -25,7 +25,7 @@ from ..observing.values import (
     Cost,
     EventKind,
     Fact,
-    KvSent,
+    KvTally,
     LinkSummary,
     NodeEvent,
     RequestSummary,
@@ -171,7 +171,7 @@ class Showcase:
                 decoded += 76 * pair.weight * seconds
             if pair.prefill == peer != pair.decode:
                 rate = min(6 * pair.weight, self._tables[peer].links[pair.decode].capacity_gbps)
-                sent[pair.decode] = KvSent(
+                sent[pair.decode] = KvTally(
                     wire_bytes=int(rate * seconds * 1.25e8), transfers=int(seconds * pair.weight)
                 )
         return Served(decoded_tokens=int(decoded), kv_sent=sent)

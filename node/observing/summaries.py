@@ -10,7 +10,7 @@ from ...kvtransport.probing.figures import LinkFigures, Source, streams_for
 from ...kvtransport.probing.sites import SiteLinks
 from ..messages import Advert, LinkTable, NodeStatus, Status
 from .traces import cost_of
-from .values import MAX_REASONS, EventKind, Fact, KvSent, LinkSummary, NodeEvent, NodeSummary, RequestSummary
+from .values import MAX_REASONS, EventKind, Fact, KvTally, LinkSummary, NodeEvent, NodeSummary, RequestSummary
 
 _NO_TABLE = LinkTable()
 ALIVE = "alive"
@@ -49,7 +49,7 @@ def summarise_links(status: Status, now: float) -> tuple[LinkSummary, ...]:
             if figures is not None:
                 own = (source, target) in told
                 link = _summarise_link(source, target, figures, tables, is_told=own, now=now)
-                found.append(_with_flow(link, sent.get((source, target), KvSent())))
+                found.append(_with_flow(link, sent.get((source, target), KvTally())))
     return tuple(found)
 
 
@@ -106,7 +106,7 @@ def _with_advert(node: NodeSummary, advert: Advert, phase: str, layers: tuple[in
     )
 
 
-def _with_flow(link: LinkSummary, sent: KvSent) -> LinkSummary:
+def _with_flow(link: LinkSummary, sent: KvTally) -> LinkSummary:
     return replace(
         link,
         kv_transfers=sent.transfers,

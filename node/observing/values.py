@@ -87,7 +87,7 @@ class NodeEvent(msgspec.Struct, frozen=True, kw_only=True):
     layers: Annotated[tuple[LayerTimes, ...], msgspec.Meta(max_length=MAX_LAYER_TIMES)] = ()
 
 
-class KvSent(msgspec.Struct, frozen=True, kw_only=True):
+class KvTally(msgspec.Struct, frozen=True, kw_only=True):
     """KV transfers to one box since this node was started: how many, their bytes on the wire, and those that went
     through a relay."""
 
@@ -102,7 +102,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     prefilled_tokens: Count = 0
     decoded_tokens: Count = 0
-    kv_sent: Annotated[dict[Name, KvSent], msgspec.Meta(max_length=MAX_TARGETS)] = {}
+    kv_sent: Annotated[dict[Name, KvTally], msgspec.Meta(max_length=MAX_TARGETS)] = {}
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):

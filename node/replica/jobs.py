@@ -14,7 +14,7 @@ from ..engine.protocol import Iterations
 from ..links.path_selection import DIRECT
 from ..observing.costs import ShareClock
 from ..observing.event_log import Record
-from ..observing.values import MAX_TARGETS, EventKind, Fact, KvSent, Served
+from ..observing.values import MAX_TARGETS, EventKind, Fact, KvTally, Served
 from .kv_transfers import TransferEnd
 
 
@@ -108,10 +108,10 @@ class JobLog:
 
     def _count_transfer(self, ended: TransferEnd) -> None:
         """Of many boxes, those are told of that were sent to last."""
-        before = self.served.kv_sent.get(ended.target, KvSent())
+        before = self.served.kv_sent.get(ended.target, KvTally())
         figures = ended.figures
         relayed = sum(size for label, size in figures.paths.items() if label != DIRECT)
-        sent = KvSent(
+        sent = KvTally(
             transfers=before.transfers + 1,
             failed=before.failed + bool(ended.failed),
             wire_bytes=before.wire_bytes + figures.wire_bytes,

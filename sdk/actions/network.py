@@ -16,7 +16,7 @@ from ..environment import network_address
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
-from .status_view import print_status, short, weigh_status
+from .status_view import print_status, short
 
 
 def generate(arguments: SimpleNamespace) -> int:
@@ -47,7 +47,7 @@ def status(arguments: SimpleNamespace) -> int:
     with client_of(arguments) as client:
         found = client.status()
     if arguments.format == "json":
-        print(json.dumps({**msgspec.to_builtins(found), "worth": msgspec.to_builtins(weigh_status(found))}))
+        print(json.dumps(msgspec.to_builtins(found)))
     else:
         _write_any_text()
         print_status(found)

@@ -11,10 +11,8 @@ from rich.text import Text
 
 from ...bootstrap import Role
 from ...coordinator import Phase
-from ...coordinator.worth import BoxWorth
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.replica.place import Place
-from ...node.view import NetworkView
 from ..printing import printable
 
 COLUMNS = ("node", "role", "phase", "state", "address", "rtt", "hardware", "engine", "model", "load")
@@ -113,15 +111,9 @@ def plan_lines(status: Status) -> list[str]:
     return [*lines, *(f"  why: {shortened(reason, plan.peers)}" for reason in plan.why)]
 
 
-def weigh_status(status: Status) -> dict[str, BoxWorth]:
-    """What every box that has a price is worth, by what the answering node knows of them."""
-    view = NetworkView.of_status(status)
-    return {peer: worth for service in view.services() for peer, worth in view.worth(service).items()}
-
-
 def worth_lines(status: Status) -> list[str]:
     """One line for each box that has a price, those first that are not worth it."""
-    found = sorted(weigh_status(status).values(), key=lambda worth: (not worth.faults, -worth.usd_per_mtok))
+    found = sorted(status.worth.values(), key=lambda worth: (not worth.faults, -worth.usd_per_mtok))
     return [f"worth: {short(worth.peer)}{', not as it should be' * bool(worth.faults)}: {worth}" for worth in found]
 
 

@@ -16,7 +16,7 @@ from ..options.values import COUNT
     "serve",
     example=(
         "p2pserve serve Qwen/Qwen3-0.6B",
-        "p2pserve serve ~/models/llama --port 8001 --enable-auto-tool-choice --tool-call-parser hermes",
+        "p2pserve serve ~/models/llama --port 8001 --tool-call-parser hermes",
     ),
     formats=("text", "json"),
     passes_unknown=True,

@@ -18,7 +18,7 @@ Anchor = Literal["start", "middle", "end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
+class Rectangle:
     """A rectangle with round corners."""
 
     x: float
@@ -70,7 +70,7 @@ class Arrow:
         return middle[0] - dy / length * self.bend * 2, middle[1] + dx / length * self.bend * 2
 
 
-Shape = Box | Words | Arrow
+Shape = Rectangle | Words | Arrow
 
 
 @dataclass(slots=True)
@@ -137,7 +137,7 @@ def _text(text: str) -> str:
 
 def _svg(shape: Shape) -> str:
     match shape:
-        case Box():
+        case Rectangle():
             dashes = ' stroke-dasharray="4 3"' if shape.dashed else ""
             rest = f"><title>{_text(shape.title)}</title></rect>" if shape.title else "/>"
             return (
@@ -184,7 +184,7 @@ def _plot(axes: object, shape: Shape) -> None:
 
     points = _POINTS / _PX
     match shape:
-        case Box():
+        case Rectangle():
             radius = min(shape.radius, shape.width / 2, shape.height / 2)
             patch = FancyBboxPatch(
                 (shape.x + radius, shape.y + radius),

@@ -18,7 +18,7 @@ NO_SITE = "no site"
 GONE = frozenset({"dead", "left"})
 
 
-class Flow(NamedTuple):
+class KvFlow(NamedTuple):
     """KV from one replica to another: the plan's share of all requests, what has gone so far, and how fast it goes."""
 
     source: str
@@ -36,7 +36,7 @@ class Topology:
 
     nodes: tuple[NodeSummary, ...]
     links: Mapping[LinkKey, LinkSummary]
-    flows: tuple[Flow, ...] = ()
+    flows: tuple[KvFlow, ...] = ()
     plan: Plan | None = None
     coordinator: str | None = None
     answered_by: str = ""
@@ -81,7 +81,7 @@ def build_topology(
 
 def _find_flows(
     links: Mapping[LinkKey, LinkSummary], plan: Plan | None, earlier: Mapping[LinkKey, LinkSummary], seconds: float
-) -> tuple[Flow, ...]:
+) -> tuple[KvFlow, ...]:
     """What the plan wants, and whatever else there was, by share and size."""
     pairs = plan.pairings if plan is not None else ()
     shares = {(pair.prefill, pair.decode): pair.weight for pair in pairs if pair.prefill != pair.decode}
@@ -92,7 +92,7 @@ def _find_flows(
         sent = link.kv_bytes if link is not None else 0
         moved = sent - old.kv_bytes if old is not None else 0
         found.append(
-            Flow(
+            KvFlow(
                 source=key[0],
                 target=key[1],
                 share=shares.get(key, 0.0),
@@ -144,7 +144,7 @@ def fold(topology: Topology) -> Topology:
     links: dict[LinkKey, list[LinkSummary]] = {}
     for (source, target), link in topology.links.items():
         links.setdefault((site_of[source], site_of[target]), []).append(link)
-    flows: dict[LinkKey, list[Flow]] = {}
+    flows: dict[LinkKey, list[KvFlow]] = {}
     for flow in topology.flows:
         key = site_of.get(flow.source, NO_SITE), site_of.get(flow.target, NO_SITE)
         flows.setdefault(key, []).append(flow)
@@ -219,9 +219,9 @@ def _fold_links(key: LinkKey, links: list[LinkSummary]) -> LinkSummary:
     )
 
 
-def _fold_flows(key: LinkKey, flows: list[Flow]) -> Flow:
+def _fold_flows(key: LinkKey, flows: list[KvFlow]) -> KvFlow:
     rates = [flow.gbps for flow in flows if flow.gbps is not None]
-    return Flow(
+    return KvFlow(
         source=key[0],
         target=key[1],
         share=sum(flow.share for flow in flows),

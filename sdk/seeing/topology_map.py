@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from ...node.observing.values import LinkSummary, NodeSummary
 from . import colours
-from .drawing import Arrow, Box, Drawing, Words
+from .drawing import Arrow, Drawing, Rectangle, Words
 from .topology import GONE, Topology, label, labels_of
 
 WIDTH: Final = 1200.0
@@ -22,7 +22,7 @@ READABLE: Final = 24.0  # a cell that is smaller has a colour only
 INK, FAINT, FRAME, PAPER = "#14161a", "#5b616e", "#c9ccd3", "#f6f7f9"
 
 
-class Place(NamedTuple):
+class MapPlace(NamedTuple):
     """Where a box is drawn."""
 
     x: float
@@ -86,15 +86,15 @@ def _draw_head(drawing: Drawing, topology: Topology) -> float:
     for phase in reversed(("prefill", "decode", "mixed")):
         drawing.add(Words(x=x, y=MARGIN + 14, text=phase, size=12, anchor="end", fill=INK))
         x -= 6.6 * len(phase) + 8
-        drawing.add(Box(x=x - 12, y=MARGIN + 3, width=12, height=12, radius=3, fill=colours.phase_colour(phase)))
+        drawing.add(Rectangle(x=x - 12, y=MARGIN + 3, width=12, height=12, radius=3, fill=colours.phase_colour(phase)))
         x -= 30
     return MARGIN + 58
 
 
-def _draw_sites(drawing: Drawing, topology: Topology, y: float) -> tuple[float, dict[str, Place]]:
+def _draw_sites(drawing: Drawing, topology: Topology, y: float) -> tuple[float, dict[str, MapPlace]]:
     """Sites beside each other, each with its boxes in a grid."""
     width, height = SMALL_CARD if len(topology.nodes) > MANY else CARD
-    places: dict[str, Place] = {}
+    places: dict[str, MapPlace] = {}
     x, row = MARGIN, 0.0
     groups = {"": list(topology.nodes)} if topology.folded else topology.sites
     for site, nodes in groups.items():
@@ -103,11 +103,11 @@ def _draw_sites(drawing: Drawing, topology: Topology, y: float) -> tuple[float, 
         frame = (columns * (width + GAP) + GAP, rows * (height + GAP) + (HEAD if site else GAP))
         if x + frame[0] > WIDTH - MARGIN + 1 and x > MARGIN:
             x, y, row = MARGIN, y + row + MARGIN, 0.0
-        drawing.add(Box(x=x, y=y, width=frame[0], height=frame[1], radius=10, fill=PAPER, stroke=FRAME))
+        drawing.add(Rectangle(x=x, y=y, width=frame[0], height=frame[1], radius=10, fill=PAPER, stroke=FRAME))
         if site:
             drawing.add(Words(x=x + GAP, y=y + 18, text=_cut(site, frame[0] / 9), size=13, bold=True, fill=INK))
         for number, node in enumerate(nodes):
-            place = Place(
+            place = MapPlace(
                 x + GAP + number % columns * (width + GAP),
                 y + (HEAD if site else GAP) + number // columns * (height + GAP),
                 width,
@@ -126,17 +126,17 @@ def _columns(count: int, width: float, *, wide: bool) -> int:
     return max(1, min(most, square if count <= MANY else max(square, 5)))
 
 
-def _draw_card(drawing: Drawing, node: NodeSummary, place: Place, *, folded: bool) -> None:
+def _draw_card(drawing: Drawing, node: NodeSummary, place: MapPlace, *, folded: bool) -> None:
     colour = colours.phase_colour(node.phase)
     gone = node.state in GONE
     small = place.height < CARD[1]
     title = f"{label(node)} {node.id}: {node.state}, {node.phase or 'no phase'}, {node.hardware}, {node.engine_state}"
     stroke, fill, width = (FRAME, PAPER, 1.5) if gone else (colour, "#ffffff", 1.5 if small else 2.0)
     drawing.add(
-        Box(**place._asdict(), stroke=stroke, fill=fill, radius=6, stroke_width=width, dashed=gone, title=title)
+        Rectangle(**place._asdict(), stroke=stroke, fill=fill, radius=6, stroke_width=width, dashed=gone, title=title)
     )
     bar = FRAME if gone else colour
-    drawing.add(Box(x=place.x + 5, y=place.y + 5, width=5, height=place.height - 10, radius=2, fill=bar))
+    drawing.add(Rectangle(x=place.x + 5, y=place.y + 5, width=5, height=place.height - 10, radius=2, fill=bar))
     star = " *" if node.is_coordinator and not folded else ""
     name = f"{node.id if folded else label(node)}{star}"
     x = place.x + 16
@@ -163,7 +163,7 @@ def _state(node: NodeSummary, *, folded: bool) -> str:
     return load or node.state
 
 
-def _draw_flows(drawing: Drawing, topology: Topology, places: dict[str, Place]) -> None:
+def _draw_flows(drawing: Drawing, topology: Topology, places: dict[str, MapPlace]) -> None:
     """The plan's pairs, and what else has flowed: the wider, the more."""
     shown = [flow for flow in topology.flows if flow.source in places and flow.target in places][:MAX_ARROWS]
     name_of = labels_of(topology)
@@ -182,10 +182,10 @@ def _draw_flows(drawing: Drawing, topology: Topology, places: dict[str, Place]) 
         )  # fmt: skip
 
 
-def _edge(one: Place, other: Place) -> tuple[tuple[float, float], tuple[float, float]]:
+def _edge(one: MapPlace, other: MapPlace) -> tuple[tuple[float, float], tuple[float, float]]:
     """Where a line between the middles of two cards leaves the one and meets the other."""
 
-    def leave(place: Place, towards: tuple[float, float]) -> tuple[float, float]:
+    def leave(place: MapPlace, towards: tuple[float, float]) -> tuple[float, float]:
         (mx, my), (tx, ty) = place.middle, towards
         dx, dy = tx - mx, ty - my
         scale = min(
@@ -232,15 +232,15 @@ def _name(node: NodeSummary, topology: Topology) -> str:
 
 def _draw_cell(drawing: Drawing, link: LinkSummary | None, x: float, y: float, size: float, *, is_self: bool) -> None:
     if is_self and link is None:
-        drawing.add(Box(x=x, y=y, width=size - 1, height=size - 1, fill=PAPER))
+        drawing.add(Rectangle(x=x, y=y, width=size - 1, height=size - 1, fill=PAPER))
         return
     colour = colours.link_colour(link)
     inferred = link is not None and link.known == "inferred"
     title = link_text(link) if link is not None else "nothing is known of it"
-    drawing.add(Box(x=x, y=y, width=size - 1, height=size - 1, fill=colour, title=title))
+    drawing.add(Rectangle(x=x, y=y, width=size - 1, height=size - 1, fill=colour, title=title))
     ink = colours.ink_on(colour)
     if inferred and size >= READABLE:  # a corner is cut: it can be told without colours
-        drawing.add(Box(x=x + size - 1 - size * 0.22, y=y, width=size * 0.22, height=size * 0.22, fill=ink))
+        drawing.add(Rectangle(x=x + size - 1 - size * 0.22, y=y, width=size * 0.22, height=size * 0.22, fill=ink))
     if link is None or size < READABLE or link.known == "prior":
         return
     if not link.reachable:
@@ -260,21 +260,22 @@ def _draw_scale(drawing: Drawing, x: float, y: float, *, readable: bool) -> None
     for step in range(steps):
         gbps = colours.SLOW_GBPS * (colours.FAST_GBPS / colours.SLOW_GBPS) ** (1 - (step + 0.5) / steps)
         part = height / steps
-        drawing.add(Box(x=x, y=y + step * part, width=18, height=part + 0.6, fill=colours.rate_colour(gbps)))
+        drawing.add(Rectangle(x=x, y=y + step * part, width=18, height=part + 0.6, fill=colours.rate_colour(gbps)))
     for gbps in (50.0, 10.0, 1.0, 0.1):
         share = 1 - _log_share(gbps)
         drawing.add(Words(x=x + 26, y=y + share * height + 4, text=f"{gbps:g} Gb/s", size=11, fill=INK))
     for number, (fill, text) in enumerate(((colours.UNREACHABLE, "unreachable"), (colours.UNKNOWN, "not known"))):
         at = y + height + 18 + number * 20
         drawing.add(
-            Box(x=x, y=at, width=14, height=14, fill=fill), Words(x=x + 26, y=at + 11, text=text, size=11, fill=INK)
+            Rectangle(x=x, y=at, width=14, height=14, fill=fill),
+            Words(x=x + 26, y=at + 11, text=text, size=11, fill=INK),
         )
     if not readable:
         return
     at = y + height + 58
     drawing.add(
-        Box(x=x, y=at, width=14, height=14, fill=colours.rate_colour(5.0)),
-        Box(x=x + 9, y=at, width=5, height=5, fill=INK),
+        Rectangle(x=x, y=at, width=14, height=14, fill=colours.rate_colour(5.0)),
+        Rectangle(x=x + 9, y=at, width=5, height=5, fill=INK),
         Words(x=x + 26, y=at + 11, text="inferred", size=11, fill=INK),
     )  # fmt: skip
 

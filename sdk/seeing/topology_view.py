@@ -13,7 +13,7 @@ from ...kvtransport.errors import FiguresError
 from ...kvtransport.routing.paths import NoPath, PathNetwork, PathQuery, choose
 from ...node.observing.values import LinkSummary, NodeSummary
 from . import colours
-from .topology import GONE, Flow, LinkKey, Topology, label, labels_of
+from .topology import GONE, KvFlow, LinkKey, Topology, label, labels_of
 from .topology_map import rate_text
 
 METRICS: Final = ("rate", "rtt", "loss", "price", "age")
@@ -175,7 +175,7 @@ def _legend() -> Text:
     return text.append("  ~ inferred, > at least, ? not known", style="dim")
 
 
-def flows_table(topology: Topology, flows: list[Flow], network: PathNetwork | None) -> Table:
+def flows_table(topology: Topology, flows: list[KvFlow], network: PathNetwork | None) -> Table:
     """What KV goes where, and the path that it takes."""
     columns = ["KV from", "to", "share", "sent", "now"] + (["path for 80 MB"] if network is not None else [])
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
@@ -189,7 +189,7 @@ def flows_table(topology: Topology, flows: list[Flow], network: PathNetwork | No
     return table
 
 
-def path_text(topology: Topology, flow: Flow, network: PathNetwork) -> str:
+def path_text(topology: Topology, flow: KvFlow, network: PathNetwork) -> str:
     """The path that a long prompt's KV would take, as far as others can tell."""
     name_of = labels_of(topology)
     try:

@@ -8,6 +8,7 @@ a status of its own, and not an answer of status 200 that breaks off.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -105,16 +106,10 @@ class Door:
             )
 
     async def _generate_token(self, answer: _Answer) -> None:
-        try:
+        is_served, reason = False, f"no token within {PROBE_S:g} s"
+        with contextlib.suppress(TimeoutError):
             is_served = self._serves.network.serving and await asyncio.wait_for(self._serves.probe(), PROBE_S)
             reason = self._serves.network.reason or "the network generated no token"
-        except Exception as error:
-            if not isinstance(error, TimeoutError):
-                _log.exception("no token could be generated")
-            is_served, reason = (
-                False,
-                f"no token within {PROBE_S:g} s" if isinstance(error, TimeoutError) else str(error),
-            )
         if is_served:
             await answer.say(200, b"")
             return

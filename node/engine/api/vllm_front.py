@@ -33,6 +33,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import StatLoggerManager
@@ -87,12 +88,13 @@ def require_tested_version() -> None:
 class NetworkCore(EngineCoreClient):
     """The network, for vLLM's front end. It never dies: a request that fails ends alone, and the next may do better."""
 
-    def __init__(self, link: AgentLink, config: ApiConfig) -> None:
+    def __init__(self, link: AgentLink, config: ApiConfig, reasoning_parser: str) -> None:
         self.network = ServiceState(serving=False, reason="the agent has not said yet who serves")
         self.resources = SimpleNamespace(engine_dead=False)
         self.engine_ranks_managed = [0]
         self._link = link
         self._deadline_s = config.deadline_s
+        self._reasoning_parser = reasoning_parser  # "": the model does not reason, or nothing is made of that
         self._exchanges: dict[str, Exchange] = {}  # by request
         self._begun: set[str] = set()  # requests whose first token has come
         self._outputs: list[EngineCoreOutput] = []
@@ -129,7 +131,9 @@ class NetworkCore(EngineCoreClient):
         if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
             raise VLLMValidationError("prompt: this network takes text and tokens; leave images and embeddings out")
         exchange = current_exchange.get() or Exchange(request.request_id, "", self._deadline_s)
-        sampling = _to_sampling(request.sampling_params, request.reasoning_ended, request.reasoning_parser_kwargs)
+        sampling = _to_sampling(
+            request.sampling_params, request.reasoning_ended, request.reasoning_parser_kwargs, self._reasoning_parser
+        )
         exchange.begin(request.request_id)
         self._exchanges[request.request_id] = exchange
         self._link.send(
@@ -248,7 +252,7 @@ class NetworkLLM(AsyncLLM):
             raise VLLMValidationError(
                 "priority: this network serves its keys in turn; leave it out", parameter="priority"
             )
-        _to_sampling(sampling_params, None, None)
+        _to_sampling(sampling_params, None, None, "")
         if not self.engine_core.network.serving:
             self.engine_core.refuse_nobody()
         return super().generate(prompt, sampling_params, request_id, **options)
@@ -262,20 +266,23 @@ class NetworkLLM(AsyncLLM):
         """Whether the network generates a token now."""
         sampling = SamplingParams(max_tokens=1, temperature=0.0, output_kind=RequestOutputKind.FINAL_ONLY)
         request = f"health-{time.monotonic_ns():x}"
-        async for output in self.generate(TokensPrompt(prompt_token_ids=[1]), sampling, request):
-            if output.finished:
-                return bool(output.outputs[0].token_ids)
+        try:
+            async for output in self.generate(TokensPrompt(prompt_token_ids=[1]), sampling, request):
+                if output.finished:
+                    return bool(output.outputs[0].token_ids)
+        except (VLLMError, EngineGenerateError) as error:
+            _log.warning("no token could be generated: %s", error)
         return False
 
 
 def _to_sampling(
-    params: SamplingParams | None, reasoning_ended: bool | None, reasoning_kwargs: dict[str, Any] | None
+    params: SamplingParams | None, ended: bool | None, arguments: dict[str, Any] | None, parser: str
 ) -> engine.Sampling:
     """What crosses to the engine. Raises VLLMValidationError naming a field that cannot."""
     if params is None:
         raise VLLMValidationError("prompt: this network generates text; it computes no embeddings")
     try:
-        return from_vllm(params, reasoning_ended=reasoning_ended, reasoning_kwargs=reasoning_kwargs)
+        return from_vllm(params, reasoning_ended=ended, reasoning_kwargs=arguments, reasoning_parser=parser)
     except RefusedSampling as error:
         raise VLLMValidationError(str(error), parameter=error.field) from error
 
@@ -334,7 +341,7 @@ async def build_server(config: ApiConfig, link: AgentLink) -> tuple[Any, Network
     args = parse_options(config)
     try:
         vllm_config = _configure(args)
-        core = NetworkCore(link, config)
+        core = NetworkCore(link, config, vllm_config.structured_outputs_config.reasoning_parser or "")
         llm = NetworkLLM(vllm_config, core, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
         app = build_app(args, TASKS, vllm_config.model_config)
         await init_app_state(llm, app.state, args, TASKS)

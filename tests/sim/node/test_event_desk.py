@@ -23,6 +23,11 @@ REQUEST, NAMED = "5f" * 12, "ab" * 12
 SKEW = {GATEWAY: 0.0, PREFILL: 100.0, DECODE: -7.0, OTHER: 3.0}
 
 
+async def pass_time(seconds: float) -> None:
+    with trio.move_on_after(seconds):
+        await trio.sleep_forever()
+
+
 def others(box: PeerId) -> set[PeerId]:
     return set(SKEW) - {box}
 
@@ -47,13 +52,13 @@ class Boxes:
         gateway(kinds.REQUEST_BEGUN, request=REQUEST, peer=CLIENT, client_request=NAMED, prompt_tokens=5)
         gateway(kinds.REQUEST_ROUTED, request=REQUEST, attempt=1, prefill=PREFILL, decode=DECODE)
         decode(kinds.DECODE_BEGUN, request=REQUEST, attempt=1)
-        await trio.sleep(0.1)
+        await pass_time(0.1)
         gateway(kinds.REQUEST_OPENED, request=REQUEST, attempt=1, part="decode")
         prefill(kinds.PREFILL_BEGUN, request=REQUEST, attempt=1)
-        await trio.sleep(0.2)
+        await pass_time(0.2)
         prefill(kinds.PREFILL_DONE, request=REQUEST, attempt=1)
         decode(kinds.DECODE_FIRST_TOKEN, request=REQUEST, attempt=1)
-        await trio.sleep(0.3)
+        await pass_time(0.3)
         decode(kinds.DECODE_ENDED, request=REQUEST, attempt=1)
         gateway(kinds.REQUEST_ENDED, request=REQUEST, finish="length")
 
@@ -153,9 +158,9 @@ def test_events_are_waited_for() -> None:
         log = boxes.logs[OTHER]
 
         async def later() -> None:
-            await trio.sleep(5.0)
+            await pass_time(5.0)
             log.record(EventKind.ENGINE_STATE, state="starting")
-            await trio.sleep(1.0)
+            await pass_time(1.0)
             log.record(EventKind.PLAN_MADE, plan="1.1")
 
         async with trio.open_nursery() as nursery:
@@ -176,7 +181,7 @@ def test_only_so_many_may_wait() -> None:
         async with trio.open_nursery() as nursery:
             for _ in range(MOST_WAITING):
                 nursery.start_soon(boxes.events, OTHER, EventQuery(after=99, wait_s=10.0))
-            await trio.sleep(1.0)
+            await pass_time(1.0)
             began = trio.current_time()
             await boxes.events(OTHER, EventQuery(after=99, wait_s=10.0))
             assert trio.current_time() - began < 0.1

@@ -4,10 +4,11 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator.capacity import BoxView
+from p2pserve.coordinator.costs.box_worth import BoxWorth
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.demand_meter import expected_workload
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit
-from p2pserve.coordinator.worth import LINKS_S, SETTLED_S, BoxLine, BoxWorth, WorthWatch, weigh_boxes
+from p2pserve.coordinator.worth import LINKS_S, SETTLED_S, BoxLine, WorthWatch, weigh_boxes
 
 MODEL = model_shape("llama-30b")
 WORKLOAD = expected_workload((), 8192)

@@ -24,7 +24,7 @@ def test_what_is_none_is_refused_by_name(tmp_path: Path) -> None:
     file.write_bytes(b"\xff" * 20)
     with pytest.raises(UsageError, match="admin-token: it has to be at least 16"):
         read_admin_token("short", None)
-    with pytest.raises(UsageError, match="admin_token_file: .*/none cannot be read: No such file"):
+    with pytest.raises(UsageError, match=r"admin_token_file: .*/none cannot be read: No such file"):
         read_admin_token(None, tmp_path / "none")
     with pytest.raises(UsageError, match="it is not ASCII text"):
         read_admin_token(None, file)

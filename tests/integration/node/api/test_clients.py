@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from typing import Any, Final
 
 import anthropic
 import httpx
@@ -16,7 +17,12 @@ from .servers import Server, events_of
 pytestmark = pytest.mark.beside
 
 PROMPT = {"model": "bundled", "prompt": "def f(", "max_tokens": 4, "temperature": 0}
-CHAT = {"model": "bundled", "messages": [{"role": "user", "content": "a"}], "max_tokens": 4, "temperature": 0}
+CHAT: Final[dict[str, Any]] = {
+    "model": "bundled",
+    "messages": [{"role": "user", "content": "a"}],
+    "max_tokens": 4,
+    "temperature": 0,
+}
 
 
 def test_openai_streams(ours: Server) -> None:
@@ -30,11 +36,11 @@ def test_openai_streams(ours: Server) -> None:
 
 def test_anthropic_streams(ours: Server) -> None:
     with anthropic.Anthropic(base_url=ours.url, api_key="any") as client:
-        with client.messages.stream(model="bundled", max_tokens=4, messages=CHAT["messages"]) as stream:  # type: ignore[arg-type]
+        with client.messages.stream(model="bundled", max_tokens=4, messages=CHAT["messages"]) as stream:
             text = "".join(stream.text_stream)
             assert stream.get_final_message().usage.output_tokens == 4
         with pytest.raises(anthropic.NotFoundError):
-            client.messages.create(model="another", max_tokens=4, messages=CHAT["messages"])  # type: ignore[arg-type]
+            client.messages.create(model="another", max_tokens=4, messages=CHAT["messages"])
     assert text
 
 
@@ -85,7 +91,7 @@ def test_metrics_come_to_rest_after_a_disconnect(ours: Server) -> None:
     body = {**PROMPT, "max_tokens": 1500, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{ours.url}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_lines())
-    give_up = time.monotonic() + 30
+    give_up, running = time.monotonic() + 30, [""]
     while time.monotonic() < give_up:
         lines = ours.ask("GET", "/metrics").text.splitlines()
         running = [line for line in lines if line.startswith("vllm:num_requests_running")]

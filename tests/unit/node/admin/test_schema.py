@@ -7,6 +7,8 @@ from typing import Any
 import hypothesis
 import schemathesis
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from p2pserve.node.admin.access import Access
 from p2pserve.node.admin.api import MAX_FOLLOWERS
@@ -19,8 +21,14 @@ EXAMPLES = 12  # of each path
 
 
 def served() -> Starlette:
-    """The API over a modelled network. As many follow its events as may: a stream would not end by itself."""
-    app = Starlette()
+    """The API over a modelled network. As many follow its events as may: a stream would not end by itself. A path with
+    a line break is none of its own; the server around it says so in the same form."""
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        said = {"message": f"path: nothing is served at {request.url.path}", "type": "not_found_error", "param": "path"}
+        return JSONResponse({"error": {**said, "code": 404}}, 404)
+
+    app = Starlette(exception_handlers={404: refuse})
     mount(app, Showcase(6, lambda: NOW, per_site=3), Access(TOKEN))
     for route in app.routes:
         if getattr(route, "path", "") == ADMIN_PATH:

@@ -1,4 +1,4 @@
-"""Whatever the other side of an exchange says: it is refused as a broken protocol or taken, and what is held is bounded."""
+"""Whatever the other side of an exchange says: it is refused or taken, and what is held of it is bounded."""
 
 import random
 

@@ -9,7 +9,7 @@ from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, Source
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable, NodeStatus, Status
-from p2pserve.node.observing.values import KvSent, Served
+from p2pserve.node.observing.values import KvTally, Served
 
 NOW = 1_000_000_000.0
 SITES = ("fra", "lon", "nyc")
@@ -30,7 +30,7 @@ def network(boxes: int, *, sent_bytes: int = 3_000_000_000) -> Status:
 def _node(rng: random.Random, number: int, boxes: int, sent_bytes: int) -> NodeStatus:
     gpus = 1 + number % 4
     links = {peer(other): _link(rng, number, other) for other in range(boxes) if other != number}
-    kv = {peer(1): KvSent(transfers=10, wire_bytes=sent_bytes, relayed_bytes=5)} if number == 0 and boxes > 1 else {}
+    kv = {peer(1): KvTally(transfers=10, wire_bytes=sent_bytes, relayed_bytes=5)} if number == 0 and boxes > 1 else {}
     return NodeStatus(
         peer=peer(number),
         role="worker",

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from p2pserve.sdk.errors import UsageError
-from p2pserve.sdk.seeing.drawing import Arrow, Box, Drawing, Words, to_svg, write_png, write_svg
+from p2pserve.sdk.seeing.drawing import Arrow, Drawing, Rectangle, Words, to_svg, write_png, write_svg
 from p2pserve.sdk.seeing.topology import build_topology, fold
 from p2pserve.sdk.seeing.topology_map import WIDTH, draw_topology, rate_text
 
@@ -26,7 +26,7 @@ def test_nothing_lies_outside_of_the_page(boxes: int, folded: bool) -> None:
     drawing = draw_topology(fold(topology) if folded else topology)
     assert ElementTree.fromstring(to_svg(drawing)).tag == f"{SVG}svg"
     for shape in drawing.shapes:
-        if isinstance(shape, Box):
+        if isinstance(shape, Rectangle):
             assert shape.x >= 0.0
             assert shape.x + shape.width <= WIDTH
             assert shape.y + shape.height <= drawing.height
@@ -34,7 +34,7 @@ def test_nothing_lies_outside_of_the_page(boxes: int, folded: bool) -> None:
 
 def test_every_link_has_a_cell_that_tells_of_it() -> None:
     drawing = draw_topology(build_topology(network(7), NOW))
-    titles = [shape.title for shape in drawing.shapes if isinstance(shape, Box) and "Gb/s" in shape.title]
+    titles = [shape.title for shape in drawing.shapes if isinstance(shape, Rectangle) and "Gb/s" in shape.title]
     assert len(titles) == 7 * 6
     assert all("loss" in title and "/GB" in title and "measured 90 s ago" in title for title in titles)
 
@@ -43,7 +43,7 @@ def test_texts_of_other_boxes_are_no_markup() -> None:
     drawing = Drawing(width=10, height=10, title="<t>")
     drawing.add(
         Words(x=0, y=0, text="</text><script>alert(1)</script>\x1b[2J"),
-        Box(x=0, y=0, width=1, height=1, title='"><script>'),
+        Rectangle(x=0, y=0, width=1, height=1, title='"><script>'),
         Arrow(x1=0, y1=0, x2=5, y2=5, title="a&b"),
     )
     root = ElementTree.fromstring(to_svg(drawing))
