@@ -63,7 +63,8 @@ def test_a_stream_that_is_refused_has_a_status_of_its_own(guarded: Server) -> No
         "POST", f"{guarded.url}/v1/completions", json=SLOW, headers={"x-api-key": CAROL}, timeout=60
     ) as first:
         assert first.status_code == 200, first.read()
-        next(first.iter_lines())
+        lines = first.iter_lines()  # kept: without it the connection is closed
+        next(lines)
         assert ask(guarded, CAROL, {**PROMPT, "stream": True}).status_code == 429
 
 
