@@ -80,25 +80,28 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     (
         "it starts vLLM's server in another form; this one is a process of the node",
         (
-            "--headless --api-server-count --config --grpc --aggregate-engine-logging --fail-on-environ-validation "
-            "--shutdown-timeout --gdn-prefill-backend --kda-prefill-backend --kda-decode-backend"
+            "--headless --api-server-count --config --grpc --aggregate-engine-logging "
+            "--fail-on-environ-validation --shutdown-timeout --gdn-prefill-backend --kda-prefill-backend "
+            "--kda-decode-backend"
         ),
     ),
     (
         "this network serves one set of weights for each model; merge the adapter into them",
         (
             "--lora-modules --enable-lora --max-loras --max-lora-rank --lora-dtype --enable-tower-connector-lora "
-            "--max-cpu-loras --fully-sharded-loras --lora-target-modules --default-mm-loras --specialize-active-lora "
-            "--enable-mixed-moe-lora-format --enable-moe-shared-loras --max-lora-cls-labels"
+            "--max-cpu-loras --fully-sharded-loras --lora-target-modules --default-mm-loras "
+            "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras "
+            "--max-lora-cls-labels"
         ),
     ),
     (
         "it belongs to a server of vLLM's own; leave it out",
         (
-            "--trust-request-mm-kwargs --tokens-only --enable-scale-out --grpc-port --data-parallel-supervisor-port "
-            "--dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s --dp-supervisor-probe-failure-threshold "
-            "--uvicorn-log-level --disable-uvicorn-access-log --disable-access-log-for-endpoints --h11-max- "
-            "incomplete-event-size --h11-max-header-count --enable-flash-late-interaction"
+            "--trust-request-mm-kwargs --tokens-only --enable-scale-out --grpc-port "
+            "--data-parallel-supervisor-port --dp-supervisor-probe-interval-s --dp-supervisor-probe-timeout-s "
+            "--dp-supervisor-probe-failure-threshold --uvicorn-log-level --disable-uvicorn-access-log "
+            "--disable-access-log-for-endpoints --h11-max-incomplete-event-size --h11-max-header-count "
+            "--enable-flash-late-interaction"
         ),
     ),
     (
@@ -110,7 +113,7 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
         "--uds",
     ),
     (
-        "put a proxy with TLS in front, like Caddy, or use `p2pserve gateway`: the network's sessions are encrypted",
+        ("put a proxy with TLS in front, like Caddy, or use `p2pserve gateway`: the network's sessions are encrypted"),
         "--ssl-keyfile --ssl-certfile --ssl-ca-certs --enable-ssl-refresh --ssl-cert-reqs --ssl-ciphers",
     ),
     (
@@ -120,13 +123,14 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     (
         "the network's boxes load the model, and have to agree on it; leave it out",
         (
-            "--runner --convert --seed --hf-config-path --allowed-local-media-path --allowed-media-domains --revision "
-            "--code-revision --tokenizer-revision --quantization-config --allow-deprecated-quantization --enforce- "
-            "eager --enable-return-routed-experts --return-sampling-mask --logprobs-mode --use-fp64-gumbel --enable- "
-            "trace-replay --disable-sliding-window --disable-cascade-attn --skip-tokenizer-init --enable-prompt- "
-            "embeds --config-format --hf-overrides --model-class-overrides --pooler-config --enable-sleep-mode "
-            "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names --enable-cumem-allocator --enable-nccl- "
-            "comm-suspend --model-impl --io-processor-plugin"
+            "--runner --convert --seed --hf-config-path --allowed-local-media-path --allowed-media-domains "
+            "--revision --code-revision --tokenizer-revision --quantization-config "
+            "--allow-deprecated-quantization --enforce-eager --enable-return-routed-experts "
+            "--return-sampling-mask --logprobs-mode --use-fp64-gumbel --enable-trace-replay "
+            "--disable-sliding-window --disable-cascade-attn --skip-tokenizer-init --enable-prompt-embeds "
+            "--config-format --hf-overrides --model-class-overrides --pooler-config --enable-sleep-mode "
+            "--sleep-mode-offload-cudagraph --sleep-preserve-parameter-names --enable-cumem-allocator "
+            "--enable-nccl-comm-suspend --model-impl --io-processor-plugin"
         ),
     ),
     (
@@ -153,43 +157,45 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
         "p2pserve fetches and loads the weights; leave it out",
         (
             "--load-format --download-dir --safetensors-load-strategy --safetensors-prefetch-num-threads "
-            "--safetensors-prefetch-block-size --model-loader-extra-config --ignore-patterns --use-tqdm-on-load --pt- "
-            "load-map-location"
+            "--safetensors-prefetch-block-size --model-loader-extra-config --ignore-patterns --use-tqdm-on-load "
+            "--pt-load-map-location"
         ),
     ),
     (
         "each box's engine chooses its kernels; leave it out",
         (
             "--attention-backend --mamba-backend --mamba-ssu-algorithm --enable-mamba-cache-stochastic-rounding "
-            "--mamba-cache-philox-rounds --ir-op-priority --enable-flashinfer-autotune --moe-backend --linear-backend "
-            "--sparse-indexer-topk-backend"
+            "--mamba-cache-philox-rounds --ir-op-priority --enable-flashinfer-autotune --moe-backend "
+            "--linear-backend --sparse-indexer-topk-backend"
         ),
     ),
     (
         "the plan says how boxes share the model (`p2pserve plan --live`), --tp how the GPUs of one do",
         (
-            "--distributed-executor-backend --pipeline-parallel-size --master-addr --master-port --nnodes --node-rank "
-            "--distributed-timeout-seconds --cpu-distributed-timeout-seconds --numa-bind --numa-bind-nodes --numa- "
-            "bind-cpus --device-ids --decode-context-parallel-size --dcp-comm-backend --dcp-q-replicate --dcp-kv- "
-            "cache-interleave-size --cp-kv-cache-interleave-size --prefill-context-parallel-size --data-parallel-size "
-            "--data-parallel-rank --data-parallel-start-rank --data-parallel-size-local --data-parallel-address "
-            "--data-parallel-rpc-port --data-parallel-backend --data-parallel-hybrid-lb --data-parallel-external-lb "
-            "--data-parallel-multi-port-external-lb --enable-hc-sp --enable-expert-parallel --enable-batch-sharded- "
-            "sampling --enable-ep-weight-filter --all2all-backend --enable-dbo --enable-shm-tensor-arena --ubatch- "
-            "size --enable-elastic-ep --elastic-ep-max-dp-size --dbo-decode-token-threshold --dp-sync-interval --dbo- "
-            "prefill-token-threshold --disable-nccl-for-dp-synchronization --enable-eplb --eplb-config --expert- "
-            "placement-strategy --max-parallel-loading-workers --ray-workers-use-nsight --disable-custom-all-reduce "
-            "--worker-cls --worker-extension-cls --enable-fault-tolerance --fault-tolerance-config"
+            "--distributed-executor-backend --pipeline-parallel-size --master-addr --master-port --nnodes "
+            "--node-rank --distributed-timeout-seconds --cpu-distributed-timeout-seconds --numa-bind "
+            "--numa-bind-nodes --numa-bind-cpus --device-ids --decode-context-parallel-size --dcp-comm-backend "
+            "--dcp-q-replicate --dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size "
+            "--prefill-context-parallel-size --data-parallel-size --data-parallel-rank --data-parallel-start-rank "
+            "--data-parallel-size-local --data-parallel-address --data-parallel-rpc-port --data-parallel-backend "
+            "--data-parallel-hybrid-lb --data-parallel-external-lb --data-parallel-multi-port-external-lb "
+            "--enable-hc-sp --enable-expert-parallel --enable-batch-sharded-sampling --enable-ep-weight-filter "
+            "--all2all-backend --enable-dbo --enable-shm-tensor-arena --ubatch-size --enable-elastic-ep "
+            "--elastic-ep-max-dp-size --dbo-decode-token-threshold --dp-sync-interval "
+            "--dbo-prefill-token-threshold --disable-nccl-for-dp-synchronization --enable-eplb --eplb-config "
+            "--expert-placement-strategy --max-parallel-loading-workers --ray-workers-use-nsight "
+            "--disable-custom-all-reduce --worker-cls --worker-extension-cls --enable-fault-tolerance "
+            "--fault-tolerance-config"
         ),
     ),
     (
         "each box's engine sizes and lays out its KV cache (--kv-cache-mib); leave it out",
         (
-            "--block-size --kv-cache-dtype --num-gpu-blocks-override --enable-prefix-caching --prefix-caching-hash- "
-            "algo --prefix-cache-retention-interval --kv-cache-dtype-skip-layers --kv-sharing-fast-prefill --swa- "
-            "bounded-replay --mamba-cache-dtype --mamba-ssm-cache-dtype --mamba-block-size --prefix-match-unit "
-            "--mamba-cache-mode --enable-mamba-shared-prefix-checkpoint --replayssm-buffer-len --use-replayssm --kv- "
-            "offloading-size --kv-offloading-backend"
+            "--block-size --kv-cache-dtype --num-gpu-blocks-override --enable-prefix-caching "
+            "--prefix-caching-hash-algo --prefix-cache-retention-interval --kv-cache-dtype-skip-layers "
+            "--kv-sharing-fast-prefill --swa-bounded-replay --mamba-cache-dtype --mamba-ssm-cache-dtype "
+            "--mamba-block-size --prefix-match-unit --mamba-cache-mode --enable-mamba-shared-prefix-checkpoint "
+            "--replayssm-buffer-len --use-replayssm --kv-offloading-size --kv-offloading-backend"
         ),
     ),
     (
@@ -202,12 +208,13 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     (
         "this network takes text and tokens, no images",
         (
-            "--language-model-only --limit-mm-per-prompt --enable-mm-embeds --media-io-kwargs --mm-processor-kwargs "
-            "--mm-processor-cache-gb --mm-processor-cache-type --mm-hasher-algorithm --mm-shm-cache-max-object-size- "
-            "mb --mm-encoder-only --mm-encoder-tp-mode --mm-encoder-attn-backend --mm-encoder-attn-dtype --mm- "
-            "encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin --interleave- "
-            "mm-strings --skip-mm-profiling --video-pruning-rate --video-pruning-method --mm-tensor-ipc --mm- "
-            "processor-device --mm-ipc-gpu-memory-gb --mm-device-do-normalize"
+            "--language-model-only --limit-mm-per-prompt --enable-mm-embeds --media-io-kwargs "
+            "--mm-processor-kwargs --mm-processor-cache-gb --mm-processor-cache-type --mm-hasher-algorithm "
+            "--mm-shm-cache-max-object-size-mb --mm-encoder-only --mm-encoder-tp-mode --mm-encoder-attn-backend "
+            "--mm-encoder-attn-dtype --mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path "
+            "--mm-encoder-fp8-scale-save-margin --interleave-mm-strings --skip-mm-profiling --video-pruning-rate "
+            "--video-pruning-method --mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb "
+            "--mm-device-do-normalize"
         ),
     ),
     (
@@ -217,18 +224,19 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     (
         "the network has traces and metrics of its own (docs/seeing.md); leave it out",
         (
-            "--otlp-traces-endpoint --collect-detailed-traces --per-request-spec-decode-metrics --kv-cache-metrics "
-            "--kv-cache-metrics-sample --custom-histogram-buckets --cudagraph-metrics --enable-layerwise-nvtx-tracing "
-            "--enable-mfu-metrics --enable-logging-iteration-details --jit-monitor-mode --jit-monitor-verbose"
+            "--otlp-traces-endpoint --collect-detailed-traces --per-request-spec-decode-metrics "
+            "--kv-cache-metrics --kv-cache-metrics-sample --custom-histogram-buckets --cudagraph-metrics "
+            "--enable-layerwise-nvtx-tracing --enable-mfu-metrics --enable-logging-iteration-details "
+            "--jit-monitor-mode --jit-monitor-verbose"
         ),
     ),
     (
         "the plan and each box's engine schedule (--max-num-batched-tokens, --max-requests); leave it out",
         (
-            "--max-num-scheduled-tokens --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens --long- "
-            "prefill-token-threshold --long-prefill-token-threshold-adaptive --scheduling-policy --enable-chunked- "
-            "prefill --disable-chunked-mm-input --scheduler-cls --scheduler-reserve-full-isl --watermark --prefill- "
-            "schedule-interval --disable-hybrid-kv-cache-manager"
+            "--max-num-scheduled-tokens --max-num-active-seqs --max-num-queued-reqs --max-num-queued-tokens "
+            "--long-prefill-token-threshold --long-prefill-token-threshold-adaptive --scheduling-policy "
+            "--enable-chunked-prefill --disable-chunked-mm-input --scheduler-cls --scheduler-reserve-full-isl "
+            "--watermark --prefill-schedule-interval --disable-hybrid-kv-cache-manager"
         ),
     ),
     (
@@ -242,10 +250,10 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     (
         "it configures an engine; each box's engine is configured by its node; leave it out",
         (
-            "--spec-method --spec-model --spec-tokens --watermark-config --diffusion-config --kv-events-config --ec- "
-            "transfer-config --ec-manager-config --compilation-config --attention-config --engram-config --reasoning- "
-            "config --kernel-config --additional-config --aux-output-config --profiler-config --optimization-level "
-            "--performance-mode --weight-transfer-config"
+            "--spec-method --spec-model --spec-tokens --watermark-config --diffusion-config --kv-events-config "
+            "--ec-transfer-config --ec-manager-config --compilation-config --attention-config --engram-config "
+            "--reasoning-config --kernel-config --additional-config --aux-output-config --profiler-config "
+            "--optimization-level --performance-mode --weight-transfer-config"
         ),
     ),
     (
@@ -278,7 +286,6 @@ ALIASES: Final = {
     "-dpp": "--data-parallel-rpc-port",
     "-dpr": "--data-parallel-start-rank",
     "-ep": "--enable-expert-parallel",
-    "-h": "--help",
     "-n": "--nnodes",
     "-pcp": "--prefill-context-parallel-size",
     "-pp": "--pipeline-parallel-size",

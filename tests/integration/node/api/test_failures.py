@@ -16,7 +16,7 @@ from .servers import Server, events_of, start_p2pserve, wait_ready
 
 pytestmark = pytest.mark.beside
 
-ALICE, BOB = "sk-alice-0123456789", "sk-bob-9876543210"
+ALICE, BOB, CAROL = "sk-alice-0123456789", "sk-bob-9876543210", "sk-carol-0011223344"
 PROMPT = {"model": "bundled", "prompt": "def f(", "max_tokens": 4, "temperature": 0}
 SLOW = {**PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
@@ -26,7 +26,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose keys have limits."""
     home = tmp_path_factory.mktemp("guarded")
     keys = home / "keys.txt"
-    keys.write_text(f"{ALICE} name=alice concurrent=1 tokens_min=4000\n{BOB} name=bob\n")
+    keys.write_text(f"{ALICE} name=alice tokens_min=4000\n{BOB} name=bob\n{CAROL} name=carol concurrent=1\n")
     with start_p2pserve(home, "--api-key-file", str(keys)) as server:
         wait_ready(server)
         yield server
@@ -51,7 +51,7 @@ def test_a_wrong_key_is_refused_before_the_body_is_read(guarded: Server) -> None
 
 def test_a_key_has_what_its_line_says(guarded: Server) -> None:
     assert ask(guarded, ALICE).status_code == 200
-    too_much = ask(guarded, ALICE, {**SLOW, "n": 3, "stream": False})
+    too_much = ask(guarded, ALICE, {**SLOW, "n": 3, "temperature": 1, "stream": False})
     assert too_much.status_code == 429, too_much.text
     assert int(too_much.headers["retry-after"]) >= 1
     assert "alice" in too_much.json()["error"]["message"]
@@ -60,10 +60,12 @@ def test_a_key_has_what_its_line_says(guarded: Server) -> None:
 
 def test_a_stream_that_is_refused_has_a_status_of_its_own(guarded: Server) -> None:
     with httpx.stream(
-        "POST", f"{guarded.url}/v1/completions", json=SLOW, headers={"x-api-key": ALICE}, timeout=60
+        "POST", f"{guarded.url}/v1/completions", json=SLOW, headers={"x-api-key": CAROL}, timeout=60
     ) as first:
-        next(first.iter_lines())
-        assert ask(guarded, ALICE, {**PROMPT, "stream": True}).status_code == 429
+        assert first.status_code == 200, first.read()
+        lines = first.iter_lines()  # kept: without it the connection is closed
+        next(lines)
+        assert ask(guarded, CAROL, {**PROMPT, "stream": True}).status_code == 429
 
 
 def test_a_new_api_process_takes_over_the_port(guarded: Server) -> None:
