@@ -14,6 +14,7 @@ COPY . .
 RUN make setup DEVICE=cuda DRIVER=later PYTHON=python3.12
 
 ENV PATH=/opt/p2pserve/.venv/bin:$PATH
+# The one port, and the token, model and prices come as variables of the instance: docs/renting.md.
 EXPOSE 4001
 ENTRYPOINT ["p2pserve"]
 CMD ["--help"]

@@ -1,4 +1,4 @@
-# make setup | demo | test | quick | mutants | gpu-check | lint | format | clean
+# make setup | demo | test | quick | docs | mutants | gpu-check | lint | format | clean
 #
 #   PYTHON       the interpreter that makes .venv (python3)
 #   DEVICE       what engines compute on: cpu, cuda, or auto (what .venv is for, else cuda where there is a driver)
@@ -32,7 +32,7 @@ CONTENT  = { pwd; echo "$$device"; cat pyproject.toml $(LOCKS) requirements/torc
 # Unless TORCH_INDEX was given: a CPU build that pip finds without it is as good, and may be nearer.
 KNOWN_TORCH = $(if $(filter file,$(origin TORCH_INDEX)),$(PIP) "$$(grep '^torch==' requirements/torch.txt)+cpu" 2>/dev/null ||)
 
-.PHONY: setup demo test quick mutants gpu-check lint format clean
+.PHONY: setup demo test quick docs mutants gpu-check lint format clean
 .DEFAULT_GOAL := setup
 .NOTPARALLEL:
 
@@ -104,6 +104,11 @@ endif
 quick: lint
 	@echo "quick: pytest, unit tests on $(JOBS) processes"
 	@$(EACH) $(PY) -m pytest -q -n $(JOBS) tests/unit
+
+# The pages as a site, in build/site; nothing in it is loaded from elsewhere.
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "docs: build/site/index.html"
 
 # Whether unit tests notice small faults in the modules that decide (see tests/mutants.py). Some ten minutes on two cores.
 mutants: setup

@@ -78,11 +78,11 @@ def _factors(box: BoxView, workload: Workload) -> _Factors:
     prompt, held = workload.mean_prompt, workload.mean_prompt + workload.mean_output / 2
     compute = _factor(
         _seconds(profile.prefill, 1.0, prompt),
-        lambda factor: _times(box, factor, 1.0).prefill_s(round(prompt), prompt * (prompt + 1.0) / 2.0),
+        lambda factor: step_times_of(box, factor, 1.0).prefill_s(round(prompt), prompt * (prompt + 1.0) / 2.0),
     )
     memory = _factor(
         _seconds(profile.decode, BATCH, held),
-        lambda factor: _times(box, compute or 1.0, factor).decode_line(BATCH).step_s(BATCH * held),
+        lambda factor: step_times_of(box, compute or 1.0, factor).decode_line(BATCH).step_s(BATCH * held),
     )
     return _Factors(compute, memory)
 
@@ -108,7 +108,8 @@ def _factor(measured: float | None, modelled: Callable[[float], float]) -> float
     return sqrt(low * high)
 
 
-def _times(box: BoxView, compute: float, memory: float) -> StepTimes:
+def step_times_of(box: BoxView, compute: float = 1.0, memory: float = 1.0) -> StepTimes:
+    """Of a replica on this box alone, with its measured rates times these factors."""
     card = GpuSpec(
         name=box.card, memory_gib=box.memory_gib / box.tp, memory_gbps=box.memory_gbps * memory / box.tp,
         tflops=box.compute_tflops * compute / box.tp, nvlink_gbps=0.0, pcie_gen=0, usd_per_hour=0.0,

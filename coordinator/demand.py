@@ -1,56 +1,18 @@
-"""What clients ask of a service: gateways count their own; plans are for all together."""
+"""What clients ask of a service, as gateways tell it to all."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
-from functools import cache
-from math import log, sqrt
-from typing import Annotated, Final, final
+from collections.abc import Collection
+from typing import Annotated, Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from .bounds import Tokens
-from .costs.tables import packaged_rows
-from .planning.model.length_classes import classify_lengths
-from .planning.model.workload import Workload
-from .workload_profiler import REFERENCE, Shift, WorkloadProfiler, WorkloadStatistics
-
-Lengths = NDArray[np.int64]
 
 CLASSES_PER_SIDE: Final = 8
 MAX_LENGTHS: Final = CLASSES_PER_SIDE * CLASSES_PER_SIDE
 """Requests that a demand describes by their lengths, at most: so many classes by prompt, each of so
 many by output."""
-
-UNKNOWN_RATE: Final = 1.0
-"""Requests per second that are planned for until somebody has asked for something."""
-
-MIN_REQUESTS: Final = 32
-"""Requests that have to end before a gateway says anything: until then the packaged lengths are the
-better guess."""
-
-CHECK_EVERY: Final = 16
-"""Requests that end between two looks at whether there is news."""
-
-NEWS_FACTOR: Final = 1.5
-"""A rate or a mean length that is off by less than this factor is no news..."""
-
-NEWS_ERRORS: Final = 3.0
-"""...nor is one that is off by less than so many of its standard errors."""
-
-SAMPLE_SIZE: Final = 4096
-"""Requests that stand for those of several gateways."""
-
-QUIET_S: Final = 60.0
-"""Silence is no news for less than this..."""
-
-QUIET_GAPS: Final = 10.0
-"""...nor for less than (1 + cv^2) times so many mean gaps between requests: 20 gaps of Poisson
-arrivals, of which one in 500 million is longer; and the long gaps between bursts are themselves 1 +
-cv^2 mean gaps on average."""
 
 SLOWEST: Final = 1e-6
 """Requests per second; who is asked less often, once in eleven days, is not asked."""
@@ -69,156 +31,6 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"demand.requests_s is {self.requests_s}; it must be 0 or at least {SLOWEST:g}")
 
 
-@final
-class DemandMeter:
-    """Of one gateway and one service. Tell it of every request as it begins and as it ends.
-
-    `demand` changes only when there is news: the first requests have ended, as many as a reference
-    takes have, the traffic has shifted (`WorkloadProfiler`), a mean is clearly not what it was, or
-    requests no longer come. So it can be gossiped whenever it changes. After a silence nothing is
-    taken as known: what comes then is told of like the first requests, and the rate stays 0 until
-    then, so that now and again a request does not bring back a load that has gone.
-    """
-
-    def __init__(self) -> None:
-        self._profiler = WorkloadProfiler()
-        self._ended = 0  # since the profiler began, or began anew
-        self._told: WorkloadStatistics | None = None
-        self._demand: Demand | None = None
-        self._shifted = False
-        self._latest = 0.0  # when the last request came
-
-    def __repr__(self) -> str:
-        return f"<DemandMeter: {self._profiler!r}, said {self._demand}>"
-
-    def demand(self, now: float) -> Demand | None:
-        """The latest news at `now` (seconds); None before there are any."""
-        if self._demand is None or not self._is_quiet(now):
-            return self._demand
-        return msgspec.structs.replace(self._demand, requests_s=0.0)
-
-    def record_start(self, now: float, prompt_tokens: int) -> None:
-        """A request has come. `now` (seconds) must not go back."""
-        if self._is_quiet(now):
-            # The silence is no gap between requests, and those that come now may be of another kind.
-            self._demand, self._told = self.demand(now), None
-            self._profiler, self._ended, self._shifted = WorkloadProfiler(), 0, False
-        self._latest = now
-        self._note_shift(self._profiler.record_arrival(prompt_tokens, now=now))
-
-    def record_end(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A request has been answered, with so many tokens."""
-        self._ended += 1
-        self._note_shift(self._profiler.record_finish(max(1, prompt_tokens), max(1, output_tokens)))
-        if self._ended % CHECK_EVERY == 0 or self._ended == REFERENCE:
-            self._check_for_news()
-
-    def _note_shift(self, shift: Shift | None) -> None:
-        if shift is not None:
-            self._shifted, self._ended = True, 0
-
-    def _is_quiet(self, now: float) -> bool:
-        """Whether requests no longer come, as far as it is known how often they did."""
-        told = self._told
-        if told is None:
-            return False
-        return now - self._latest > max(QUIET_S, QUIET_GAPS * (1.0 + told.arrival_cv**2) / told.rate)
-
-    def _check_for_news(self) -> None:
-        now = self._profiler.statistics()
-        if now.requests < MIN_REQUESTS or not now.rate > 0.0:
-            return
-        if self._told is None or self._shifted or self._ended == REFERENCE or self._has_moved(self._told, now):
-            self._told, self._shifted = now, False
-            self._demand = _demand(self._profiler.workload("requests of one gateway"))
-
-    def _has_moved(self, told: WorkloadStatistics, now: WorkloadStatistics) -> bool:
-        lengths = self._profiler.workload("requests of one gateway")
-        return (
-            _differ(told.rate, now.rate, now.arrival_cv / sqrt(now.requests))
-            or _differ(told.prompt, now.prompt, _standard_error(lengths.prompts))
-            or _differ(told.output, now.output, _standard_error(lengths.outputs))
-        )
-
-
 def is_idle(demands: Collection[Demand]) -> bool:
     """Whether gateways that have had requests have none now."""
     return bool(demands) and not any(demand.requests_s for demand in demands)
-
-
-def expected_workload(demands: Iterable[Demand], longest: int) -> Workload:
-    """What all gateways together ask for. Where nobody asks for anything now, the lengths that were
-    seen last, and where none has seen anything, those of Azure's conversations, at UNKNOWN_RATE.
-
-    A request of more than `longest` tokens in all is shortened to that, prompt and output alike.
-    The order of `demands` does not matter.
-    """
-    seen = sorted(demands, key=msgspec.structs.astuple)
-    if not seen:
-        prompts, outputs = azure_lengths("conversation")
-        prompts, outputs = _shorten(prompts, outputs, longest)
-        return Workload(name="Azure's conversations", prompts=prompts, outputs=outputs, rate=UNKNOWN_RATE)
-    asking, when = [demand for demand in seen if demand.requests_s > 0.0], "lately"
-    if not asking:
-        asking, when = [msgspec.structs.replace(demand, requests_s=UNKNOWN_RATE / len(seen)) for demand in seen], "last"
-    rate = sum(demand.requests_s for demand in asking)
-    pairs = np.concatenate([
-        np.repeat(np.array(demand.lengths, dtype=np.int64), _repeats(demand, rate), axis=0) for demand in asking
-    ])  # fmt: skip
-    prompts, outputs = _shorten(pairs[:, 0], pairs[:, 1], longest)
-    # independent streams: in the long run, variances of their counts add up
-    square = sum(demand.requests_s * demand.arrival_cv**2 for demand in asking) / rate
-    return Workload(
-        name=f"what {f'{len(asking)} gateways' if len(asking) > 1 else 'a gateway'} saw {when}",
-        prompts=prompts, outputs=outputs, rate=rate, arrival_cv=sqrt(square),
-    )  # fmt: skip
-
-
-def _repeats(demand: Demand, rate: float) -> int:
-    """How often each of its lengths is in a sample in which all gateways have their shares."""
-    return max(1, round(SAMPLE_SIZE * demand.requests_s / rate / len(demand.lengths)))
-
-
-def _shorten(prompts: Lengths, outputs: Lengths, longest: int) -> tuple[Lengths, Lengths]:
-    most = max(2, longest)
-    total = prompts + outputs
-    kept = np.clip(prompts * most // np.maximum(total, 1), 1, most - 1)
-    long = total > most
-    return np.where(long, kept, prompts), np.where(long, most - kept, outputs)
-
-
-def _demand(workload: Workload) -> Demand:
-    return Demand(requests_s=workload.rate, arrival_cv=workload.arrival_cv, lengths=_summary(workload))
-
-
-def _summary(workload: Workload) -> tuple[tuple[int, int], ...]:
-    """All lengths if few; else means of equal classes of as many of the latest as they take."""
-    count = len(workload.prompts)
-    if count <= MAX_LENGTHS:
-        pairs = zip(workload.prompts.tolist(), workload.outputs.tolist(), strict=True)
-        return tuple(sorted(pairs))
-    size = count // MAX_LENGTHS * MAX_LENGTHS
-    latest = replace(workload, prompts=workload.prompts[-size:], outputs=workload.outputs[-size:])
-    classes = classify_lengths(
-        latest, prompts=CLASSES_PER_SIDE, outputs=np.arange(1, CLASSES_PER_SIDE) / CLASSES_PER_SIDE
-    )
-    means = zip(classes.prompt.tolist(), classes.output.tolist(), strict=True)
-    return tuple((round(prompt), round(output)) for prompt, output in means)
-
-
-def _standard_error(lengths: Lengths) -> float:
-    """Of the mean, relative to it."""
-    return float(lengths.std() / lengths.mean() / sqrt(len(lengths)))
-
-
-def _differ(before: float, after: float, error: float) -> bool:
-    """Whether two means are clearly not the same."""
-    return abs(log(after / before)) > max(log(NEWS_FACTOR), NEWS_ERRORS * error)
-
-
-@cache
-def azure_lengths(kind: str) -> tuple[Lengths, Lengths]:
-    """Prompts and outputs of 512 requests of Azure's traces, `coding` or `conversation`."""
-    rows = [row for row in packaged_rows("azure_lengths.csv") if row["workload"] == kind]
-    prompts, outputs = (np.array([int(row[name]) for row in rows], dtype=np.int64) for name in ("prompt", "output"))
-    return prompts, outputs

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
+from math import isfinite
 from typing import Final, TypedDict, Unpack
 
 import msgspec
@@ -22,7 +23,7 @@ import numpy as np
 from .capacity import BoxView, KvCodec, LinkView
 from .demand import Demand
 from .network_problem import NetworkProblem, build_network_problem
-from .plan import Pairing, Phase, Plan, PlanError, Replica
+from .plan import Deadlines, Pairing, Phase, Plan, PlanError, Replica
 from .planning.lower.flow import FlowProblem, RequestFlow, flow_from_rates
 from .planning.lower.orchestration import Solver
 from .planning.model.errors import UnservedError
@@ -93,6 +94,7 @@ def plan_network(
         epoch=named["epoch"], version=named["version"], service=service, replicas=replicas, pairings=pairings,
         codec=codec.name,
         why=_limit_reasons([*why, *_explain_idle(replicas, pairings), _explain_load(network), *expected]),
+        deadlines=_state_deadlines(network),
     )  # fmt: skip
     if not plan.newer_than(previous):
         raise PlanError(f"the new plan {plan.number} would not be newer than {previous and previous.number}")
@@ -296,6 +298,12 @@ def _explain_idle(replicas: Sequence[Replica], pairings: Sequence[Pairing]) -> l
     busy = {end for pair in pairings for end in (pair.prefill, pair.decode)}
     idle = [replica.id for replica in replicas if replica.id not in busy]
     return [f"no requests for {', '.join(idle)}: all that can be in time are served without"] if idle else []
+
+
+def _state_deadlines(network: NetworkProblem) -> Deadlines:
+    slo = network.service.slo
+    ttft_s, tpot_s, e2e_s = (limit if isfinite(limit) else 0.0 for limit in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
+    return Deadlines(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
 
 def _explain_load(network: NetworkProblem) -> str:

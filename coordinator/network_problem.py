@@ -24,7 +24,8 @@ from .costs.gpus import GpuSpec, Specs, gpu_table
 from .costs.model_shape import ModelShape
 from .costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
 from .costs.step_times import StepTimes
-from .demand import Demand, expected_workload, is_idle
+from .demand import Demand, is_idle
+from .demand_meter import expected_workload
 from .pipelines import BoxGroup, group_boxes
 from .plan import Phase, Plan, PlanError, Stage
 from .planning.lower.evaluator import LowerLevel

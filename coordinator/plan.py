@@ -14,7 +14,19 @@ from typing import Annotated, Self
 
 import msgspec
 
-from .bounds import MAX_GPUS, MAX_PAIRINGS, MAX_REPLICAS, MAX_STAGES, Counter, Degree, Layer, ModelName, Name, Text
+from .bounds import (
+    MAX_GPUS,
+    MAX_PAIRINGS,
+    MAX_REPLICAS,
+    MAX_STAGES,
+    Counter,
+    Degree,
+    Figure,
+    Layer,
+    ModelName,
+    Name,
+    Text,
+)
 
 WEIGHT_TOLERANCE = 1e-6
 """How far the weights of a plan may sum from 1, which leaves room for rounding."""
@@ -153,8 +165,17 @@ class Pairing(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan is to keep, in seconds; 0: that is not asked for."""
+
+    ttft_s: Figure = 0.0
+    tpot_s: Figure = 0.0
+    e2e_s: Figure = 0.0
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Who does what for one service. `pairings` weigh 1 in all; `why`: a line per decision."""
+    """Who does what for one service. `pairings` weigh 1 in all; `why`: a line per decision; `deadlines`: what it was
+    made for."""
 
     epoch: Counter
     version: Counter
@@ -163,6 +184,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     pairings: Annotated[tuple[Pairing, ...], msgspec.Meta(max_length=MAX_PAIRINGS)]
     codec: Name
     why: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_REPLICAS)]
+    deadlines: Deadlines = Deadlines()
 
     def __post_init__(self) -> None:
         _require(self.epoch >= 0, f"plan.epoch is {self.epoch}; it must not be negative")

@@ -22,38 +22,51 @@ from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
 from ..bootstrap.state_file import StateFile
 from ..coordinator import Plan, PlanError
+from ..coordinator.worth import BoxLine, WorthWatch
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
 from ..kvtransport.probing.probe import Activity
 from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from ..kvtransport.wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC
 from . import messages
+from .admin.answering import NodeAnswers
 from .box import hardware
 from .box.home import lock_home
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
+from .http.admission import FrontRules, check_listen
+from .http.asking import HttpAsking
+from .http.front import HttpFront
 from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
 from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
+from .observing.event_file import EventFile
+from .observing.event_log import EventLog
+from .observing.spans import SpanExport, open_spans
+from .observing.values import EventKind
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
+from .planning.messages import PlanManifest
 from .planning.plan_exchange import PlanExchange
 from .planning.plan_file import PlanFile
 from .planning.planner import PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
+from .showing import Showing
 
 DRAIN_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A node that has been admitted. `tokens` are those a new network hands out: leader, worker, client, admin."""
+    """A node that has been admitted. `tokens` are those a new network hands out: leader, worker, client, admin.
+    `http`: where it serves the OpenAI API."""
 
     peer: PeerId
     address: Address
     tokens: dict[str, str]
+    http: Address | None = None
 
 
 async def run_node(
@@ -63,9 +76,11 @@ async def run_node(
     stop: trio.Event,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises
-    NodeError, ModelError, GpuError, EngineError or NetworkError, perhaps in exception groups."""
+    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises NodeError, ModelError,
+    GpuError, EngineError or NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
+    if settings.http is not None:
+        check_listen(settings.http, _front_rules(settings))
     invitation = await accept_invitation(settings.bootstrap, settings.token) if settings.bootstrap is not None else None
     backend = find_backend(settings.engine.backend)
     found = backend.hardware(hardware.probe(), settings.engine)
@@ -117,9 +132,18 @@ async def _join(
         )
         async with network:
             plans = PlanFile(settings.home, membership.network, say)
-            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load))
+            events = EventFile(settings.home, say)
+            log = EventLog(identity.peer_id, time.time, await trio.to_thread.run_sync(events.load))
+            joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
             nursery.start_soon(plans.keep, joined.view)
+            events.follow(log)
+            spans = open_spans(identity.peer_id, os.environ, say)
+            if spans is not None:
+                log.followers.append(spans.on_event)
+                nursery.start_soon(_close_in_the_end, spans)
+            nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
+            http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
             handed_out: dict[str, str] = {}
             owner = membership.owner
@@ -127,7 +151,7 @@ async def _join(
                 here = Bootstrap(address.host, address.port, identity.peer_id)
                 handed_out = await trio.to_thread.run_sync(owner.take_greetings, here, settings.also, time.time())
                 nursery.start_soon(owner.follow, network, time.time, network.settings)
-            task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out))
+            task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out, http=http))
             await stop.wait()
             await node.drain()
             await network.leave()
@@ -170,6 +194,9 @@ class Node:
             Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
         )
         serving = self._serving
+        self.showing = Showing(joined, serving)
+        if serving is not None:
+            serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(
             joined.knowledge,
             messenger=network,
@@ -179,13 +206,25 @@ class Node:
             rng=random.Random(),
             tuning=settings.tuning,
         )
+        prober.record = joined.record
         port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, relay.attach)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, prober.attach)
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
-        for task in (prober.run, joined.tell_links, self._advertise, self._watch, self._coordinate, self._judge):
+        own = (self._advertise, self._watch, self._coordinate, self._judge, self._weigh)
+        for task in (prober.run, joined.tell_links, *own):
             nursery.start_soon(task)
+
+    async def serve_http(self, listen: Address, nursery: trio.Nursery) -> Address:
+        """Serve the OpenAI API at a port of this box, and return it: from its own API process, or without a model, from
+        whichever box of the network has an engine that is ready. Raises AddressError or PortInUse."""
+        joined = self._joined
+        if self._serving is not None:
+            return self._serving.api.listen(listen)
+        front = HttpFront(HttpAsking(joined.network, nursery), _front_rules(joined.settings))
+        at: Address = await nursery.start(front.serve, listen)
+        return at
 
     def _hurry(self) -> None:
         self._news.set()
@@ -264,10 +303,12 @@ class Node:
                 try:
                     found = await planner.plan(task)
                 except PlanError as error:
+                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"no new plan for {task.service}: {error}")
                     continue
                 except PlannerFailed as error:
                     helps = coordinator.on_failed(task, str(error), trio.current_time())
+                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"planning for {task.service} failed: {error}" + "; trying without some boxes" * helps)
                     continue
                 plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
@@ -282,12 +323,14 @@ class Node:
         except PlanError as error:
             joined.say(f"the plan was not published: {error}")
             return
+        number = f"{plan.epoch}.{plan.version}"
+        joined.record(EventKind.PLAN_MADE, plan=number, service=plan.service, replicas=len(plan.replicas))
         self._plans.hold(manifest.digest, payload)
         joined.publish(messages.PLAN, manifest)
         joined.follow()
         self._on_plan_bytes(manifest, payload)
 
-    def _on_plan_bytes(self, manifest: messages.PlanManifest, payload: bytes) -> None:
+    def _on_plan_bytes(self, manifest: PlanManifest, payload: bytes) -> None:
         self._joined.intake.on_bytes(manifest, payload)
         self._joined.take_plan()
         self._looked.set()
@@ -305,19 +348,36 @@ class Node:
             if reason:
                 objected = leader
                 joined.network.object_to(*leader)
+                joined.record(EventKind.PLAN_OBJECTED, peer=leader[0], epoch=leader[1], why=reason)
                 joined.say(f"this node objects to the plan of coordinator {leader[0]}: {reason}")
+
+    async def _weigh(self) -> None:
+        """Tell the owner whether the box is worth its price, once that is known and when it changes."""
+        joined, serving, watch = self._joined, self._serving, WorthWatch()
+        while serving is not None and joined.settings.usd_per_hour > 0.0:
+            await trio.sleep(self._tuning.worth_s)
+            worth = joined.view.worth(serving.service).get(joined.own)
+            line = joined.view.lines().get(joined.own, BoxLine())
+            told = watch.consider(worth, line, trio.current_time())
+            if told is not None:
+                joined.say(told)
 
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""
+        self.showing.follow_plan()
         if self._serving is not None:
             self._serving.gateway.network_changed()
             if not self._draining:
                 self._serving.host.follow(self._joined.view.plan)
 
 
-async def _close_in_the_end(relay: Relay) -> None:
+def _front_rules(settings: NodeSettings) -> FrontRules:
+    return FrontRules(keys=tuple(key.secret for key in settings.api.keys), needs_no_key=settings.api.needs_no_key)
+
+
+async def _close_in_the_end(closing: Relay | SpanExport) -> None:
     try:
         await trio.sleep_forever()
     finally:
         with trio.CancelScope(shield=True):
-            await trio.to_thread.run_sync(relay.close)
+            await trio.to_thread.run_sync(closing.close)

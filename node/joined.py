@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import final
@@ -17,6 +18,8 @@ from ..coordinator import Plan
 from . import messages, methods
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
+from .observing.event_log import EventLog
+from .observing.values import EventKind
 from .planning.plan_intake import PlanIntake
 from .settings import NodeSettings
 from .view import NetworkView
@@ -29,8 +32,17 @@ Leader = tuple[PeerId, int]
 class Joined:
     """A node that has been admitted. `say` tells its owner; `followed`: the plan that an earlier run followed last."""
 
-    def __init__(self, network: Network, settings: NodeSettings, say: Say, followed: Plan | None = None) -> None:
+    def __init__(
+        self,
+        network: Network,
+        settings: NodeSettings,
+        say: Say,
+        followed: Plan | None = None,
+        log: EventLog | None = None,
+    ) -> None:
         self.network = network
+        self.log = log if log is not None else EventLog(network.peer_id, time.time)
+        self.record = self.log.record
         self.own = network.peer_id
         self.settings = settings
         self.say = say
@@ -45,7 +57,10 @@ class Joined:
         self.intake = PlanIntake(self.own, settings.tuning)
         self._followed = followed
         self._foreign: tuple[str, ...] = ()
+        self._states: dict[PeerId, MemberState] = {}
+        self._phase = ""
         network.handle(methods.STATUS, self._on_status)
+        network.on_hung(self._record_hung)
 
     def __repr__(self) -> str:
         return f"<Joined {self.own} leader={self.leader} {self.knowledge}>"
@@ -81,11 +96,15 @@ class Joined:
         present = self._others(members, MemberState.ALIVE, MemberState.SUSPECT)
         self._addresses = {member.peer_id: member.address for member in present if member.address.port}
         self.knowledge.learn(self.view.links_told, self._addresses)
+        self._record_members(members)
         self._say_members({member.peer_id for member in self._others(members, MemberState.ALIVE)})
         leader = self.network.coordinator
         if leader != self.leader:
             self.leader = leader
-            if leader is not None:
+            if leader is None:
+                self.record(EventKind.COORDINATOR_LOST)
+            else:
+                self.record(EventKind.COORDINATOR_ELECTED, peer=leader[0], epoch=leader[1])
                 who = "this node" if leader[0] == self.own else leader[0]
                 self.say(f"coordinator: {who} (epoch {leader[1]})")
         if leader is not None:
@@ -111,6 +130,7 @@ class Joined:
         if plan is not None and self.view.consider_plan(plan):
             phase = plan.phase_of(self.own)
             role = f"this node: {phase.value}" if phase is not None else "this node has no part in it"
+            self._record_plan(plan, phase.value if phase is not None else "")
             self.say(f"plan {plan.epoch}.{plan.version} for {plan.service}: {len(plan.replicas)} replicas; {role}")
 
     async def tell_links(self) -> None:
@@ -119,7 +139,7 @@ class Joined:
         published: messages.LinkTable | None = None
         while True:
             await trio.sleep(tuning.links_interval_s * max(1.0, len(self._present) / tuning.links_nodes))
-            table = self.knowledge.table(published, trio.current_time())
+            table = self.knowledge.table(published, trio.current_time(), time.time())
             if table != published:
                 published = table
                 self.publish(messages.LINKS, table)
@@ -138,6 +158,30 @@ class Joined:
             self._followed = None
             self.view.consider_plan(followed)
 
+    def _record_plan(self, plan: Plan, phase: str) -> None:
+        number, replicas = f"{plan.epoch}.{plan.version}", len(plan.replicas)
+        why = "; ".join(plan.why)
+        self.record(EventKind.PLAN_FOLLOWED, plan=number, service=plan.service, replicas=replicas, why=why)
+        if phase != self._phase:
+            self.record(EventKind.PHASE_CHANGED, phase=phase or "none", before=self._phase or "none", plan=number)
+            self._phase = phase
+
+    def _record_members(self, members: tuple[Member, ...]) -> None:
+        """What has become of the other boxes. One that is suspected may be alive, and nothing has become of it."""
+        kinds = {MemberState.ALIVE: EventKind.MEMBER_JOINED, MemberState.DEAD: EventKind.MEMBER_DEAD}
+        kinds[MemberState.LEFT] = EventKind.MEMBER_LEFT
+        seen: dict[PeerId, MemberState] = {}
+        for member in self._others(members, *MemberState):
+            before = self._states.get(member.peer_id)
+            seen[member.peer_id] = before if member.state is MemberState.SUSPECT and before else member.state
+            is_news = member.state is not before and (before is not None or member.state is MemberState.ALIVE)
+            if is_news and member.state in kinds:
+                self.record(kinds[member.state], peer=member.peer_id, address=str(member.address))
+        self._states = seen
+
+    def _record_hung(self, peer: PeerId, hung: bool) -> None:
+        self.record(EventKind.MEMBER_HUNG if hung else EventKind.MEMBER_ANSWERS, peer=peer)
+
     def _say_members(self, alive: set[PeerId]) -> None:
         for peer in sorted(alive - self._present):
             self.say(f"joined: {peer}")
@@ -153,6 +197,10 @@ class Joined:
         ]
 
     async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
+        return self.status()
+
+    def status(self) -> messages.Status:
+        """The network as this node sees it."""
         leader = self.network.coordinator
         return messages.Status(
             answered_by=self.own,
@@ -171,4 +219,5 @@ class Joined:
                 for member in self.network.members()
             ),
             plan=self.view.plan,
+            worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
         )

@@ -26,15 +26,18 @@ import msgspec
 
 from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
 from ..coordinator.bounds import MAX_STAGES, Count, Counter, Degree, Figure, Layer, ModelName, Name, Seconds, Text
+from ..coordinator.costs.box_worth import BoxWorth
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
 from ..kvtransport.wire.permits import Permit
 from ..kvtransport.wire.tickets import LINK_ID_BYTES, TRANSFER_ID_BYTES, LinkTicket, TransferTicket
-from .box.fitting import BatchLimits
+from .box.batch_limits import BatchLimits
 from .box.hardware import Hardware
-from .engine.protocol import EngineStats, Inlet, KvSlice, Outlet, PipeEnd, Sampling, WorkerRank
+from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, LayerTimes, Outlet, PipeEnd, WorkerRank
+from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
+from .observing.values import Served
 
 ADVERT: Final = "advert"
 PLAN: Final = "plan"
@@ -46,11 +49,6 @@ MAX_CONTINUED_TOKENS: Final = 1 << 17  # of 5 bytes each: beside a prompt of tha
 MAX_TURNS: Final = 4096  # of a conversation
 MAX_PEERS: Final = 4096  # that one node says something of
 MAX_SLICES: Final = 4096
-MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
-INLINE_PLAN_BYTES: Final = 32 << 10  # a plan up to this size is in its manifest: everybody is told it at once
-PLAN_PIECE_BYTES: Final = 256 << 10
-MAX_HOLDERS: Final = 8  # of a plan, that one answer names
-PLAN_DIGEST_BYTES: Final = 32  # SHA-256
 MAX_LABELS: Final = 256  # stop texts, paths that a request's KV took, times that it was recovered
 
 Label = Annotated[str, msgspec.Meta(max_length=128)]
@@ -61,8 +59,8 @@ AnyNumber = Annotated[float, msgspec.Meta(extra={"checked_by": "node.requests.ac
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 LinkId = Annotated[bytes, msgspec.Meta(min_length=LINK_ID_BYTES, max_length=LINK_ID_BYTES)]
 TransferId = Annotated[bytes, msgspec.Meta(min_length=TRANSFER_ID_BYTES, max_length=TRANSFER_ID_BYTES)]
-PlanDigest = Annotated[bytes, msgspec.Meta(min_length=PLAN_DIGEST_BYTES, max_length=PLAN_DIGEST_BYTES)]
-Deadline = Annotated[float, msgspec.Meta(gt=0, le=86400)]
+MAX_DEADLINE_S: Final = 86_400.0
+Deadline = Annotated[float, msgspec.Meta(gt=0, le=MAX_DEADLINE_S)]
 Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 NewTokens = Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_CONTINUED_TOKENS)]
 Prompt = Annotated[tuple[Token, ...], msgspec.Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
@@ -117,6 +115,7 @@ class Advert(Message, frozen=True, kw_only=True):
     demand: Demand | None = None
     phase: Phase | None = None
     usd_per_hour: Figure = 0.0
+    served: Served | None = None
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
@@ -128,37 +127,6 @@ class LinkTable(Message, frozen=True, kw_only=True):
     site: Label = ""
     box: BoxFigures = BoxFigures()
     links: Annotated[dict[Name, LinkFigures], msgspec.Meta(max_length=MAX_PEERS)] = {}
-
-
-class PlanManifest(Message, frozen=True, kw_only=True):
-    """What a coordinator publishes of a plan: which one it is, its size and SHA-256, and `plan` itself where it is
-    small; else it is fetched with `plan.piece`."""
-
-    epoch: Counter
-    version: Counter
-    service: ModelName
-    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLAN_BYTES)]
-    digest: PlanDigest
-    plan: Annotated[bytes, msgspec.Meta(max_length=INLINE_PLAN_BYTES)] = b""
-
-    @property
-    def number(self) -> tuple[int, int]:
-        """`(epoch, version)`, as of the plan."""
-        return (self.epoch, self.version)
-
-
-class PlanPieceQuery(Message, frozen=True, kw_only=True):
-    """Ask for the bytes of a plan from `offset` on, at most PLAN_PIECE_BYTES."""
-
-    digest: PlanDigest
-    offset: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLAN_BYTES)]
-
-
-class PlanPiece(Message, frozen=True, kw_only=True):
-    """These bytes; none from who does not have the plan, or gives it to others now. `holders` have got it there."""
-
-    data: Annotated[bytes, msgspec.Meta(max_length=PLAN_PIECE_BYTES)] = b""
-    holders: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)] = ()
 
 
 class RankSlice(Message, frozen=True, kw_only=True):
@@ -326,6 +294,9 @@ class TransferFigures(Message, frozen=True, kw_only=True):
     paths: Annotated[dict[Label, Count], msgspec.Meta(max_length=MAX_LABELS)] = {}
     resent_bytes: Count = 0
     usd: Figure = 0.0
+    codec_s: Seconds = 0.0
+    blocked_s: Figure = 0.0
+    layers: Annotated[tuple[LayerTimes, ...], msgspec.Meta(max_length=MAX_LAYER_TIMES)] = ()
 
 
 class StageTransfer(Message, frozen=True, kw_only=True):
@@ -343,10 +314,12 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
     request: RequestId
     failed: Text = ""
     figures: TransferFigures | None = None
+    busy_s: Seconds = 0.0
 
 
-class Tokens(Message, frozen=True, kw_only=True):
-    """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can."""
+class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can.
+    `busy_s`: its share of this node's time so far, which it is billed for."""
 
     request: RequestId
     tokens: NewTokens = ()
@@ -354,6 +327,10 @@ class Tokens(Message, frozen=True, kw_only=True):
     cached_tokens: Count = 0
     failed: Text = ""
     refused: Text = ""
+    busy_s: Seconds = 0.0
+    logprobs: TopTokens | None = None
+    prompt_logprobs: TopTokens | None = None
+    stop_reason: Token | None = None
 
 
 class ReplicaHung(Message, frozen=True, kw_only=True):
@@ -389,12 +366,14 @@ class ChatMessage(ExactMessage, frozen=True, kw_only=True):
     content: Content
 
 
-class Generate(ExactMessage, frozen=True, kw_only=True):
-    """A client's request: either `prompt` or `messages`. `deadline_s` bounds the whole answer."""
+class Generate(ExactMessage, frozen=True, kw_only=True, omit_defaults=True):
+    """A client's request: one of `prompt`, `messages` and `prompt_token_ids`. `deadline_s` bounds the whole answer.
+    `detokenize` False: the answer is wanted as tokens alone. How tokens are chosen is said as in `Sampling`."""
 
     request: RequestId
     prompt: Content | None = None
     messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(max_length=MAX_TURNS)] | None = None
+    prompt_token_ids: Annotated[tuple[Token, ...], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)] | None = None
     max_tokens: AnyInteger | None = None
     temperature: AnyNumber = 0.0
     top_p: AnyNumber = 1.0
@@ -403,6 +382,21 @@ class Generate(ExactMessage, frozen=True, kw_only=True):
     stop: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LABELS)] = ()
     deadline_s: Deadline = 300.0
     service: ModelName | None = None
+    detokenize: bool = True
+    ignore_eos: bool = False
+    min_p: AnyNumber = 0.0
+    min_tokens: AnyInteger = 0
+    presence_penalty: AnyNumber = 0.0
+    frequency_penalty: AnyNumber = 0.0
+    repetition_penalty: AnyNumber = 1.0
+    stop_token_ids: StopTokens = ()
+    logprobs: AnyInteger | None = None
+    prompt_logprobs: AnyInteger | None = None
+    logit_bias: Biases = {}
+    allowed_token_ids: AllowedTokens = ()
+    bad_words_token_ids: BadWords = ()
+    constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
 
 
 class ContinueGenerate(ExactMessage, frozen=True, kw_only=True):
@@ -420,7 +414,8 @@ class Generating(Message, frozen=True, kw_only=True):
 
 
 class RequestFigures(Message, frozen=True, kw_only=True):
-    """What a request was, once it is over. Times are the gateway's, in seconds from its arrival there."""
+    """What a request was, once it is over. Times are the gateway's, in seconds from its arrival there. `id`: what all
+    boxes call it; `usd`: what it cost, traffic included."""
 
     prompt_tokens: Count
     completion_tokens: Count
@@ -434,10 +429,13 @@ class RequestFigures(Message, frozen=True, kw_only=True):
     recovered: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_LABELS)]
     cached_tokens: Count
     transfer: TransferFigures | None
+    id: Label = ""
+    usd: Figure = 0.0
 
 
-class AnswerUpdate(Message, frozen=True, kw_only=True):
-    """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened."""
+class AnswerUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
+    """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened. Logprobs have
+    a row for each of `tokens`, and once for each of the prompt's but the first; `cached_tokens` comes with those."""
 
     request: RequestId
     text: Content = ""
@@ -445,6 +443,10 @@ class AnswerUpdate(Message, frozen=True, kw_only=True):
     finish: Label | None = None
     error: Text = ""
     figures: RequestFigures | None = None
+    logprobs: TopTokens | None = None
+    prompt_logprobs: TopTokens | None = None
+    stop_reason: Token | None = None
+    cached_tokens: Count = 0
 
 
 class StatusQuery(Message, frozen=True, kw_only=True):
@@ -471,3 +473,4 @@ class Status(Message, frozen=True, kw_only=True):
     epoch: Counter
     nodes: Annotated[tuple[NodeStatus, ...], msgspec.Meta(max_length=2 * MAX_PEERS)]
     plan: Plan | None
+    worth: Annotated[dict[Name, BoxWorth], msgspec.Meta(max_length=MAX_PEERS)] = {}

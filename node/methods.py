@@ -11,6 +11,9 @@ from typing import Final
 
 from ..bootstrap.methods import EVERYONE, Method, Notice
 from . import messages as m
+from .http import messages as http
+from .observing import queries
+from .planning import messages as plans
 
 # Clients ask a gateway.
 STATUS: Final = Method("status", m.StatusQuery, m.Status, EVERYONE)
@@ -18,6 +21,17 @@ GENERATE: Final = Method("generate", m.Generate, m.Generating, EVERYONE)
 GENERATE_CONTINUE: Final = Method("generate.continue", m.ContinueGenerate, m.Generating, EVERYONE)
 GENERATE_STOP: Final = Notice("generate.stop", m.StopRequest, EVERYONE)
 ANSWER: Final = Notice("answer", m.AnswerUpdate)
+
+# Whoever wants to know what happened. What clients are told of it: see `observing.desk`.
+EVENTS: Final = Method("events", queries.EventQuery, queries.EventPage, EVERYONE)
+TRACE: Final = Method("request.trace", queries.TraceQuery, queries.TraceAnswer, EVERYONE)
+METRICS: Final = Method("metrics", queries.MetricsQuery, queries.MetricsPage)
+
+# Whoever carries HTTP asks a box with an API server.
+HTTP_OPEN: Final = Method("http.open", http.HttpOpen, m.Opened, EVERYONE)
+HTTP_MORE: Final = Notice("http.more", http.HttpMore, EVERYONE)
+HTTP_ANSWER: Final = Notice("http.answer", http.HttpAnswer)
+HTTP_STOP: Final = Notice("http.stop", m.StopRequest, EVERYONE)
 
 # A gateway and the heads of the replicas that serve a request.
 DECODE_OPEN: Final = Method("decode.open", m.DecodeOpen, m.DecodeOpened)
@@ -39,7 +53,7 @@ STAGE_ABORT: Final = Notice("stage.abort", m.StageAbort)
 STAGE_HUNG: Final = Notice("stage.hung", m.ReplicaHung)
 
 # Any two nodes, for plans.
-PLAN_PIECE: Final = Method("plan.piece", m.PlanPieceQuery, m.PlanPiece)
+PLAN_PIECE: Final = Method("plan.piece", plans.PlanPieceQuery, plans.PlanPiece)
 
 # Any two nodes, for KV.
 LINK_OPEN: Final = Method("link.open", m.LinkOpen, m.LinkOpened)

@@ -31,7 +31,7 @@ from ..bootstrap.trust.entries import MemberRecord, read_record
 from ..bootstrap.trust.kept_file import KeptFile
 from ..bootstrap.trust.orders import Orders, SignedOrders, read_orders, sign_orders
 from ..bootstrap.trust.tokens import Role, read_grant
-from .box.home import NodeError
+from .box.errors import NodeError
 
 _log = logging.getLogger(__name__)
 

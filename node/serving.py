@@ -12,13 +12,19 @@ from ..bootstrap import PeerId
 from ..bootstrap.network import Network
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
+from .api.accounts import KeyAccounts
+from .api.server import ApiServer, api_config
 from .box.hardware import Hardware
+from .engine.api.protocol import ServiceState
 from .engine.backend import ServedModel
+from .http.answering import HttpAnswering
 from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
+from .observing.values import EventKind
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
+from .requests.local_clients import LocalClients
 
 LEAST_LOOK_S = 0.02
 
@@ -40,6 +46,7 @@ class Serving:
         self.served = served
         self.engine: messages.EngineAdvert | None = None  # nothing to tell before its first state
         self._say = joined.say
+        self._record = joined.record
         self._on_news = on_news
         self._selector = PathSelector(
             joined.knowledge, lambda peer: joined.address_of(peer) is not None, settings.tuning
@@ -62,11 +69,14 @@ class Serving:
             outlets=outlets,
             where=joined.address_of,
             on_change=self._on_engine,
+            record=joined.record,
             settings=settings,
         )
+        self._view = joined.view
+        clients = LocalClients(network)
         self.gateway = Gateway(
             view=joined.view,
-            messenger=network,
+            messenger=clients,
             model=served.model.info,
             text=served.text,
             nursery=nursery,
@@ -74,6 +84,18 @@ class Serving:
             settings=settings.requests,
             limits=settings.tuning.clients,
         )
+        self.gateway.record = outlets.record = joined.record
+        self.api = ApiServer(
+            api_config(served.model, settings.api, settings.home / "api.log"),
+            wait_server=self.host.wait_server,
+            state=self._describe_service,
+            gateway=self.gateway,
+            clients=clients,
+            accounts=KeyAccounts({key.name: key.limits for key in settings.api.keys}),
+            say=joined.say,
+            settings=settings.api,
+        )
+        self.http = HttpAnswering(network, self.api.connect, nursery)
         network.handle(methods.GENERATE, self.gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
@@ -82,6 +104,7 @@ class Serving:
         network.on_notice(methods.REPLICA_HUNG, self.gateway.on_replica_hung)
         network.on_hung(self._peer_hung)
         nursery.start_soon(self.host.run)
+        nursery.start_soon(self.api.run)
         nursery.start_soon(self._expect_answers, network, settings.tuning.expect_interval_s)
 
     def __repr__(self) -> str:
@@ -97,6 +120,17 @@ class Serving:
         """What it serves."""
         return self.served.model.info.service
 
+    def _describe_service(self) -> ServiceState:
+        """For the API process."""
+        info, stats = self.served.model.info, self.host.worker.stats
+        reason = "" if self.gateway.is_served else self.gateway.why_not_served
+        return ServiceState(
+            serving=self.gateway.is_served,
+            reason=reason,
+            max_model_len=self._view.max_model_len(info),
+            kv_usage=stats.kv_usage if stats is not None else 0.0,
+        )
+
     def add_to(self, advert: messages.Advert) -> messages.Advert:
         """A node's advert, with its engine and what clients ask of it."""
         return msgspec.structs.replace(
@@ -108,22 +142,25 @@ class Serving:
             tp=self.host.share.tp,
             profile=self.host.worker.learner.profile,
             demand=self.gateway.demand,
+            served=self.host.worker.served,
         )
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is under way here."""
-        return self.host.worker.idle and self.gateway.idle
+        return self.host.worker.idle and self.gateway.idle and self.http.is_idle
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
         self.host.worker.drain()
         self.gateway.drain()
+        self.http.drain()
 
     def peer_lost(self, peer: PeerId) -> None:
         """The connection to a node or a client has ended."""
         self.host.worker.peer_lost(peer)
         self.gateway.peer_lost(peer)
+        self.http.peer_lost(peer)
 
     def _peer_hung(self, peer: PeerId, hung: bool) -> None:
         self.host.worker.peer_hung(peer, hung)
@@ -138,8 +175,21 @@ class Serving:
             look_at = self.host.worker.look_at_engine(now)
             await trio.sleep_until(min(now + interval_s, max(look_at, now + LEAST_LOOK_S)))
 
+    def _record_engine(self, engine: messages.EngineAdvert) -> None:
+        self._record(
+            EventKind.ENGINE_STATE,
+            state=engine.state,
+            detail=engine.detail or None,
+            engine=engine.engine or None,
+            device=engine.device or None,
+            kv_tokens=engine.kv_tokens or None,
+            starts=engine.starts or None,
+        )
+
     def _on_engine(self, engine: messages.EngineAdvert) -> None:
         before, self.engine = self.engine, engine
+        if before is None or (before.state, before.detail) != (engine.state, engine.detail):
+            self._record_engine(engine)
         self._on_news()
         if engine.state == "ready" and not engine.kv_tokens:  # a stage: its head has the scheduler
             self._say("stage ready: the head of its replica serves requests")

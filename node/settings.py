@@ -19,6 +19,7 @@ from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
 from ..kvtransport.wire.permits import MAX_PERMITS
 from .requests.retry_times import RetrySettings
+from .web.keys import ApiKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,7 @@ class NodeTuning:
     probe_interval_s: float = 1.0  # between two looks for a link to measure; shorter: news is measured sooner
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
     link_news: float = 0.2  # figures of a link are told again when they have moved by this fraction
+    link_age_s: float = 600.0  # or when they have been measured again so much later; shorter: ages that are shown fit
 
     expect_interval_s: float = 0.25  # between two looks at who is waited for; shorter: one that hangs is found sooner
 
@@ -127,6 +129,7 @@ class NodeTuning:
     plan_missing_s: float = 60.0  # after which a coordinator is objected to whose plan nobody has
     plan_strange_s: float = 10.0  # the same, for a plan without a box that is known here; adverts take seconds
     judge_s: float = 2.0  # between two looks at whether there is something against it
+    worth_s: float = 5.0  # between two looks at whether the box is worth its price
     plan_stale_s: float = 45.0
     """The same, from when this box last told what it is: until then a plan that does not fit it may be honest, and made
     before. Longer than two plans take. Shorter: a coordinator that plans nonsense is passed over sooner."""
@@ -182,6 +185,24 @@ LAN: Final = NodeTuning(ask_s=2.0, hello_s=2.0, unmeasured_rtt_s=0.0005, unmeasu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """The OpenAI API of a box, where it is asked for or other nodes carry requests to it. Times are seconds."""
+
+    keys: tuple[ApiKey, ...] = ()  # that let in; none: whoever reaches it, which must be this box alone
+    admin_token: str | None = None  # of admin API and dashboard; None: they answer to this box alone
+    needs_no_key: bool = False  # unless its owner says that others may
+    names: tuple[str, ...] = ()  # by which requests may call the model; none: the one that it has here
+    options: tuple[str, ...] = ()  # of vLLM's command line, as `engine.api.options` lets them pass
+    max_body_bytes: int = 16 << 20  # of a request; larger: longer prompts, and as much more memory for each at a time
+    deadline_s: float = 3600.0  # of an answer; longer: slow ones come to their end, and lost ones hold their place
+    idle_s: float = 300.0  # without requests, after which a process that listens nowhere ends; 70 MB stay as long
+    state_s: float = 0.25  # between two looks at who serves; shorter: refusals are up to date sooner
+    first_backoff_s: float = 0.2  # before one that died is started again; doubles with each in a row
+    max_backoff_s: float = 10.0
+    healthy_s: float = 30.0  # one that ran so long starts from no failures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """How to run a node. `bootstrap` None makes a new network; `model` None hosts no engine."""
 
@@ -197,6 +218,8 @@ class NodeSettings:
     engine: BoxEngineSettings = field(default_factory=BoxEngineSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     requests: RequestSettings = field(default_factory=RequestSettings)
+    http: Address | None = None  # where this node serves the OpenAI API; None: nowhere
+    api: ApiSettings = field(default_factory=ApiSettings)
     tuning: NodeTuning = WAN
     join_timeout_s: float = 60.0  # how long to ask members that do not answer; longer: one that starts later is found
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner

@@ -24,7 +24,8 @@ from ..kvtransport.wire.dial_path import DialPath
 from ..kvtransport.wire.tickets import LinkTicket
 from . import messages
 from .engine import protocol
-from .engine.agent_side.engine_link import EngineLost
+from .engine.agent_side.engine_link import ApiLink, EngineLost, EngineStartError
+from .engine.api.protocol import ApiConfig, FromApi
 
 
 class Sent(NamedTuple):
@@ -196,6 +197,9 @@ class MemoryStarter:
         self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
     ) -> MemoryEngine:
         return await self._start(config)
+
+    async def start_api(self, config: ApiConfig, on_message: Callable[[FromApi], None]) -> ApiLink:
+        raise EngineStartError("this server forks no API process")
 
 
 @final

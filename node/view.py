@@ -13,10 +13,14 @@ import msgspec
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
 from ..coordinator.capacity import SLOWEST_GBPS
+from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.costs.gpus import GpuError, gpu_table
+from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
-from ..kvtransport.probing.figures import LinkFigures
+from ..coordinator.worth import BoxLine, weigh_boxes
+from ..kvtransport.probing.figures import LinkFigures, Source
 from ..kvtransport.probing.sites import SiteLinks
+from .adverts import AdvertBook
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
 from .messages import Advert, EngineAdvert, LinkTable, Status
@@ -28,9 +32,8 @@ UNMEASURED_GPU = (100.0, 1000.0)
 UNMEASURED_CPU = (0.5, 10.0)
 """TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
 
-_FAULT_CHARACTERS = 120
+UNKNOWN_LONGEST = 32_768  # tokens of a request, where no engine has told what it has room for
 
-_adverts = msgspec.msgpack.Decoder(Advert)
 _tables = msgspec.msgpack.Decoder(LinkTable)
 
 _NO_LINKS = LinkTable()
@@ -55,30 +58,13 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
     return queues
 
 
-def decode_adverts(entries: Mapping[PeerId, bytes]) -> dict[PeerId, Advert]:
-    """Adverts by peer, without those that are none (of another version, or garbage)."""
-    return {peer: advert for peer, advert in _read_adverts(entries) if isinstance(advert, Advert)}
-
-
-def _read_adverts(entries: Mapping[PeerId, bytes]) -> Iterator[tuple[PeerId, Advert | str]]:
-    """Adverts by peer, or what is wrong with them."""
-    for peer, payload in entries.items():
-        try:
-            yield peer, _adverts.decode(payload)
-        except DECODE_ERRORS as error:
-            yield peer, str(error)[:_FAULT_CHARACTERS]
-
-
 @final
 @dataclass(slots=True)
-class NetworkView:
+class NetworkView(AdvertBook):
     """Kept up to date by the agent; read by gateway, coordinator and status."""
 
-    adverts: dict[PeerId, Advert] = field(default_factory=dict)
     plan: Plan | None = None
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
-    unreadable: dict[PeerId, str] = field(default_factory=dict)  # whose advert is none, and why
-    _payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, Queue] = field(default_factory=dict)
@@ -91,16 +77,6 @@ class NetworkView:
             plan=status.plan,
             links_told={PeerId(node.peer): node.links for node in status.nodes if node.links is not None},
         )
-
-    def update(self, entries: Mapping[PeerId, bytes]) -> None:
-        """Take in the adverts of the live members; only what has changed is decoded."""
-        news = {peer: payload for peer, payload in entries.items() if self._payloads.get(peer) != payload}
-        kept = {peer: advert for peer, advert in self.adverts.items() if peer in entries and peer not in news}
-        read = dict(_read_adverts(news))
-        self.adverts = kept | {peer: advert for peer, advert in read.items() if isinstance(advert, Advert)}
-        still = {peer: fault for peer, fault in self.unreadable.items() if peer in entries and peer not in news}
-        self.unreadable = still | {peer: fault for peer, fault in read.items() if isinstance(fault, str)}
-        self._payloads = dict(entries)
 
     def update_links(self, entries: Mapping[PeerId, bytes]) -> None:
         """Take in what members say of their links. One that says nonsense says nothing."""
@@ -149,6 +125,11 @@ class NetworkView:
         """How often this peer's engine has been started: tells a restarted engine from the one that failed."""
         engine = self._engine_of(peer)
         return engine.starts if engine is not None else 0
+
+    def usd_per_hour(self, peer: str) -> float:
+        """What a box costs, as its owner has told."""
+        advert = self.adverts.get(PeerId(peer))
+        return advert.usd_per_hour if advert is not None else 0.0
 
     def boxes(self, service: str) -> list[BoxView]:
         """What the planner may use. A box that serves alone counts from its engine's first start on; one that has
@@ -223,6 +204,32 @@ class NetworkView:
                 )
             )
         return found
+
+    def lines(self) -> dict[str, BoxLine]:
+        """By box, the best that was measured over its links, beside what was offered: both ends' owners say."""
+        up: dict[str, float] = {}
+        down: dict[str, float] = {}
+        for source, table in self.links_told.items():
+            for target, figures in table.links.items():
+                ends = table.box.up_gbps, self._table(PeerId(target)).box.down_gbps
+                offered = min((rate for rate in ends if rate), default=None)
+                if offered is None or figures.source is not Source.MEASURED or not figures.rate_confidence:
+                    continue
+                share = figures.capacity_gbps / offered
+                up[source], down[target] = max(share, up.get(source, 0.0)), max(share, down.get(target, 0.0))
+        return {
+            peer: BoxLine(up.get(peer) if table.box.up_gbps else None, down.get(peer) if table.box.down_gbps else None)
+            for peer, table in self.links_told.items()
+        }
+
+    def worth(self, service: str) -> dict[str, BoxWorth]:
+        """What the boxes of a service are worth, those of them that have a price."""
+        boxes = self.boxes(service)
+        priced = any(box.usd_per_hour for box in boxes)
+        if not priced:
+            return {}
+        longest = max(box.kv_tokens for box in boxes) or UNKNOWN_LONGEST
+        return weigh_boxes(boxes, self.lines(), expected_workload(self.demands(service).values(), longest))
 
     def demands(self, service: str) -> dict[PeerId, Demand]:
         """What the gateways of a service have been asked lately."""

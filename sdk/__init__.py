@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .client import AsyncClient, AsyncGenerationStream, Client, GenerationStream
     from .errors import (
+        AccessRefused,
         Busy,
         ClientClosed,
         ClientError,
@@ -14,11 +15,13 @@ if TYPE_CHECKING:
         DeadlineExceeded,
         InvalidAddress,
         InvalidRequest,
+        NotReady,
         RequestFailed,
     )
-    from .requests import Generation, TextDelta
+    from .requests import GenerateOptions, Generation, TextDelta, TokenLogprobs
 
 __all__ = [
+    "AccessRefused",
     "AsyncClient",
     "AsyncGenerationStream",
     "Busy",
@@ -27,12 +30,15 @@ __all__ = [
     "ClientError",
     "ConnectionFailed",
     "DeadlineExceeded",
+    "GenerateOptions",
     "Generation",
     "GenerationStream",
     "InvalidAddress",
     "InvalidRequest",
+    "NotReady",
     "RequestFailed",
     "TextDelta",
+    "TokenLogprobs",
 ]
 
 
@@ -40,9 +46,9 @@ def __getattr__(name: str) -> object:
     """Load a public name when it is asked for."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Errors are quick to load; `client` has all the rest, and loads the network.
-    errors = import_module(".errors", __name__)
-    value: object = getattr(errors if hasattr(errors, name) else import_module(".client", __name__), name)
+    # What is quick to load comes first; `client` loads the network.
+    modules = (import_module(f".{module}", __name__) for module in ("errors", "requests", "client"))
+    value: object = next(getattr(module, name) for module in modules if hasattr(module, name))
     return value
 
 

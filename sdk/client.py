@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
@@ -23,17 +23,26 @@ from typing import Any, Generic, Literal, Self, TypeVar, Unpack, final, overload
 
 import trio
 
+from ..bootstrap import PeerId
 from ..node.messages import Generate, Status
+from ..node.methods import EVENTS, TRACE
+from ..node.observing.queries import EventPage, EventQuery, TraceQuery
+from ..node.observing.values import RequestTrace
 from .background import ClientConnection, ClientJob, Connect, Work
+from .batches import CONCURRENCY, Outcome, Progress, Prompt, build_batch, check_concurrency, show_progress
 from .environment import network_address
-from .errors import InvalidRequest, RequestFailed
+from .errors import ClientError, InvalidRequest, RequestFailed
 from .mailbox import Mailbox, MailboxClosed
 from .requests import GenerateOptions, Generation, TextDelta, build_request
+from .requests import TokenLogprobs as TokenLogprobs
 from .session import Session, check_target, open_session
 
 Messages = list[dict[str, str]]
 StreamItem = TextDelta | Generation
+TRACE_TIMEOUT_S = 15.0  # all boxes of a network may be asked
+EVENTS_TIMEOUT_S = 5.0
 T = TypeVar("T")
+Many = TypeVar("Many")
 Whole = TypeVar("Whole")
 Streamed = TypeVar("Streamed")
 
@@ -42,8 +51,38 @@ async def _serve_generate(body: Generate, session: Session, mailbox: Mailbox[Str
     mailbox.put(await session.generate(body, mailbox.put))
 
 
+async def _serve_many(
+    bodies: list[Generate | ClientError], concurrency: int, session: Session, mailbox: Mailbox[tuple[int, Outcome]]
+) -> None:
+    limiter = trio.CapacityLimiter(concurrency)
+
+    async def serve(number: int, body: Generate | ClientError) -> None:
+        outcome: Outcome
+        try:
+            if isinstance(body, ClientError):
+                raise body
+            async with limiter:
+                outcome = await session.generate(body, lambda delta: None)
+        except ClientError as error:
+            outcome = error
+        mailbox.put((number, outcome))
+
+    async with trio.open_nursery() as nursery:
+        for number, body in enumerate(bodies):
+            nursery.start_soon(serve, number, body)
+
+
 async def _serve_status(session: Session, mailbox: Mailbox[Status]) -> None:
     mailbox.put(await session.status())
+
+
+async def _serve_trace(request: str, session: Session, mailbox: Mailbox[RequestTrace | None]) -> None:
+    mailbox.put((await session.ask(TRACE, TraceQuery(request=request), TRACE_TIMEOUT_S)).trace)
+
+
+async def _serve_events(query: EventQuery, node: str | None, session: Session, mailbox: Mailbox[EventPage]) -> None:
+    peer = PeerId(node) if node is not None else None
+    mailbox.put(await session.ask(EVENTS, query, query.wait_s + EVENTS_TIMEOUT_S, peer))
 
 
 async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
@@ -146,7 +185,7 @@ class AsyncGenerationStream(_Answering):
         self._abandon()
 
 
-class _AnyClient(ABC, Generic[Whole, Streamed]):
+class _AnyClient(ABC, Generic[Whole, Streamed, Many]):
     """What both clients share: the connection, and how a request is made."""
 
     def __init__(
@@ -160,6 +199,8 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
         given: object = timeout_s  # whatever an untyped program passes
         if not (isinstance(given, int | float) and math.isfinite(given) and given > 0):
             raise InvalidRequest(f"timeout_s: {timeout_s!r} is not a number of seconds above 0")
+        if connect is not None and not callable(connect):
+            raise InvalidRequest(f"connect: {connect!r} is not a function that makes a session")
         if connect is None:
             where, secret = network_address(bootstrap, token)
             check_target(where, secret)
@@ -203,8 +244,57 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
         `AsyncClient` returns what is awaited or, with `stream=True`, iterated by `async for`. See
         `GenerateOptions` for the parameters. Raises InvalidRequest before anything is sent; the
         answer raises ConnectionFailed, RequestFailed, Busy or DeadlineExceeded."""
+        wanted: object = stream
+        if not isinstance(wanted, bool):
+            raise InvalidRequest(f"stream: {wanted!r} is neither True nor False")
         body = build_request(prompt, messages, options)
         return self._stream(body) if stream else self._generate(body)
+
+    @overload
+    def chat(
+        self, messages: str | Messages, *, stream: Literal[False] = False, **options: Unpack[GenerateOptions]
+    ) -> Whole: ...
+
+    @overload
+    def chat(
+        self, messages: str | Messages, *, stream: Literal[True], **options: Unpack[GenerateOptions]
+    ) -> Streamed: ...
+
+    def chat(
+        self, messages: str | Messages, *, stream: bool = False, **options: Unpack[GenerateOptions]
+    ) -> Whole | Streamed:
+        """Answer a conversation, by the model's chat template; a text is a user's only message. Else as `generate`."""
+        turns = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if turns is None:
+            raise InvalidRequest("messages: give a text or a list of {'role': ..., 'content': ...}")
+        if stream is True:
+            return self.generate(messages=turns, stream=True, **options)
+        return self.generate(messages=turns, stream=stream, **options)
+
+    def generate_many(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        progress: Progress = False,
+        concurrency: int = CONCURRENCY,
+        **options: Unpack[GenerateOptions],
+    ) -> Many:
+        """Answer all prompts, each a text, token ids or a conversation, so many at once; `options` are for each.
+
+        Returns, in the order of the prompts, its `Generation` or the ClientError that ended it: one that fails costs
+        the others nothing. `progress=True` shows a bar on standard error; a function is called with (ended, all).
+        `deadline_s` counts for each from when its turn has come. Raises InvalidRequest for what is wrong with all of
+        them, and ConnectionFailed."""
+        bodies = build_batch(prompts, options)
+        if not callable(progress) and not isinstance(progress, bool):
+            raise InvalidRequest(f"progress: {progress!r} is neither True nor False nor a function")
+        work = partial(_serve_many, bodies, check_concurrency(concurrency))
+        return self._collect(partial(self._connection.submit, work), len(bodies), progress)
+
+    @abstractmethod
+    def _collect(
+        self, submit: Callable[[], ClientJob[tuple[int, Outcome]]], total: int, progress: Progress
+    ) -> Many: ...
 
     @abstractmethod
     def _generate(self, body: Generate) -> Whole: ...
@@ -217,7 +307,7 @@ class _AnyClient(ABC, Generic[Whole, Streamed]):
 
 
 @final
-class Client(_AnyClient[Generation, GenerationStream]):
+class Client(_AnyClient[Generation, GenerationStream, list[Outcome]]):
     """A client that blocks. May be used from several threads at once.
 
     Args:
@@ -240,9 +330,35 @@ class Client(_AnyClient[Generation, GenerationStream]):
     def _stream(self, body: Generate) -> GenerationStream:
         return GenerationStream(self._submit(body))
 
+    def _collect(
+        self, submit: Callable[[], ClientJob[tuple[int, Outcome]]], total: int, progress: Progress
+    ) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        with show_progress(progress, total) as advance:
+            job = submit()
+            try:
+                while len(outcomes) < total:
+                    number, outcome = job.mailbox.take()
+                    outcomes[number] = outcome
+                    advance(outcome)
+            finally:
+                job.cancel()
+        return [outcomes[number] for number in range(total)]
+
     def status(self) -> Status:
         """The network as the nearest node sees it. Raises ConnectionFailed."""
         return self._call(_serve_status)
+
+    def trace(self, request: str) -> RequestTrace | None:
+        """What happened to a request, on all boxes that had a part in it, by its id (`figures.id`); None where no node
+        knows it. Raises ConnectionFailed."""
+        found: RequestTrace | None = self._call(partial(_serve_trace, request))
+        return found
+
+    def events(self, query: EventQuery, node: str | None = None) -> EventPage:
+        """What happened at a node, or at the nearest. Raises ConnectionFailed, RequestFailed."""
+        found: EventPage = self._call(partial(_serve_events, query, node))
+        return found
 
     def connect(self) -> None:
         """Reach the network now instead of with the first request. Raises ConnectionFailed,
@@ -275,7 +391,9 @@ class Client(_AnyClient[Generation, GenerationStream]):
 
 
 @final
-class AsyncClient(_AnyClient[Coroutine[Any, Any, Generation], AsyncGenerationStream]):
+class AsyncClient(
+    _AnyClient[Coroutine[Any, Any, Generation], AsyncGenerationStream, Coroutine[Any, Any, list[Outcome]]]
+):
     """A client for trio and asyncio. See `Client` for the arguments."""
 
     async def _generate(self, body: Generate) -> Generation:
@@ -287,9 +405,33 @@ class AsyncClient(_AnyClient[Coroutine[Any, Any, Generation], AsyncGenerationStr
     def _stream(self, body: Generate) -> AsyncGenerationStream:
         return AsyncGenerationStream(self._submit(body))
 
+    async def _collect(
+        self, submit: Callable[[], ClientJob[tuple[int, Outcome]]], total: int, progress: Progress
+    ) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        with show_progress(progress, total) as advance:
+            job = submit()
+            try:
+                while len(outcomes) < total:
+                    number, outcome = await job.mailbox.take_async()
+                    outcomes[number] = outcome
+                    advance(outcome)
+            finally:
+                job.cancel()
+        return [outcomes[number] for number in range(total)]
+
     async def status(self) -> Status:
         """The network as the nearest node sees it. Raises ConnectionFailed."""
         return await self._call(_serve_status)
+
+    async def trace(self, request: str) -> RequestTrace | None:
+        """What happened to a request, on all boxes that had a part in it, by its id (`figures.id`); None where no node
+        knows it. Raises ConnectionFailed."""
+        return await self._call(partial(_serve_trace, request))
+
+    async def events(self, query: EventQuery, node: str | None = None) -> EventPage:
+        """What happened at a node, or at the nearest. Raises ConnectionFailed, RequestFailed."""
+        return await self._call(partial(_serve_events, query, node))
 
     async def connect(self) -> None:
         """Reach the network now instead of with the first request. Raises ConnectionFailed,

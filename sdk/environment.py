@@ -10,6 +10,7 @@ from .errors import InvalidAddress
 BOOTSTRAP: Final = "P2PSERVE_BOOTSTRAP"
 TOKEN: Final = "P2PSERVE_TOKEN"
 HOME: Final = "P2PSERVE_HOME"
+ADMIN_TOKEN: Final = "P2PSERVE_ADMIN_TOKEN"
 
 
 def network_address(bootstrap: str | None, token: str | None) -> tuple[str, str | None]:

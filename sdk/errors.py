@@ -23,8 +23,16 @@ class ConnectionFailed(ClientError):
     """The network cannot be reached, or does not let us in."""
 
 
+class AccessRefused(ConnectionFailed):
+    """The network answers, and does not let us in."""
+
+
 class RequestFailed(ClientError):
     """The network accepted a request and could not answer it."""
+
+
+class NotReady(RequestFailed):
+    """No node of the network serves the model yet."""
 
 
 class Busy(RequestFailed):

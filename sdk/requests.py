@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, final
 
 import msgspec
 
-from ..bootstrap import PeerId
-from ..node.messages import Advert, AnswerUpdate, Generate, RequestFigures
-from ..node.models.text import PromptError
+from ..node.engine.sampling import TopTokens
+from ..node.messages import AnswerUpdate, Generate, RequestFigures
+from ..node.models.errors import PromptError
 from ..node.requests.acceptance import check
+from ..node.requests.gateway_choice import GatewayCandidate
 from .errors import InvalidRequest
 
 
@@ -26,6 +28,19 @@ class GenerateOptions(TypedDict, total=False):
     stop: end before this text, or the first of these.
     deadline_s: give up when the answer is not complete after this many seconds (default 300).
     service: which of several models of the network; the name that `status` shows.
+
+    The rest is as in vLLM's `SamplingParams`.
+    min_p: only tokens that are so likely, as a part of the likeliest one's probability; 0 switches it off.
+    min_tokens: no end before so many tokens.
+    presence_penalty, frequency_penalty: from -2 to 2, by what the answer has; repetition_penalty: 1 is none.
+    stop_token_ids: end with one of these tokens, too. ignore_eos: go on after the model's own.
+    logprobs, prompt_logprobs: of so many of the likeliest tokens (0 to 20) beside those of the answer, of the prompt.
+    logit_bias: added to the logits of these tokens, from -100 to 100. allowed_token_ids: no others.
+    bad_words_token_ids: never these sequences of tokens.
+    constraint: what the answer must match, as `{"kind": "json", "text": schema}`; kinds are json, json_object, regex,
+        choice (a JSON array of texts), grammar and structural_tag.
+    reasoning: where the constraint begins for a model that reasons first, as `{"parser": vLLM's name of it}`.
+    detokenize: False asks for tokens alone, without text.
     """
 
     max_tokens: int | None
@@ -36,6 +51,32 @@ class GenerateOptions(TypedDict, total=False):
     stop: str | list[str] | None
     deadline_s: float
     service: str | None
+    min_p: float
+    min_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words_token_ids: Sequence[Sequence[int]]
+    constraint: Mapping[str, object] | None
+    reasoning: Mapping[str, object] | None
+    detokenize: bool
+    prompt_token_ids: Sequence[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs where a token is: the token's own and those of the likeliest, by id. `rank`: the token's own among
+    all, from 1."""
+
+    token: int
+    rank: int
+    logprobs: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +85,21 @@ class TextDelta:
 
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()  # where they were asked for: one for each of `tokens`
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A complete answer. `finish`: stop, or length when `max_tokens` ended it."""
+    """A complete answer. `finish`: stop, or length when `max_tokens` ended it; `stop_reason`: which of `stop_token_ids`
+    did. `prompt_logprobs` begin with the prompt's second token."""
 
     text: str
     tokens: tuple[int, ...]
     finish: str
     figures: RequestFigures | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    stop_reason: int | None = None
 
 
 def build_request(prompt: str | None, messages: list[dict[str, str]] | None, options: Mapping[str, object]) -> Generate:
@@ -92,6 +138,19 @@ def _explain(text: str, fields: Mapping[str, object]) -> str:
     return f"{name}: {what[:1].lower()}{what[1:]}" if name else what
 
 
+def read_logprobs(top: TopTokens | None) -> tuple[TokenLogprobs, ...]:
+    """As plain values."""
+    if top is None:
+        return ()
+    columns = range(top.width)
+    ids, logprobs = struct.iter_unpack("<i", top.ids), struct.iter_unpack("<f", top.logprobs)
+    rows = []
+    for (rank,) in struct.iter_unpack("<i", top.ranks):
+        row = {next(ids)[0]: next(logprobs)[0] for _ in columns}  # the token's own is first, and may come again
+        rows.append(TokenLogprobs(next(iter(row)), rank, row))
+    return tuple(rows)
+
+
 class Diverged(Exception):
     """A second attempt at a request answers otherwise than the first began."""
 
@@ -104,6 +163,8 @@ class Replay:
         self.service: str | None = None
         self.tokens: list[int] = []
         self.text = ""
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._at_token = 0
         self._at_text = 0
 
@@ -123,26 +184,16 @@ class Replay:
         said = min(len(chunk.text), len(self.text) - self._at_text)
         if chunk.text[:said] != self.text[self._at_text : self._at_text + said]:
             raise Diverged
-        delta = TextDelta(chunk.text[said:], chunk.tokens[again:])
+        new = chunk.tokens[again:]
+        rated = read_logprobs(chunk.logprobs)
+        delta = TextDelta(chunk.text[said:], new, rated[len(rated) - len(new) :] if len(rated) >= len(new) else ())
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or read_logprobs(chunk.prompt_logprobs)
         self._at_token += len(chunk.tokens)
         self._at_text += len(chunk.text)
         self.tokens += delta.tokens
         self.text += delta.text
         return delta if delta.text or delta.tokens else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatewayCandidate:
-    """A living node as a client sees it."""
-
-    peer: PeerId
-    advert: Advert | None
-    rtt_s: float | None
-
-    @property
-    def service(self) -> str | None:
-        """The one that it offers."""
-        return self.advert.model.service if self.advert is not None and self.advert.model is not None else None
 
 
 def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -> None:
@@ -153,24 +204,3 @@ def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -
     if not any(service in (model.service, model.name) for model in models):
         served = ", ".join(sorted({model.service for model in models}))
         raise InvalidRequest(f"service: nobody serves {service}; this network serves {served}")
-
-
-def gateways(candidates: Iterable[GatewayCandidate], service: str | None, planned: str | None = None) -> list[PeerId]:
-    """Gateways, best first: ready engines, then the nearest. A request that names no `service` goes
-    to the `planned` one where any node offers it."""
-    offers = [candidate for candidate in candidates if candidate.service is not None]
-    if service is None and any(candidate.service == planned for candidate in offers):
-        service = planned
-    ranked = []
-    for candidate in offers:
-        advert = candidate.advert
-        if advert is None or advert.model is None or advert.draining:
-            continue
-        if service is not None and service not in (advert.model.service, advert.model.name):
-            continue
-        state = advert.engine.state if advert.engine is not None else ""
-        if state == "failed":
-            continue
-        rtt = candidate.rtt_s if candidate.rtt_s is not None else float("inf")
-        ranked.append((state != "ready", rtt, candidate.peer))
-    return [peer for _, _, peer in sorted(ranked)]

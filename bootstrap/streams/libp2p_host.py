@@ -14,8 +14,7 @@ which kills a libp2p connection, costs nothing else. Knowing that there is one s
 """
 
 import logging
-import struct
-from typing import Final, cast
+from typing import cast
 
 import trio
 
@@ -58,15 +57,13 @@ from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from .framed import ByteStream, FramedConnection
 from .hosts import try_hosts
+from .noise import NoiseMessages
 from .shared_port import DataSocketHandler, SharedPort
 from .strangers import IsMemberHost, Origin, Strangers
 from .transport import CONTROL_PROTOCOL, ConnectionHandler, knows_nobody, run_handler
 from .yamux import OneStream
 
 _log = logging.getLogger(__name__)
-
-_READ_BYTES: Final = 64 * 1024
-_NOISE_LENGTH: Final = struct.Struct("!H")
 
 
 class Libp2pTransport:
@@ -365,9 +362,8 @@ class _WatchedStream(TrioTCPStream):
             self.end()
 
 
-class _NoiseMessages:
-    """The messages of a Noise session, straight on the socket, without libp2p's five layers of
-    locks and split reads."""
+class _Libp2pMessages(NoiseMessages):
+    """The messages of libp2p's own Noise session, without its five layers of locks and split reads."""
 
     def __init__(self, session: SecureSession, rest: bytes) -> None:
         """``rest`` has been read of a message and not been used."""
@@ -375,45 +371,14 @@ class _NoiseMessages:
         assert isinstance(noise, NoiseTransportReadWriter)
         assert isinstance(noise.conn, RawConnection)
         assert isinstance(noise.conn.stream, TrioTCPStream)
+        super().__init__(noise.conn.stream.stream, noise.encrypt, noise.decrypt, rest)
         self.conn = noise
         self.is_initiator = session.is_initiator
-        self.close = session.close
-        self.get_remote_address = session.get_remote_address
-        self.get_transport_addresses = session.get_transport_addresses
-        self.get_connection_type = session.get_connection_type
-        self._encrypt, self._decrypt = noise.encrypt, noise.decrypt
-        self._socket = noise.conn.stream.stream
-        self._plain = rest
-        self._sealed = bytearray()
-
-    async def read(self) -> bytes:
-        """At least one message, several as one. Raises PeerLost at the end; socket and Noise
-        errors."""
-        while not self._plain:
-            received = await self._socket.receive_some(_READ_BYTES)
-            if not received:
-                raise PeerLost("the peer closed the connection")
-            self._sealed += received
-            self._plain = self._open()
-        plain, self._plain = self._plain, b""
-        return plain
-
-    def _open(self) -> bytes:
-        """All messages that are there as a whole."""
-        found, at = [], 0
-        while len(self._sealed) - at >= _NOISE_LENGTH.size:
-            end = at + _NOISE_LENGTH.size + _NOISE_LENGTH.unpack_from(self._sealed, at)[0]
-            if end > len(self._sealed):
-                break
-            found.append(self._decrypt(bytes(self._sealed[at + _NOISE_LENGTH.size : end])))
-            at = end
-        del self._sealed[:at]
-        return b"".join(found)
-
-    async def write(self, data: bytes) -> None:
-        """Send a message of at most 65519 bytes."""
-        sealed = self._encrypt(data)
-        await self._socket.send_all(_NOISE_LENGTH.pack(len(sealed)) + sealed)
+        # libp2p's own, which know of addresses and close what lies between.
+        self.close = session.close  # type: ignore[method-assign]
+        self.get_remote_address = session.get_remote_address  # type: ignore[method-assign]
+        self.get_transport_addresses = session.get_transport_addresses  # type: ignore[method-assign]
+        self.get_connection_type = session.get_connection_type  # type: ignore[method-assign]
 
 
 class _OneStreamMuxer(MuxerMultistream):
@@ -426,7 +391,7 @@ class _OneStreamMuxer(MuxerMultistream):
         await self.select_transport(conn)
         assert isinstance(conn, SecureSession)
         rest = await conn.read(conn.high_watermark - conn.low_watermark)  # sent along with the end of the negotiation
-        return cast(IMuxedConn, OneStream(_NoiseMessages(conn, rest), peer_id, self.stalled_s))
+        return cast(IMuxedConn, OneStream(_Libp2pMessages(conn, rest), peer_id, self.stalled_s))
 
 
 def _bytes_of(stream: INetStream) -> ByteStream:

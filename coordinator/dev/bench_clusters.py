@@ -8,7 +8,7 @@ import numpy as np
 
 from ..costs.gpus import Specs, gpu_table
 from ..costs.model_shape import model_shape
-from ..demand import azure_lengths
+from ..demand_meter import azure_lengths
 from ..planning.model.cluster import Box, Cluster
 from ..planning.model.cluster_file import packaged_cluster
 from ..planning.model.problem import Problem

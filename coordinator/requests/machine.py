@@ -37,6 +37,7 @@ from math import inf
 from types import MappingProxyType
 from typing import Final, final
 
+from ..names import name_of
 from ..routing.interface import Route
 from .placement import place
 from .values import (
@@ -141,6 +142,11 @@ class RequestMachine:
         """Whether a prefill replica other than the decode replica may be at work."""
         return self._attempt is not None and self._attempt.prefilling
 
+    @property
+    def recovered(self) -> tuple[str, ...]:
+        """What has gone wrong with it so far, and did not end it: a line each."""
+        return self._recovered
+
     def list_work(self) -> Iterator[tuple[str, int]]:
         """The replicas at work on it, as far as is known, each with the tokens of the prompt that
         it has yet to compute."""
@@ -166,16 +172,14 @@ class RequestMachine:
         left: Ready = ()
         if self._attempt is not None and self._attempt.in_doubt:
             decode = self._attempt.opening.decode
-            self._recovered = (*self._recovered, f"decode node {_short(decode)}: it did not answer")
+            self._recovered = (*self._recovered, f"decode node {name_of(decode)}: it did not answer")
             left, self._state = self._leave(), _State.ROUTING
         if self._state is not _State.ROUTING:
             return ()
         answer, settings = self._answer, self._settings
         tokens = self._prompt + answer.count
         self._attempts += 1
-        opening = place(
-            route, self._attempts, tokens, answer.left, first_token_at_prefill=settings.first_token_at_prefill
-        )
+        opening = place(route, self._attempts, tokens, answer.left, settings)
         self._opening, self._attempt = opening, _Attempt(opening, tokens)
         self._state, self.wake_at = _State.SERVING, self._deadline
         return (*left, opening)
@@ -246,7 +250,7 @@ class RequestMachine:
         if current is None:
             return ()
         if replica == current.opening.decode:
-            self._blame(replica, engine, f"decode node {_short(replica)}: {why}")
+            self._blame(replica, engine, f"decode node {name_of(replica)}: {why}")
             return self._try_again(now)
         if not current.prefilling:
             return ()
@@ -288,8 +292,8 @@ class RequestMachine:
             shown = len(current.shown)
             if shown and tokens[:shown] != current.shown:
                 prefill = current.opening.prefill or current.opening.decode
-                began = f"decode node {_short(current.opening.decode)}: it began with another token than prefill node"
-                self._recovered = (*self._recovered, f"{began} {_short(prefill)}")
+                began = f"decode node {name_of(current.opening.decode)}: it began with another token than prefill node"
+                self._recovered = (*self._recovered, f"{began} {name_of(prefill)}")
                 return self._try_again(now)
             tokens = tokens[shown:]
             if self._cached is None:
@@ -307,7 +311,7 @@ class RequestMachine:
         if current is None:
             return ()
         decode = current.opening.decode
-        self._blame(decode, engine, f"decode node {_short(decode)}: {why}")
+        self._blame(decode, engine, f"decode node {name_of(decode)}: {why}")
         self._failures += 1
         if self._failures == self._settings.max_failures:
             reasons = "; ".join(self._recovered)
@@ -338,7 +342,7 @@ class RequestMachine:
         if current is None or self._state is not _State.SERVING:
             return ()
         if replica == current.opening.decode:
-            self._blame(replica, engine, f"decode node {_short(replica)} was lost")
+            self._blame(replica, engine, f"decode node {name_of(replica)} was lost")
             return self._try_again(now)
         if replica == current.opening.prefill and current.prefilling:  # else its part was over
             return (self._go_without_kv(current, "it was lost", engine),)
@@ -422,7 +426,7 @@ class RequestMachine:
         attempt.prefilling, attempt.prefill_over, attempt.without_kv = False, True, True
         if engine is not None:
             self._blamed = {**self._blamed, prefill: engine}
-        self._recovered = (*self._recovered, f"prefill node {_short(prefill)}: {reason}")
+        self._recovered = (*self._recovered, f"prefill node {name_of(prefill)}: {reason}")
         return CancelTransfer(attempt.opening.attempt, attempt.opening.decode, reason)
 
     def _leave(self, *, is_decode_over: bool = False) -> Ready:
@@ -471,8 +475,3 @@ class RequestMachine:
             opening.prefill, opening.decode, self._attempts, self._recovered, self._cached or 0, self._answer.count,
             self._arrived, first, last,
         )  # fmt: skip
-
-
-def _short(replica: str) -> str:
-    """A peer id as people tell it from others."""
-    return f"..{replica[-6:]}"

@@ -25,7 +25,7 @@ class RequestSettings:
     which comes from another node. `max_failures`: engines in a row that fail with a request before
     one adds to its answer; the request may be what ends them, so higher risks more engines of the
     other requests. `first_token_at_prefill`: who prefills all of a prompt samples the first token
-    too (the simulator can do without).
+    too (the simulator can do without). `may_split`: one replica may prefill and another decode it.
     """
 
     open_timeout_s: float = 10.0
@@ -34,6 +34,7 @@ class RequestSettings:
     figures_grace_s: float = 0.5
     max_failures: int = 3
     first_token_at_prefill: bool = True
+    may_split: bool = True
 
 
 class Answer(Protocol):

@@ -339,6 +339,11 @@ class LinkEstimator:
         return tuple(self._history)
 
     @property
+    def measured_at(self) -> float | None:
+        """When its rate was last measured; None before that."""
+        return self._capacity.at if self._capacity.known else None
+
+    @property
     def _loss(self) -> float:
         return self._lost / self._pings if self._pings else self._prior.loss
 

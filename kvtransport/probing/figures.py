@@ -33,6 +33,7 @@ MAX_STREAMS = 64
 _STREAM_GBPS_MS = 20.0  # 2.6 MB is 20.8 Gb/s * ms; the margin keeps the last stream from being the limit
 _MAX_GBPS = 1e5
 _MAX_RTT_S = 60.0
+_MAX_UNIX_S = 1e11
 _MAX_USD_PER_GB = 1e3
 _MAX_REASON = 200
 _SMALLEST_RTT_S = 1e-6
@@ -77,7 +78,8 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
     streams) are payload rates. `usd_per_gb` is what a gigabyte costs over this link alone, where
     that is not what its boxes are billed otherwise (0 inside a site, say); None for the boxes' own
     prices. `rtt_confidence` and `rate_confidence` lie in [0, 1]. `capacity_is_floor`: no transfer
-    was ever held up by the link, so it may carry more."""
+    was ever held up by the link, so it may carry more. `measured_at`: when its rate was last
+    measured, in unix seconds of the box that tells it; 0 where it was not, or that is not told."""
 
     rtt_s: float
     one_stream_gbps: float
@@ -92,8 +94,10 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
     reachable: bool = True
     source: Source = Source.MEASURED
     reason: Annotated[str, msgspec.Meta(max_length=2000)] = ""
+    measured_at: float = 0.0
 
     def __post_init__(self) -> None:
+        _within("link.measured_at", self.measured_at, 0.0, _MAX_UNIX_S)
         _within("link.rtt_s", self.rtt_s, 0.0, _MAX_RTT_S)
         _within("link.rtt_min_s", self.rtt_min_s, 0.0, _MAX_RTT_S)
         _within("link.jitter_s", self.jitter_s, 0.0, _MAX_RTT_S)

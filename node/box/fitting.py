@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import Annotated, Final
-
-import msgspec
+from typing import Final
 
 from ...coordinator.costs.efficiency import efficiency_of
 from ...coordinator.costs.gpus import GpuError, gpu_table
 from ...coordinator.costs.model_shape import ModelShape
 from ..models import ModelInfo
 from ..settings import BoxEngineSettings, FittingSettings
+from .batch_limits import BatchLimits
 from .hardware import CPU_KV_CACHE_MIB, GPU_SHARE, Gpu, Hardware
 
 FITTING: Final = FittingSettings()
@@ -40,15 +39,6 @@ LARGE_GPU_GIB: Final = 70.0  # from here on vLLM takes larger steps too
 FEW_REQUESTS: Final = 64
 MANY_REQUESTS: Final = 256
 """At once. Graphs are captured for twice as many tokens, at most 512; the planner's batches end there too."""
-
-
-class BatchLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all stages of a replica agree on: the head's batches, each stage's tables.
-    `max_model_len` None: the model's own."""
-
-    max_model_len: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)] | None
-    max_batched_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
-    max_requests: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 
 
 @dataclass(frozen=True, slots=True)

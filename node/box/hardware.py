@@ -15,11 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
-import psutil
 
 from ...coordinator.bounds import MAX_GPUS, Name
 from ...coordinator.costs.gpus import Specs, gpu_table
-from .home import NodeError
+from .errors import NodeError
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 ORDER: Final = "CUDA_DEVICE_ORDER"
@@ -110,6 +109,8 @@ def select_visible(cards: Sequence[Card], variable: str | None) -> dict[str, Gpu
 
 def probe(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Read the box. Without a working NVIDIA driver there are no GPUs to serve from. Raises NodeError."""
+    import psutil  # clients, which have it not, read what others say of theirs
+
     return Hardware(
         cores=len(os.sched_getaffinity(0)),
         memory_gib=psutil.virtual_memory().total / 2**30,

@@ -10,13 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-
-class NodeError(Exception):
-    """The node cannot run. The text is one line for the user."""
-
-
-class NodeUsageError(NodeError):
-    """What the owner has asked for cannot be: the text names the option and the fix."""
+from .errors import NodeError
 
 
 @contextmanager

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from ..models import ModelInfo
 from ..settings import BoxEngineSettings
+from .batch_limits import BatchLimits
+from .errors import NodeError, NodeUsageError
 from .fitting import (
     FEW_REQUESTS,
     MANY_REQUESTS,
-    BatchLimits,
     Room,
     can_share,
     choose_requests,
@@ -23,7 +24,6 @@ from .fitting import (
     measure_room,
 )
 from .hardware import Hardware
-from .home import NodeError, NodeUsageError
 
 
 @dataclass(frozen=True, slots=True)

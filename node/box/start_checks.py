@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from . import prerequisites
+from .errors import NodeError
 from .hardware import VISIBLE, Hardware
-from .home import NodeError
 
 SHARED_MEMORY: Final = "/dev/shm"
 QUEUE_BYTES: Final = 240 << 20

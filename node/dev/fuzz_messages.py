@@ -24,7 +24,8 @@ from ...kvtransport.wire.permits import Permit
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 from .. import messages, methods
 from ..engine.protocol import KvSlice
-from ..models.text import PromptError
+from ..models.errors import PromptError
+from ..planning.messages import PlanManifest
 from ..requests import acceptance
 from .fuzz_planning import make_advert, make_links, make_manifest, make_plan
 
@@ -58,7 +59,7 @@ def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
         kinds[each.body] = None
         if isinstance(each, Method):
             kinds[each.answer] = None
-    return (*kinds, messages.Advert, messages.LinkTable, messages.PlanManifest, Plan)
+    return (*kinds, messages.Advert, messages.LinkTable, PlanManifest, Plan)
 
 
 class MessageMaker:
@@ -91,7 +92,7 @@ class MessageAttack:
         makers = {
             messages.Advert: make_advert,
             messages.LinkTable: make_links,
-            messages.PlanManifest: make_manifest,
+            PlanManifest: make_manifest,
             Plan: make_plan,
         }
         self._kinds = [MessageMaker(kind, makers.get(kind)) for kind in said_by_peers()]
@@ -132,7 +133,8 @@ def _has_nan(message: Any) -> bool:
     generate = message.generate if isinstance(message, messages.ContinueGenerate) else message
     if not isinstance(generate, messages.Generate):
         return False
-    return math.isnan(generate.temperature) or math.isnan(generate.top_p)
+    numbers = (value for value in msgspec.structs.astuple(generate) if isinstance(value, float))
+    return any(map(math.isnan, (*numbers, *generate.logit_bias.values())))
 
 
 # -- for the control stream -------------------------------------------------------------------------------------------

@@ -23,10 +23,11 @@ from ...coordinator.routing.interface import NoRoute
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..box.hardware import Gpu, Hardware
 from ..engine.protocol import EngineStats
-from ..messages import ADVERT, INLINE_PLAN_BYTES, LINKS, PLAN, Advert, EngineAdvert, LinkTable, PlanManifest
+from ..messages import ADVERT, LINKS, PLAN, Advert, EngineAdvert, LinkTable
 from ..models import ModelInfo, WeightSizes
 from ..planning.coordination import Coordinator, PlanningTask
 from ..planning.manifest import describe_plan, read_manifest
+from ..planning.messages import INLINE_PLAN_BYTES, PlanManifest
 from ..planning.plan_intake import PlanIntake
 from ..planning.worker import PlannerAnswer, PlannerTask, answer
 from ..settings import WAN

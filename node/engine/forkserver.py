@@ -27,6 +27,7 @@ from pathlib import Path
 import msgspec
 
 from . import protocol
+from .api.protocol import ApiConfig, SpawnApi, spawn
 from .backend import EngineBackend
 from .backends import find_backend
 from .process import AgentSockets, enter_process, redirect_output
@@ -101,7 +102,7 @@ class ForkServer:
             self._drop(channel)
             return
         try:
-            request = protocol.spawn.decode(packet)
+            request = spawn.decode(packet)
         except msgspec.MsgspecError as error:
             _log.warning("refused a packet: %s", error)
             for descriptor in descriptors:
@@ -110,20 +111,19 @@ class ForkServer:
         messages, sockets = (socket.socket(fileno=descriptor) for descriptor in descriptors)
         pid = os.fork()
         if pid == 0:
-            self._become_engine(request, messages, sockets)
+            self._become(request, AgentSockets(messages, sockets))
         messages.close()
         sockets.close()
         self._children[pid] = (channel, request.engine)
 
-    def _become_engine(self, request: protocol.Spawn, messages: socket.socket, sockets: socket.socket) -> None:
+    def _become(self, request: protocol.Spawn | SpawnApi, sockets: AgentSockets) -> None:
         for channel in self._channels:
             channel.close()
         self._selector.close()
         status = 1
         try:
-            enter_process(request.config)
-            backend = find_backend(request.config.backend)
-            status = backend.run(request.config, AgentSockets(messages, sockets))
+            enter_process(request.config.log_file)
+            status = _run(request.config, sockets)
         except BaseException:
             traceback.print_exc()  # nobody else would: the process ends below
             raise
@@ -141,6 +141,14 @@ class ForkServer:
             channel, engine = self._children.pop(pid)
             exited = protocol.EngineExited(engine=engine, status=os.waitstatus_to_exitcode(status))
             self._tell(channel, exited)
+
+
+def _run(config: protocol.EngineConfig | ApiConfig, sockets: AgentSockets) -> int:
+    if isinstance(config, protocol.EngineConfig):
+        return find_backend(config.backend).run(config, sockets)
+    from .api.process import run_api  # web servers, which engines do without
+
+    return run_api(config, sockets)
 
 
 def main() -> None:

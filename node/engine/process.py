@@ -70,12 +70,12 @@ class EngineProgram(Protocol):
         """Load the model. Raises StartError."""
 
 
-def enter_process(config: protocol.EngineConfig) -> None:
-    """First of all in a new engine process: Ctrl-C is for the agent, SIGTERM ends it, and output goes to its log."""
+def enter_process(log_file: str | None) -> None:
+    """First of all in a forked process: Ctrl-C is for the agent, SIGTERM ends it, and output goes to its log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if config.log_file:
-        redirect_output(Path(config.log_file))
+    if log_file:
+        redirect_output(Path(log_file))
 
 
 def redirect_output(log: Path) -> None:

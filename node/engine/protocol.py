@@ -21,6 +21,8 @@ from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
 from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
+from .sampling import Sampling as Sampling
+from .sampling import TopTokens as TopTokens
 from .settings import PIPELINE_DEFAULTS, TRANSFER_DEFAULTS, PipelineSettings, TransferSettings
 
 MAX_MESSAGE: Final = 64 << 20
@@ -28,8 +30,8 @@ HOST_SHARE: Final = 64  # of a box's memory, for the KV that an engine sends, an
 WantedSendMode = Literal["auto", "layerwise", "serialised"]
 Head = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=64)]
-MAX_SEED: Final = 2**63 - 1
 MAX_PATHS: Final = 16  # of one link
+MAX_LAYER_TIMES: Final = 64  # of one transfer: where there are more layers, several are told of together
 _LENGTH: Final = struct.Struct("<I")
 
 
@@ -104,17 +106,6 @@ def transfer_buffer_bytes(config: EngineConfig, memory_bytes: int) -> int:
     if config.transfer_buffer_mib is not None:
         return config.transfer_buffer_mib << 20
     return max(64 << 20, min(memory_bytes // HOST_SHARE, 1 << 30))
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the next tokens are chosen. `top_k` 0 and `top_p` 1 switch those filters off."""
-
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
-    temperature: Annotated[float, msgspec.Meta(ge=0.0, le=100.0)] = 0.0
-    top_p: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=0, le=1 << 31)] = 0
-    seed: Annotated[int, msgspec.Meta(ge=0, le=MAX_SEED)] | None = None
-    ignore_eos: bool = False
 
 
 class WorkerRank(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -196,6 +187,10 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
     awaits_first_token: bool = False
 
     def __post_init__(self) -> None:
+        if self.sampling.answered >= max(1, len(self.prompt)):
+            raise ValueError(f"{self.sampling.answered} tokens of an answer in a prompt of {len(self.prompt)}")
+        if self.receive and self.sampling.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: whoever computes all of the prompt knows them, and nobody else")
         if self.send and self.receive:
             raise ValueError("a request either sends the KV of its prompt or receives it")
         ends: tuple[Outlet | Inlet, ...] = (*self.send, *self.receive)
@@ -291,14 +286,19 @@ class EngineFailed(EngineMessage, frozen=True, kw_only=True, tag="failed"):
     reason: str
 
 
-class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one step added to a request. `finish`: stop, length, deadline, error or refused; None while it runs."""
+class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What one step added to a request. `finish`: stop, length, deadline, error or refused; None while it runs.
+    `logprobs`: a row for each of `tokens`, but for a first one that was told. `prompt_logprobs`: for each of the
+    prompt's but the first, told once. `stop_reason`: the stop token of the request's own that ended it."""
 
     request: str
     tokens: tuple[int, ...]
     finish: str | None = None
     cached_tokens: int = 0  # prompt positions whose KV was not computed here
     reason: str = ""  # why it was refused
+    logprobs: TopTokens | None = None
+    prompt_logprobs: TopTokens | None = None
+    stop_reason: int | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -339,12 +339,24 @@ class Beat(EngineMessage, frozen=True, kw_only=True, tag="beat"):
     """The engine process lives."""
 
 
+class LayerTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """When the KV of layers `[first_layer, last_layer)` was on its way, in seconds from the transfer's first frame:
+    from the first frame of theirs that was given to the link to the last that was acknowledged."""
+
+    first_layer: Layer
+    last_layer: Layer
+    begin_s: Figure
+    end_s: Figure
+    wire_bytes: Count = 0
+
+
 class TransferReport(EngineMessage, frozen=True, kw_only=True, tag="transfer"):
     """How a transfer ended, from the sending engine.
 
     `mode` is layerwise or serialised, `paths` the KV bytes that went each way, `blocked_s` how long it waited for the
     receiver's credit. `raw_bytes` is what the KV occupies in the sender's cache, `wire_bytes` what was sent for it.
     `span_s` runs from the first frame to the acknowledgement, `visible_s` is the part of it after prefill had ended.
+    `codec_s` is what encoding took, by the clock of its thread; `layers` are at most MAX_LAYER_TIMES.
     """
 
     transfer: bytes
@@ -361,6 +373,8 @@ class TransferReport(EngineMessage, frozen=True, kw_only=True, tag="transfer"):
     paths: dict[str, int] = {}
     resent_bytes: int = 0
     blocked_s: float = 0.0
+    codec_s: float = 0.0
+    layers: tuple[LayerTimes, ...] = ()
 
 
 class PathReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -422,7 +436,6 @@ class EngineExited(EngineMessage, frozen=True, kw_only=True, tag="exited"):
 
 ForkServerEvent = Preloaded | PreloadFailed | EngineExited
 
-spawn = msgspec.msgpack.Decoder(Spawn)
 fork_server_event = msgspec.msgpack.Decoder(ForkServerEvent)
 
 

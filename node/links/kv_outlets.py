@@ -24,6 +24,8 @@ from .. import messages
 from ..engine import protocol
 from ..methods import LINK_OPEN, RELAY_OPEN
 from ..models import ModelInfo
+from ..observing.event_log import Record, ignore
+from ..observing.values import EventKind
 from ..settings import WAN, NodeTuning
 from .kv_links import Ends, OutgoingLinks
 from .path_selection import DIRECT, NewPaths, PathSelector
@@ -51,6 +53,8 @@ class KvOutlets:
     ) -> None:
         self.own = messenger.peer_id
         self.set_paths: Callable[[bytes, tuple[DialPath, ...]], None] = lambda link, paths: None
+        self.record: Record = ignore
+        """Tells the node's log."""
         self._model = model
         self._selector = selector
         self._messenger = messenger
@@ -196,4 +200,5 @@ class KvOutlets:
         if paths is None:
             self._selector.reject(new, trio.current_time())
         elif self._selector.confirm(new):
+            self.record(EventKind.PATHS_CHANGED, peer=new.peer, why=new.reason)
             self.set_paths(new.link, paths)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import final
 
+import msgspec
+
 from ...bootstrap import PeerId
 from ...kvtransport.probing.estimates import LinkEstimator
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures, Source, one_stream_gbps, prior
@@ -93,17 +95,26 @@ class LinkKnowledge:
         measured, self._measured = self._measured, set()
         return measured
 
-    def table(self, told: LinkTable | None, now: float) -> LinkTable:
-        """What this node tells the others. Figures that have hardly moved since `told` stay as they were told: every
-        change travels to every node."""
+    def table(self, told: LinkTable | None, now: float, unix: float = 0.0) -> LinkTable:
+        """What this node tells the others; `unix` is the moment `now` by the calendar. Figures that have hardly moved
+        since `told` stay as they were told: every change travels to every node."""
         before = told.links if told is not None else {}
         links: dict[str, LinkFigures] = {}
         for peer, estimator in sorted(self._estimators.items()):
             figures, old = estimator.figures(now), before.get(peer)
-            if figures.source is not Source.PRIOR:
-                links[peer] = old if old is not None and old.alike(figures, self._tuning.link_news) else figures
+            if figures.source is Source.PRIOR:
+                continue
+            if estimator.measured_at is not None:
+                measured_at = max(0.0, unix - max(0.0, now - estimator.measured_at))
+                figures = msgspec.structs.replace(figures, measured_at=measured_at)
+            links[peer] = old if old is not None and self._is_old_news(old, figures) else figures
         links = leave_out_alike(links, self._sites(), self._tuning.link_news)
         return LinkTable(site=self.settings.site, box=self.settings.box, links=links)
+
+    def _is_old_news(self, old: LinkFigures, new: LinkFigures) -> bool:
+        """Whether figures need not be told again: they are alike, and not much younger."""
+        is_recent = new.measured_at - old.measured_at < self._tuning.link_age_s
+        return is_recent and old.alike(new, self._tuning.link_news)
 
     def network(self, running: tuple[RunningTransfer, ...], now: float) -> PathNetwork:
         """All links and boxes, with what flows from here."""

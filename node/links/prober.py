@@ -20,6 +20,8 @@ from ...kvtransport.probing.estimates import BurstSample
 from ...kvtransport.probing.probe import Activity, BurstRequest, PeerLink, ProbeScheduler, ProbeStatistics
 from .. import messages
 from ..methods import PROBE_OPEN
+from ..observing.event_log import Record, ignore
+from ..observing.values import EventKind
 from ..settings import WAN, NodeTuning
 from .link_knowledge import LinkKnowledge
 
@@ -82,6 +84,8 @@ class Prober:
         self._tuning = tuning
         self._scheduler = ProbeScheduler(knowledge.own, knowledge.settings.site, rng, now=trio.current_time())
         self._gates: dict[bytes, BurstGate] = {}
+        self.record: Record = ignore
+        """Tells the node's log."""
         messenger.handle(PROBE_OPEN, self.on_open)
 
     def __repr__(self) -> str:
@@ -161,13 +165,17 @@ class Prober:
         except NetworkError:
             self._scheduler.on_burst_done(target.peer, 0, succeeded=False, now=trio.current_time())
             return
-        except TransferError:
+        except TransferError as error:
             now = trio.current_time()
+            self.record(EventKind.LINK_FAILED, peer=target.peer, why=str(error))
             self._knowledge.estimator(target.peer).on_unreachable(now=now)
             self._scheduler.on_burst_done(target.peer, 0, succeeded=False, now=now)
             return
         now = trio.current_time()
-        self._knowledge.estimator(target.peer).on_burst(sample, now=now)
+        estimator = self._knowledge.estimator(target.peer)
+        estimator.on_burst(sample, now=now)
+        rtt_s = estimator.figures(now).rtt_s
+        self.record(EventKind.LINK_MEASURED, peer=target.peer, gbps=sample.gbps, streams=sample.streams, rtt_s=rtt_s)
         self._scheduler.on_burst_done(target.peer, sample.bytes, succeeded=True, now=now)
 
     async def _receive(self, peer: PeerId, gate: BurstGate) -> None:

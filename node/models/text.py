@@ -9,15 +9,11 @@ import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from .errors import ModelError
+from .errors import ModelError, PromptError
 from .opening import read_json
 
 _SHORTEST: Final = 4  # a tokenizer that composes or folds characters leaves this part of a text's bytes, at least
 _PROBED: Final = 8  # characters for each token that may be: few texts with more characters have no more tokens
-
-
-class PromptError(Exception):
-    """The prompt cannot be served. The text is one line that names the field and the fix."""
 
 
 @final

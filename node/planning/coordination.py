@@ -11,6 +11,7 @@ from ...bootstrap import PeerId
 from ...coordinator import BoxView, Demand, LinkView, Plan
 from ...coordinator.capacity import KvCodec
 from ...coordinator.demand import is_idle
+from ...coordinator.names import name_of
 from ...kernels.codecs import codec_named
 from ..settings import WAN
 from ..view import NetworkView
@@ -166,7 +167,7 @@ class Coordinator:
 def _explain_unreadable(view: NetworkView) -> list[str]:
     """A line for `status` on each box whose advert is none."""
     return [
-        f"..{peer[-6:]} is left out: what it says of itself cannot be read ({fault})"
+        f"{name_of(peer)} is left out: what it says of itself cannot be read ({fault})"
         for peer, fault in sorted(view.unreadable.items())
     ]
 

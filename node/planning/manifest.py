@@ -10,7 +10,8 @@ import msgspec
 from ...bootstrap import DECODE_ERRORS
 from ...bootstrap.members.table import EntryRules
 from ...coordinator import Plan, PlanError
-from ..messages import INLINE_PLAN_BYTES, MAX_PLAN_BYTES, PLAN, PlanManifest
+from ..messages import PLAN
+from .messages import INLINE_PLAN_BYTES, MAX_PLAN_BYTES, PlanManifest
 
 _manifests = msgspec.msgpack.Decoder(PlanManifest)
 _plans = msgspec.msgpack.Decoder(Plan)

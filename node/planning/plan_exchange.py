@@ -16,10 +16,10 @@ import trio
 
 from ...bootstrap import NetworkError, PeerId, Role
 from ...bootstrap.methods import Messenger
-from ..messages import MAX_HOLDERS, PLAN_PIECE_BYTES, PlanManifest, PlanPiece, PlanPieceQuery
 from ..methods import PLAN_PIECE
 from ..settings import NodeTuning
 from .manifest import is_that_of
+from .messages import MAX_HOLDERS, PLAN_PIECE_BYTES, PlanManifest, PlanPiece, PlanPieceQuery
 
 _KEPT: Final = 2  # plans: the one that is followed, and the one that is to be
 _SOURCES: Final = 32

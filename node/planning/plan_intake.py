@@ -14,9 +14,10 @@ from typing import final
 
 from ...bootstrap import PeerId
 from ...coordinator import Plan, PlanError
-from ..messages import Advert, PlanManifest
+from ..messages import Advert
 from ..settings import NodeTuning
 from .manifest import read_manifest, read_plan
+from .messages import PlanManifest
 
 Leader = tuple[PeerId, int]
 

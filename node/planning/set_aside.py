@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, final
 
+from ...coordinator.names import name_of
+
 FIRST_HOLD_S: Final = 60.0
 LONGEST_HOLD_S: Final = 3600.0
 
@@ -43,7 +45,7 @@ class SetAside:
     def explain(self, now: float) -> tuple[str, ...]:
         """A line for `status` on each box that is held."""
         return tuple(
-            f"..{box[-6:]} is set aside: planning fails with what it says ({held.reason}); tried again in "
+            f"{name_of(box)} is set aside: planning fails with what it says ({held.reason}); tried again in "
             f"{held.until - now:.0f} s"
             for box, held in sorted(self._held.items())
             if now < held.until

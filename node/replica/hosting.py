@@ -15,12 +15,14 @@ from ...bootstrap import Address, PeerId
 from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
+from ..box.errors import NodeError
 from ..box.hardware import Hardware
-from ..box.home import NodeError
 from ..engine import protocol
+from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.backend import ServedModel
 from ..links.kv_outlets import KvOutlets
 from ..models import DownloadProgress, TerminalProgress
+from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
 from .place import Place, find_place
@@ -81,12 +83,13 @@ class Host:
         where: Callable[[PeerId], Address | None],
         on_change: Callable[[messages.EngineAdvert], None],
         settings: NodeSettings,
+        record: Record = ignore,
     ) -> None:
         self._model = served.model
         self.share = served.share
         info, tuning = served.model.info, settings.tuning
         transfers = KvTransfers(model=info, outlets=outlets, messenger=network, tuning=tuning)
-        self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning)
+        self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning, record=record)
         outlets.set_paths = self.worker.set_paths
         stages = Stages(service=info.service, messenger=network, where=where, random=secrets.token_bytes, tuning=tuning)
         self._own = network.peer_id
@@ -110,6 +113,10 @@ class Host:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.worker.learner.run)
             nursery.start_soon(self._supervisor.run)
+
+    async def wait_server(self) -> EngineStarter:
+        """Wait for what forks this box's processes."""
+        return await self._supervisor.wait_server()
 
     def follow(self, plan: Plan | None) -> None:
         """A plan may give this box layers, or take them away, and says how much a step of a replica may compute."""

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar, final
 
 import msgspec
 import trio
+from msgspec.structs import replace
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Body, Messenger, Notice
@@ -22,6 +23,7 @@ from ...kvtransport.errors import TicketError, TransferError
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket, issue_transfer
 from .. import messages, methods
 from ..engine import protocol
+from ..engine.protocol import MAX_LAYER_TIMES
 from ..links.kv_links import Ends, IncomingLinks
 from ..models import ModelInfo
 from ..settings import WAN, NodeTuning
@@ -49,6 +51,7 @@ class TransferEnd:
     transfer: bytes
     failed: str
     figures: messages.TransferFigures
+    target: str = ""  # the box that it went to; of several, one
 
 
 @dataclass(slots=True)
@@ -282,7 +285,10 @@ class KvTransfers:
         if sending.pending and not body.failed:
             return None
         self.forget(body.transfer)
-        return TransferEnd(body.transfer, body.failed, _sum_figures(sending.figures)) if sending.head is None else None
+        if sending.head is not None:
+            return None
+        target = next(iter(sending.targets.values()), "")
+        return TransferEnd(body.transfer, body.failed, _sum_figures(sending.figures), target)
 
     def _place_here(self) -> Place:
         if self.place is None:
@@ -359,4 +365,19 @@ def _sum_figures(figures: Sequence[messages.TransferFigures]) -> messages.Transf
         paths=paths,
         resent_bytes=sum(each.resent_bytes for each in figures),
         usd=sum(each.usd for each in figures),
+        codec_s=sum(each.codec_s for each in figures),
+        blocked_s=max(each.blocked_s for each in figures),
+        layers=_merge_layers(times for each in figures for times in each.layers),
     )
+
+
+def _merge_layers(found: Iterable[protocol.LayerTimes]) -> tuple[protocol.LayerTimes, ...]:
+    """When layers were on their way that several slices have a part of; each counts from its own first frame."""
+    merged: dict[tuple[int, int], protocol.LayerTimes] = {}
+    for times in found:
+        key = (times.first_layer, times.last_layer)
+        known = merged.get(key, times)
+        size = times.wire_bytes + (known.wire_bytes if known is not times else 0)
+        begin_s, end_s = min(known.begin_s, times.begin_s), max(known.end_s, times.end_s)
+        merged[key] = replace(times, begin_s=begin_s, end_s=end_s, wire_bytes=size)
+    return tuple(merged[key] for key in sorted(merged))[:MAX_LAYER_TIMES]

@@ -19,7 +19,7 @@ from ...bootstrap.methods import Messenger
 from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import issue_link
 from .. import messages
-from ..box.fitting import BatchLimits
+from ..box.batch_limits import BatchLimits
 from ..engine.agent_side.engine_link import EngineStartError
 from ..engine.protocol import EngineConfig, PipeEnd
 from ..methods import STAGE_LOADED, STAGE_OPEN

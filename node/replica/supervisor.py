@@ -71,6 +71,8 @@ class Supervisor:
         self._ready: protocol.EngineReady | None = None
         self._link: EngineHandle | None = None
         self._advert: EngineAdvert | None = None
+        self._server: EngineStarter | None = None  # that forks now
+        self._served = trio.Event()
         stages.on_call = self._on_call
         stages.on_loaded = self._on_loaded
 
@@ -98,8 +100,18 @@ class Supervisor:
         while True:
             channel, self._channel = self._channel, None
             async with self._open_server(log=self._log, threads=threads, channel=channel, backend=backend) as server:
+                self._server = server
+                self._served.set()
                 while not server.gone:
                     await self._run_once(server)
+                self._server, self._served = None, trio.Event()
+
+    async def wait_server(self) -> EngineStarter:
+        """Wait for the server that forks this box's processes; it may have to import their libraries first."""
+        while (server := self._server) is None or server.gone:
+            await self._served.wait()
+            await trio.lowlevel.checkpoint()
+        return server
 
     # ---- one life of an engine --------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
 from typing import final
 
 import msgspec
@@ -17,39 +18,43 @@ from .. import messages, methods
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineHandle, EngineLost
 from ..learning import Learner
+from ..observing.event_log import Record, ignore
+from ..observing.values import EventKind, Served
 from ..settings import WAN, NodeTuning
 from .hung import ReplicaWatch
+from .jobs import Job, JobLog
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 
 UNREAD_SAMPLING = protocol.Sampling(max_tokens=1)  # of a part of a prompt: vLLM must sample something
 
 
-@dataclass(slots=True)
-class _Job:
-    gateway: PeerId
-    request: str
-    transfer: bytes | None = None
-    wants_first_token: bool = False  # of a prefill: the client still waits for it
-    figures: messages.TransferFigures | None = None  # of one whose KV was delivered before that
-
-
 @final
 class Worker:
     """The engine's side of requests, called from the event loop. `transfers` agrees with other
-    boxes how KV passes."""
+    boxes how KV passes; `record` tells the node's log."""
 
-    def __init__(self, *, service: str, transfers: KvTransfers, messenger: Messenger, tuning: NodeTuning = WAN) -> None:
+    def __init__(
+        self,
+        *,
+        service: str,
+        transfers: KvTransfers,
+        messenger: Messenger,
+        tuning: NodeTuning = WAN,
+        record: Record = ignore,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._service = service
         self._transfers = transfers
         self._messenger = messenger
         self._engine: EngineHandle | None = None
         self._pipes: frozenset[bytes] = frozenset()
-        self._decodes: dict[str, _Job] = {}
-        self._prefills: dict[str, _Job] = {}
+        self._decodes: dict[str, Job] = {}
+        self._prefills: dict[str, Job] = {}
         self._watch = ReplicaWatch(messenger.peer_id, NetworkSettings())
         self._accepting = True
         self._step_tokens = 0
+        self._log = JobLog(record, clock)
         self.stats: protocol.EngineStats | None = None
         self.learner = Learner(tuning.profile_interval_s)
         messenger.handle(methods.DECODE_OPEN, self.open_decode)
@@ -68,6 +73,15 @@ class Worker:
     def idle(self) -> bool:
         """Whether no request is in the engine."""
         return not self._decodes and not self._prefills
+
+    @property
+    def served(self) -> Served:
+        """What it has done since this node was started."""
+        return self._log.served
+
+    @property
+    def _present(self) -> int:
+        return len(self._decodes) + len(self._prefills)
 
     def use(self, engine: EngineHandle, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
         """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
@@ -100,9 +114,13 @@ class Worker:
         prefills, self._prefills = self._prefills, {}
         failed = f"the engine process {how}"
         for job in decodes.values():
-            self._tell(job.gateway, methods.TOKENS, messages.Tokens(request=job.request, failed=failed))
+            self._log.note_end(EventKind.DECODE_ENDED, job, failed=failed)
+            body = messages.Tokens(request=job.request, failed=failed, busy_s=self._log.busy_s(job))
+            self._tell(job.gateway, methods.TOKENS, body)
         for job in prefills.values():
-            self._tell(job.gateway, methods.PREFILL_ENDED, messages.PrefillEnded(request=job.request, failed=failed))
+            self._log.note_end(EventKind.PREFILL_ENDED, job, failed=failed)
+            ended = messages.PrefillEnded(request=job.request, failed=failed, busy_s=self._log.busy_s(job))
+            self._tell(job.gateway, methods.PREFILL_ENDED, ended)
 
     def peer_lost(self, peer: PeerId) -> None:
         """Nobody waits for these requests any more, and no KV goes to or comes from there."""
@@ -164,7 +182,12 @@ class Worker:
         ):
             raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
         # Known from here on, so that it can be stopped while the other stages are being asked.
-        job = self._decodes[body.request] = _Job(gateway, body.request)
+        job = self._decodes[body.request] = self._log.begin(gateway, body.request, self._present)
+        receives = body.receive_tokens or None
+        prefill = body.prefill[0].peer if body.prefill else None
+        self._log.note(
+            EventKind.DECODE_BEGUN, job, prompt_tokens=len(body.prompt), receive_tokens=receives, prefill=prefill
+        )
         self._tell_hung()
         inlets: tuple[protocol.Inlet, ...] = ()
         slices: tuple[messages.TicketedSlice, ...] = ()
@@ -188,6 +211,7 @@ class Worker:
         except BaseException as error:
             if self._decodes.get(body.request) is job:
                 del self._decodes[body.request]
+                self._log.note(EventKind.DECODE_ENDED, job, failed=str(error) or type(error).__name__)
             if isinstance(error, NetworkError) and not isinstance(error, RemoteError):
                 raise RemoteError("no-stage", f"a stage of this replica does not answer: {error}") from error
             raise
@@ -199,9 +223,10 @@ class Worker:
         _refuse_known(body.request, self._prefills)
         transfer = body.slices[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
-        job = self._prefills[body.request] = _Job(
-            gateway, body.request, transfer, wants_first_token=body.sampling is not None
-        )
+        job = self._prefills[body.request] = self._log.begin(gateway, body.request, self._present)
+        job.transfer, job.wants_first_token = transfer, body.sampling is not None
+        decode = body.slices[0].rank_slice.target_peer
+        self._log.note(EventKind.PREFILL_BEGUN, job, prompt_tokens=len(body.prompt), decode=decode)
         self._tell_hung()
         try:
             outlets = await self._transfers.send(body.slices, len(body.prompt))
@@ -211,7 +236,7 @@ class Worker:
                 protocol.Submit(
                     request=_prefill_id(body.request),
                     prompt=body.prompt,
-                    sampling=msgspec.structs.replace(body.sampling or UNREAD_SAMPLING, max_tokens=1),
+                    sampling=first_token_of(body.sampling) if body.sampling is not None else UNREAD_SAMPLING,
                     deadline_s=body.deadline_s,
                     send=outlets,
                 ),
@@ -220,8 +245,8 @@ class Worker:
             self._transfers.abort(transfer, "the prefill did not begin")
             if self._prefills.get(body.request) is job:
                 del self._prefills[body.request]
+                self._log.note(EventKind.PREFILL_ENDED, job, failed=str(error) or type(error).__name__)
             if isinstance(error, NetworkError | TransferError) and not isinstance(error, RemoteError):
-                decode = body.slices[0].rank_slice.target_peer
                 raise RemoteError("no-path", f"no KV can be pushed to {decode}: {error}") from error
             raise
         return messages.Opened()
@@ -276,8 +301,10 @@ class Worker:
         match message:
             case protocol.Step(outputs=outputs, stats=stats, iterations=iterations):
                 self.stats = stats
+                self._log.advance(self._present)
                 if iterations is not None:
                     self.learner.add(iterations)
+                    self._log.note_steps(iterations)
                 for output in outputs:
                     self._on_tokens(output)
             case protocol.TransferReport():
@@ -295,8 +322,12 @@ class Worker:
         job = self._decodes.get(request)
         if job is None:
             return
+        if output.tokens and not job.tokens:
+            self._log.note(EventKind.DECODE_FIRST_TOKEN, job, cached_tokens=output.cached_tokens)
+        job.tokens += len(output.tokens)
         if output.finish is not None:
             del self._decodes[request]
+            self._log.note_end(EventKind.DECODE_ENDED, job, finish=output.finish, failed=output.reason or None)
         failed = "the engine gave the request up" if output.finish == "error" else ""
         refused = (output.reason or "no reason given") if output.finish == "refused" else ""
         told = self._tell(
@@ -309,6 +340,10 @@ class Worker:
                 cached_tokens=output.cached_tokens,
                 failed=failed,
                 refused=refused,
+                busy_s=self._log.busy_s(job),
+                logprobs=output.logprobs,
+                prompt_logprobs=output.prompt_logprobs,
+                stop_reason=output.stop_reason,
             ),
         )
         if not told:
@@ -318,15 +353,24 @@ class Worker:
         """A prompt has been read, or never will be. Its KV may still be on its way: the transfer's own report ends the
         job then."""
         job = self._prefills.get(request)
+        if job is not None and output.tokens and not job.tokens:
+            job.tokens = len(output.tokens)
+            self._log.note(EventKind.PREFILL_DONE, job)
         if output.finish in ("deadline", "error", "refused"):
             self._end_prefill(request, f"prefill ended with {output.finish}", None)
         elif job is not None and job.wants_first_token and output.tokens:
             job.wants_first_token = False
             # It ends by its length here: of the answer, the gateway knows that.
             finish = "stop" if output.finish == "stop" else None
-            if not self._tell(
-                job.gateway, methods.TOKENS, messages.Tokens(request=request, tokens=output.tokens, finish=finish)
-            ):
+            first = messages.Tokens(
+                request=request,
+                tokens=output.tokens,
+                finish=finish,
+                logprobs=output.logprobs,
+                stop_reason=output.stop_reason,
+                busy_s=self._log.busy_s(job),
+            )
+            if not self._tell(job.gateway, methods.TOKENS, first):
                 self._cancel_prefill(request)
             elif job.figures is not None:
                 self._end_prefill(request, "", job.figures)
@@ -336,10 +380,12 @@ class Worker:
             return
         found = next((request for request, job in self._prefills.items() if job.transfer == ended.transfer), None)
         if found is not None:
+            self._log.note_transfer(self._prefills[found], ended)
+            figures = msgspec.structs.replace(ended.figures, layers=())  # of use to nobody but the log
             if not ended.failed and self._prefills[found].wants_first_token:
-                self._prefills[found].figures = ended.figures  # all layers are there before the token is
+                self._prefills[found].figures = figures  # all layers are there before the token is
                 return
-            self._end_prefill(found, ended.failed, ended.figures)
+            self._end_prefill(found, ended.failed, figures)
             # It may go on all the same: because its KV failed, or is not needed.
             self._send(protocol.Cancel(request=_prefill_id(found)))
             if ended.failed:
@@ -350,7 +396,9 @@ class Worker:
         if job is not None:
             if failed and job.transfer is not None:
                 self._transfers.abort(job.transfer, failed)
-            ended = messages.PrefillEnded(request=request, failed=failed, figures=figures)
+            self._log.note_end(EventKind.PREFILL_ENDED, job, failed=failed or None)
+            busy_s = self._log.busy_s(job)
+            ended = messages.PrefillEnded(request=request, failed=failed, figures=figures, busy_s=busy_s)
             self._tell(job.gateway, methods.PREFILL_ENDED, ended)
 
     def _tell(self, gateway: PeerId, notice: Notice[Body], message: Body) -> bool:
@@ -372,7 +420,7 @@ class Worker:
             raise RemoteError("not-head", f"this node is a stage of a replica whose requests {place.head} takes")
         return self._engine
 
-    def _submit(self, job: _Job, jobs: dict[str, _Job], submit: protocol.Submit) -> None:
+    def _submit(self, job: Job, jobs: dict[str, Job], submit: protocol.Submit) -> None:
         if jobs.get(job.request) is not job:
             raise RemoteError("stopped", "the request was stopped before it had begun")
         try:
@@ -381,12 +429,15 @@ class Worker:
             raise RemoteError("no-engine", str(error)) from error
 
     def _cancel_decode(self, request: str) -> None:
-        if self._decodes.pop(request, None) is not None:
+        decode = self._decodes.pop(request, None)
+        if decode is not None:
+            self._log.note_end(EventKind.DECODE_ENDED, decode, finish="cancelled")
             self._send(protocol.Cancel(request=_decode_id(request)))
 
     def _cancel_prefill(self, request: str) -> None:
         prefill = self._prefills.pop(request, None)
         if prefill is not None and prefill.transfer is not None:
+            self._log.note_end(EventKind.PREFILL_ENDED, prefill, failed="cancelled")
             self._send(protocol.Cancel(request=_prefill_id(request)))
             # The prompt may be done while its KV is still being sent.
             self._abort(prefill.transfer, "the request was cancelled")
@@ -400,10 +451,17 @@ class Worker:
             self._engine.send(message)
 
 
-def _refuse_known(request: str, jobs: dict[str, _Job]) -> None:
+def _refuse_known(request: str, jobs: dict[str, Job]) -> None:
     """An id names one request: another gateway's must not take over its tokens."""
     if request in jobs:
         raise RemoteError("invalid", f"request: the id {request} is in use")
+
+
+def first_token_of(sampling: protocol.Sampling) -> protocol.Sampling:
+    """Of the next token alone, as this sampling would take it."""
+    # Limits must not contradict each other; an end token is as impossible when fewer than the least are wanted.
+    least = min(sampling.min_tokens, sampling.answered + 1)
+    return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=least)
 
 
 def _decode_id(request: str) -> str:

@@ -7,26 +7,35 @@ request itself says, and `tokenize` and `prepare` by what the model and its engi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import chain
+from typing import TYPE_CHECKING
 
 from ...bootstrap import RemoteError
+from ..engine.sampling import MAX_BIAS, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TOP_BYTES, MAX_TOP_TOKENS
 from ..messages import MAX_PROMPT_BYTES, Generate
 from ..models import ModelInfo
-from ..models.text import PromptError, TextModel
-from .live_request import LiveRequest
+from ..models.errors import PromptError
+
+if TYPE_CHECKING:
+    from ..models.text import TextModel
+    from .live_request import LiveRequest
 
 DEFAULT_MAX_TOKENS = 256
 MAX_STOPS = 16
 MAX_TEMPERATURE = 2.0  # vLLM's own bound
-MAX_SEED = (1 << 63) - 1
+_RANGES = (("min_p", 0.0, 1.0), ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0))
 
 
 def check(body: Generate) -> int:
     """Check all that needs no model; returns the prompt's bytes of text. Raises PromptError naming
     the field and the fix."""
-    if (body.prompt is None) == (body.messages is None):
-        raise PromptError("prompt: give either `prompt` or `messages`, and not both")
+    if sum(form is not None for form in (body.prompt, body.messages, body.prompt_token_ids)) != 1:
+        raise PromptError("prompt: give one of `prompt`, `messages` and `prompt_token_ids`")
     if body.prompt is not None and not body.prompt:
         raise PromptError("prompt: it is empty; give at least one character")
+    if body.prompt_token_ids is not None and not body.prompt_token_ids:
+        raise PromptError("prompt_token_ids: they are empty; give at least one token")
     if body.messages is not None and not any(message.content for message in body.messages):
         raise PromptError("messages: they are empty; give at least one with content")
     field = _field(body)
@@ -57,6 +66,8 @@ def check_length(body: Generate, size: int, so_far: int, text: TextModel, max_mo
 
 def _field(body: Generate) -> str:
     """What the client calls its prompt."""
+    if body.prompt_token_ids is not None:
+        return "prompt_token_ids"
     return "prompt" if body.messages is None else "messages"
 
 
@@ -76,6 +87,27 @@ def _check_sampling(body: Generate) -> None:
         raise PromptError(f"top_p: {body.top_p} is not above 0 and at most 1 (1 switches it off)")
     if body.top_k < 0:
         raise PromptError(f"top_k: {body.top_k} is negative (0 switches it off)")
+    for field, low, high in _RANGES:
+        if not low <= getattr(body, field) <= high:
+            raise PromptError(f"{field}: {getattr(body, field)} is not a number from {low:g} to {high:g} (0: none)")
+    if not 0 < body.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise PromptError(
+            f"repetition_penalty: {body.repetition_penalty} is not above 0 and at most {MAX_REPETITION_PENALTY:g} "
+            "(1: none)"
+        )
+    for field in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(body, field)
+        if wanted is not None and not 0 <= wanted <= MAX_TOP_TOKENS:
+            raise PromptError(f"{field}: {wanted} is not between 0 and {MAX_TOP_TOKENS}")
+    for token, bias in body.logit_bias.items():
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PromptError(f"logit_bias: {bias} of token {token} is not a number from -{MAX_BIAS:g} to {MAX_BIAS:g}")
+    if body.min_tokens < 0 or (body.max_tokens is not None and body.min_tokens > body.max_tokens):
+        raise PromptError(f"min_tokens: {body.min_tokens} is not between 0 and max_tokens")
+    if body.reasoning is not None and body.constraint is None:
+        raise PromptError("reasoning: it says where a constraint begins; give `constraint` too")
+    if body.stop and not body.detokenize:
+        raise PromptError("stop: an answer of tokens alone has no text to look for it in; use `stop_token_ids`")
     if body.seed is not None and not 0 <= body.seed <= MAX_SEED:
         raise PromptError(f"seed: {body.seed} is not between 0 and 2**63 - 1")
     if len(body.stop) > MAX_STOPS or not all(body.stop):
@@ -86,7 +118,9 @@ def _check_sampling(body: Generate) -> None:
 
 def tokenize(body: Generate, text: TextModel, max_model_len: int) -> tuple[tuple[int, ...], int]:
     """Return the prompt's tokens and the number of tokens to generate. Raises PromptError."""
-    if body.messages is not None:
+    if body.prompt_token_ids is not None:
+        prompt = body.prompt_token_ids
+    elif body.messages is not None:
         prompt = text.encode_chat([{"role": m.role, "content": m.content} for m in body.messages], max_model_len)
     else:
         prompt = text.encode(body.prompt or "", max_model_len)
@@ -122,8 +156,26 @@ def prepare(
 ) -> LiveRequest:
     """A checked request with its prompt's tokens; `so_far` is what the client has of the answer. Takes seconds for
     megabytes of text. Raises PromptError."""
+    from .live_request import LiveRequest  # with a tokenizer's library, which clients have not
+
     vocabulary = model.shape.vocabulary
-    if (worst := max(so_far, default=0)) >= vocabulary:  # the engine would refuse it
-        raise PromptError(f"tokens: {worst} is no token of this model, which has {vocabulary}")
+    named: dict[str, Iterable[int]] = {
+        "tokens": so_far,
+        "prompt_token_ids": body.prompt_token_ids or (),
+        "stop_token_ids": body.stop_token_ids,
+        "logit_bias": body.logit_bias,
+        "allowed_token_ids": body.allowed_token_ids,
+        "bad_words_token_ids": chain(*body.bad_words_token_ids),
+    }
+    for field, tokens in named.items():
+        if (worst := max(tokens, default=0)) >= vocabulary:  # the engine would refuse it
+            raise PromptError(f"{field}: {worst} is no token of this model, which has {vocabulary}")
     prompt, max_tokens = tokenize(body, text, max_model_len)
+    if body.min_tokens > max_tokens:
+        raise PromptError(f"min_tokens: {body.min_tokens} is more than the {max_tokens} tokens that may come")
+    if body.prompt_logprobs is not None and len(prompt) > (most := MAX_TOP_BYTES // 4 // (body.prompt_logprobs + 1)):
+        raise PromptError(
+            f"prompt_logprobs: {body.prompt_logprobs} for each of {len(prompt)} tokens are too many to tell; give a "
+            f"prompt of at most {most} tokens"
+        )
     return LiveRequest(body, prompt, max_tokens, text, so_far)

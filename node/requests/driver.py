@@ -29,6 +29,7 @@ from .. import messages
 from ..methods import DECODE_OPEN, PREFILL_OPEN
 from ..view import NetworkView
 from .opened import OpenedRequest, Telling
+from .request_log import RequestLog
 from .routes import RouteFinder
 
 _log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class Turns(Protocol):
     def on_tokens_shown(self, request: OpenedRequest, count: int) -> None:
         """Its client has been sent so many tokens of the answer."""
 
-    def on_end(self, request: OpenedRequest) -> None:
+    def on_end(self, request: OpenedRequest, end: EndRequest) -> None:
         """It is over."""
 
 
@@ -61,8 +62,10 @@ class RequestDriver:
         nursery: trio.Nursery,
         open_timeout_s: float,
         turns: Turns,
+        log: RequestLog,
     ) -> None:
         self.request = request
+        self._chronicle = log
         self._view = view
         self._routes = routes
         self._messenger = messenger
@@ -101,13 +104,16 @@ class RequestDriver:
             _log.exception("request %s", self.request.id)
             for replica, _ in machine.list_work():
                 self._tell(self.request.telling(CancelWork(self._asks_for, replica)))
-            self._end(EndRequest("error", f"internal error: {type(bug).__name__}", None))
+            ended = EndRequest("error", f"internal error: {type(bug).__name__}", None)
+            self._chronicle.note_action(ended)
+            self._end(ended)
         if machine.wake_at != wake_at:
             self._changed.set()
 
     def _carry_out(self, action: Action) -> Ready:
         """Returns what follows at once."""
         request, now = self.request, trio.current_time()
+        self._chronicle.note_action(action)
         match action:
             case FindRoute() if not self._turns.may_route(request):
                 return request.machine.held(now)
@@ -146,13 +152,17 @@ class RequestDriver:
         if attempt != self._asks_for:
             return
         with trio.CancelScope() as self._asking:
+            part = "decode" if isinstance(opening, OpenDecode) else "prefill"
             try:
                 if isinstance(asked, messages.PrefillOpen):
                     await self._messenger.request(replica, PREFILL_OPEN, asked, self._open_timeout_s)
+                    self._chronicle.note_opened(attempt, replica, part)
                 else:
                     opened = await self._messenger.request(replica, DECODE_OPEN, asked, self._open_timeout_s)
+                    self._chronicle.note_opened(attempt, replica, part)
                     self.step(partial(request.on_decode_opened, attempt, opened))
             except NetworkError as error:
+                self._chronicle.note_opened(attempt, replica, part, str(error))
                 starts = self._view.starts(replica)
                 self.step(partial(request.machine.open_failed, attempt, replica, str(error), starts))
 
@@ -165,7 +175,8 @@ class RequestDriver:
         self._is_over = True
         self._changed.set()
         self._stop_asking()
-        self._turns.on_end(self.request)
+        self.request.usd = self._chronicle.cost().usd
+        self._turns.on_end(self.request, end)
         if end.finish is not None:  # else the client has gone, or wants no more
             self._tell(self.request.telling(end))
 

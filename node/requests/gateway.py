@@ -8,6 +8,8 @@ carries that out.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import final
 
@@ -17,10 +19,12 @@ from ...bootstrap import PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...coordinator import Demand, DemandMeter, RoutingSettings
 from ...coordinator.requests.machine import RequestMachine
-from ...coordinator.requests.values import RequestSettings
+from ...coordinator.requests.values import EndRequest, RequestSettings
 from .. import messages
 from ..models import ModelInfo
-from ..models.text import PromptError, TextModel
+from ..models.errors import PromptError
+from ..models.text import TextModel
+from ..observing.event_log import Record, ignore
 from ..settings import ClientLimits
 from ..view import NetworkView, Queue, count_queues
 from .acceptance import check, check_arrival, check_length, prepare
@@ -29,6 +33,7 @@ from .engine_room import measure_room
 from .fair_queue import FairQueue, OverQuota, Quota
 from .live_request import LiveRequest
 from .opened import OpenedRequest
+from .request_log import RequestLog
 from .routes import RouteFinder
 from .tokenizing import TOKEN_BYTES, Tokenizing
 
@@ -81,6 +86,10 @@ class Gateway:
         self._silent: set[PeerId] = set()  # they do not answer
         self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
+        self.record: Record = ignore
+        """Tells the node's log."""
+        self.on_stopped: Callable[[PeerId, messages.AnswerUpdate], None] = _tell_nobody
+        """Hears what a request was that its client wanted no more; the client itself is not told."""
 
     def __repr__(self) -> str:
         return f"<Gateway {self._model.service} requests={len(self._requests)}>"
@@ -89,6 +98,23 @@ class Gateway:
     def idle(self) -> bool:
         """Whether no client waits for an answer."""
         return not self._requests and not self._tokenizing
+
+    @property
+    def open_requests(self) -> int:
+        """How many have not ended."""
+        return len(self._requests)
+
+    @property
+    def is_served(self) -> bool:
+        """Whether an engine is ready for what comes now."""
+        return self._room is not None and not self._draining
+
+    @property
+    def why_not_served(self) -> str:
+        """For people, while it is not."""
+        if self._draining:
+            return "this node is leaving; send the request to another one"
+        return f"no engine of this network serves {self._model.name} now; `p2pserve status` says what each does"
 
     @property
     def demand(self) -> Demand | None:
@@ -124,7 +150,8 @@ class Gateway:
         check_arrival(body, self._model, is_draining=self._draining, is_id_in_use=is_known)
         self._tokenizing[key] = True  # from here on the client may stop it
         try:
-            self._queue.check(client, len(so_far), now)  # before anything is done for it that costs time
+            # Before anything is done for it that costs time.
+            self._queue.check(client, len(so_far) + len(body.prompt_token_ids or ()), now)
             size, longest = check(body), self._view.max_model_len(self._model)
             check_length(body, size, len(so_far), self._text, longest)
             tokenized = partial(self._prepare, key, body, so_far, longest)
@@ -148,13 +175,15 @@ class Gateway:
 
     def _begin(self, client: PeerId, live: LiveRequest, arrived: float, deadline: float) -> None:
         """Let an accepted request wait for its turn. Raises OverQuota."""
-        self._queue.add(client, (client, live.id), len(live.prompt) + live.count, trio.current_time())
+        self._queue.add(client, (client, live.id), live.size, trio.current_time())
         self._meter.record_start(trio.current_time(), len(live.prompt))
-        service, settings = self._model.service, self._settings
+        service, settings = self._model.service, replace(self._settings, may_split=live.may_split)
         machine = RequestMachine(
             live, service=service, prompt_tokens=len(live.prompt), now=arrived, deadline=deadline, settings=settings
         )
         request = OpenedRequest(client, live, machine, deadline, token=secrets.token_hex(12))
+        log = RequestLog(request, self.record, self._view.usd_per_hour, lambda: self._view.plan)
+        log.begin(service, deadline - arrived)
         driver = RequestDriver(
             request,
             view=self._view,
@@ -163,6 +192,7 @@ class Gateway:
             nursery=self._nursery,
             open_timeout_s=settings.open_timeout_s,
             turns=self,
+            log=log,
         )
         self._requests[client, live.id] = self._by_token[request.token] = driver
         driver.step(machine.start)
@@ -192,13 +222,15 @@ class Gateway:
         self._queue.start(key, trio.current_time())
         self._give_turns()  # also after later tokens: pauses end while others' answers go on
 
-    def on_end(self, request: OpenedRequest) -> None:
+    def on_end(self, request: OpenedRequest, end: EndRequest) -> None:
         """A request is over."""
         key = request.client, request.id
         del self._requests[key], self._by_token[request.token]
         if request.live.finish is not None:
             self._meter.record_end(len(request.live.prompt), request.live.count)
         self._queue.remove(key, trio.current_time())
+        if end.finish is None:
+            self.on_stopped(request.client, request.describe_end(end))
         self._give_turns()
 
     def _give_turns(self) -> None:
@@ -255,3 +287,7 @@ class Gateway:
 
     def _driver_of(self, attempt: str) -> RequestDriver | None:
         return self._by_token.get(attempt.partition(".")[0])
+
+
+def _tell_nobody(client: PeerId, update: messages.AnswerUpdate) -> None:
+    """Clients that are connected know what they have stopped."""

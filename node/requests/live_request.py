@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Final, final
 
 import msgspec
 
 from ...coordinator.requests.values import ShowTokens
-from ..engine.protocol import Sampling
+from ..engine.sampling import Sampling
 from ..messages import Generate
-from ..models.text import PromptError, StopFinder, TextModel
+from ..models.errors import PromptError
+from ..models.text import StopFinder, TextModel
+
+_CARRIED: Final = tuple(field for field in Sampling.__struct_fields__ if field in Generate.__struct_fields__)
+
+
+@final
+class _NoText:
+    """In place of a decoder, for who wants tokens alone."""
+
+    def push(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
 
 
 @final
@@ -36,14 +50,9 @@ class LiveRequest:
         self.finish: str | None = None
         self._max_tokens = max_tokens
         # Not the body: its text may have megabytes, and is of no use any more.
-        self._sampling = Sampling(
-            max_tokens=max_tokens,
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            seed=body.seed,
-        )
-        self._decoder = text.decoder()
+        carried = {field: getattr(body, field) for field in _CARRIED}
+        self._sampling = Sampling(**{**carried, "max_tokens": max_tokens})
+        self._decoder = text.decoder() if body.detokenize else _NoText()
         self._stops = StopFinder(body.stop)
         self._rest = ""
         if so_far:
@@ -62,19 +71,42 @@ class LiveRequest:
         """How many tokens may still come."""
         return self._max_tokens - len(self.tokens)
 
+    @property
+    def stopped_by_text(self) -> bool:
+        """Whether one of the client's stop texts has ended it."""
+        return self._stops.found
+
+    @property
+    def size(self) -> int:
+        """What it takes while it lives, in tokens."""
+        return len(self.prompt) + len(self.tokens) + self._sampling.size
+
+    @property
+    def may_split(self) -> bool:
+        """Whether one replica may prefill and another decode it. The prompt's logprobs are those of who computes all
+        of it."""
+        return self._sampling.prompt_logprobs is None
+
     def replay(self) -> tuple[tuple[int, ...], Sampling]:
         """What an engine is asked for now: the prompt with the tokens so far, and how many are
-        still wanted."""
-        return (*self.prompt, *self.tokens), msgspec.structs.replace(self._sampling, max_tokens=self.left)
+        still wanted. The prompt's logprobs have come with the first of them."""
+        sampling, done = self._sampling, len(self.tokens)
+        return (*self.prompt, *self.tokens), msgspec.structs.replace(
+            sampling,
+            max_tokens=self.left,
+            prompt_logprobs=None if done else sampling.prompt_logprobs,
+            # Engines of the last release do not know it, and need not where it changes nothing.
+            answered=done if sampling.looks_back else 0,
+        )
 
     def take(self, tokens: Sequence[int], finish: str | None) -> ShowTokens | None:
         """Take new tokens, none beyond the limit or the end; returns them with the text they
         complete. Sets `finish` at the end."""
         if self.finish is not None:
             return None
-        taken = tuple(tokens[: self.left])
+        taken = tokens[: self.left]  # with what else they have
         self.tokens += taken
-        shown = self.take_rest() + self._stops.push(self._decoder.push(taken))
+        shown = self.take_rest() + self._stops.push(self._decoder.push(tuple(taken)))
         if not self._stops.found and finish is None and not self.left:
             finish = "length"  # tokens of two engines together reached the limit
         if not self._stops.found and finish is not None:

@@ -21,8 +21,10 @@ from ...coordinator.requests.values import (
     ShowTokens,
 )
 from .. import messages
+from ..engine.sampling import TopTokens
 from ..methods import ANSWER, DECODE_FIRST, REQUEST_STOP, TRANSFER_STOP
 from .live_request import LiveRequest
+from .rated_tokens import RatedTokens
 
 LEAST_DEADLINE_S = 0.05  # that an engine is given: a deadline that is over cannot be sent
 
@@ -51,9 +53,17 @@ class OpenedRequest:
         self.token = token  # the id by which its replicas know an attempt begins with it
         self._deadline = deadline
         self._opening: OpenDecode | None = None  # the latest attempt
+        self._opened_at = 0.0
         self._asked: messages.DecodeOpen | None = None  # of its decode replica
         self._slices: tuple[messages.TicketedSlice, ...] = ()  # with tickets for its KV
-        self._transfer: messages.TransferFigures | None = None
+        self.transfer: messages.TransferFigures | None = None  # of its KV, once that has been delivered
+        self.traffic_usd = 0.0  # of all its transfers
+        self.usd = 0.0  # what it has cost, once it is over
+        self._busy: dict[tuple[int, PeerId], float] = {}  # attempt, head of a replica -> its share of time there
+        self._boxes: dict[PeerId, tuple[str, ...]] = {}  # head of a replica -> all boxes of it
+        self._prompt_logprobs: TopTokens | None = None  # until the client has been told
+        self._cached_tokens = 0  # the same
+        self._stop_reason: int | None = None  # of the replica that said the end
 
     def __repr__(self) -> str:
         return f"<OpenedRequest {self.id} of {self.client}: {self.machine!r}>"
@@ -75,34 +85,53 @@ class OpenedRequest:
         machine, opening = self.machine, self._opening
         if opening is None or body.request != self.attempt:
             return ()
-        if peer == opening.prefill:
-            return machine.first_token(opening.attempt, body.tokens, body.finish, now)
-        if peer != opening.decode:
+        if peer not in (opening.prefill, opening.decode):
             return ()
+        self._note_busy(peer, opening, body.busy_s, now)
+        tokens = RatedTokens(body.tokens, body.logprobs)
+        if body.finish is not None:
+            self._stop_reason = body.stop_reason
+        if peer == opening.prefill:
+            return machine.first_token(opening.attempt, tokens, body.finish, now)
         if body.refused:
             return machine.refused(opening.attempt, body.refused, now)
         if body.failed:
             return machine.decode_failed(opening.attempt, body.failed, engine, now)
-        return machine.decoded(opening.attempt, body.tokens, body.finish, now, cached=body.cached_tokens)
+        self._prompt_logprobs = body.prompt_logprobs
+        self._cached_tokens = body.cached_tokens if not self.live.count else 0
+        return machine.decoded(opening.attempt, tokens, body.finish, now, cached=body.cached_tokens)
 
     def on_prefill_ended(self, peer: PeerId, body: messages.PrefillEnded, engine: int, now: float) -> Ready:
         """The prefill replica says how its part has ended."""
         opening = self._opening
         if opening is None or opening.prefill != peer or body.request != self.attempt:
             return ()
-        if self.machine.is_prefilling and not body.failed and body.figures is not None:
-            self._transfer = body.figures
+        self._note_busy(peer, opening, body.busy_s, now)
+        if self.machine.is_prefilling and body.figures is not None:
+            self.traffic_usd += body.figures.usd
+            self.transfer = body.figures if not body.failed else self.transfer
         return self.machine.prefill_ended(opening.attempt, body.failed, engine, now)
 
     def on_peer_lost(self, peer: PeerId, engine: int, now: float) -> Ready:
         """The connection to its client or to a node is gone."""
         return self.machine.stop(now) if peer == self.client else self.machine.peer_lost(peer, engine, now)
 
+    def busy(self) -> list[tuple[tuple[str, ...], float]]:
+        """The shares of time that it is billed for, each with the boxes of the replica."""
+        return [(self._boxes.get(head, (head,)), seconds) for (_, head), seconds in self._busy.items()]
+
+    def _note_busy(self, peer: PeerId, opening: OpenDecode, seconds: float, now: float) -> None:
+        """A replica says what it bills: not more than the time since the attempt began."""
+        if peer in (opening.prefill, opening.decode):
+            self._busy[opening.attempt, peer] = min(seconds, max(0.0, now - self._opened_at))
+
     # ---- actions --------------------------------------------------------------------------------------------
 
     def begin_attempt(self, opening: OpenDecode, plan: Plan, now: float) -> messages.DecodeOpen:
         """What the decode replica is asked."""
-        self._opening, self._slices = opening, ()
+        self._opening, self._slices, self._opened_at = opening, (), now
+        for replica in filter(None, (plan.replica_of(opening.decode), plan.replica_of(opening.prefill or ""))):
+            self._boxes[PeerId(replica.head)] = replica.peers
         prefill = plan.replica_of(opening.prefill) if opening.prefill is not None else None
         prompt, sampling = self.live.replay()
         self._asked = messages.DecodeOpen(
@@ -134,9 +163,8 @@ class OpenedRequest:
     def telling(self, action: ShowTokens | PassFirstToken | CancelTransfer | CancelWork | EndRequest) -> Telling[Any]:
         """What somebody is to be told."""
         match action:
-            case ShowTokens(text, tokens):
-                update = messages.AnswerUpdate(request=self.id, text=text, tokens=tuple(tokens))
-                return Telling(self.client, ANSWER, update)
+            case ShowTokens():
+                return Telling(self.client, ANSWER, self._update(action))
             case PassFirstToken(_, decode, token):
                 first = messages.FirstToken(request=self.attempt, token=token)
                 return Telling(PeerId(decode), DECODE_FIRST, first)
@@ -146,11 +174,25 @@ class OpenedRequest:
             case CancelWork(_, replica):
                 return Telling(PeerId(replica), REQUEST_STOP, messages.StopRequest(request=self.attempt))
             case EndRequest():
-                return Telling(self.client, ANSWER, self._last_update(action))
+                return Telling(self.client, ANSWER, self.describe_end(action))
             case _:
                 assert_never(action)
 
-    def _last_update(self, end: EndRequest) -> messages.AnswerUpdate:
+    def _update(self, shown: ShowTokens) -> messages.AnswerUpdate:
+        prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        cached_tokens, self._cached_tokens = self._cached_tokens, 0
+        tokens = shown.tokens
+        return messages.AnswerUpdate(
+            request=self.id,
+            text=shown.text,
+            tokens=tuple(tokens),
+            logprobs=tokens.logprobs if isinstance(tokens, RatedTokens) else None,
+            prompt_logprobs=prompt_logprobs,
+            cached_tokens=cached_tokens,
+        )
+
+    def describe_end(self, end: EndRequest) -> messages.AnswerUpdate:
+        """The last update of its answer."""
         record, figures = end.record, None
         if record is not None:
             figures = messages.RequestFigures(
@@ -165,7 +207,16 @@ class OpenedRequest:
                 attempts=record.attempts,
                 recovered=record.recovered,
                 cached_tokens=record.cached_tokens,
-                transfer=self._transfer,
+                transfer=self.transfer,
+                id=self.token,
+                usd=self.usd,
             )
         rest = self.live.take_rest()
-        return messages.AnswerUpdate(request=self.id, text=rest, finish=end.finish, error=end.error, figures=figures)
+        return messages.AnswerUpdate(
+            request=self.id,
+            text=rest,
+            finish=end.finish,
+            error=end.error,
+            figures=figures,
+            stop_reason=self._stop_reason if end.finish == "stop" and not self.live.stopped_by_text else None,
+        )

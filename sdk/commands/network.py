@@ -1,147 +1,93 @@
-"""What the commands do that ask a network."""
+"""`p2pserve generate`, `status`, `path` and `gateway`: what asks a network. Running one imports the client."""
 
 from __future__ import annotations
 
-import json
-import sys
-from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
-from typing import Final, cast
+from types import SimpleNamespace
 
-import msgspec
+import click
 
-from ...node.messages import RequestFigures
-from ..client import Client
-from ..environment import network_address
-from ..errors import UsageError
-from ..requests import GenerateOptions, build_request
-from .links_view import choice_text, explain_path, print_links
-from .status_view import print_status, short
+from ..options.command import combine, command, option
+from ..options.shared import http_options, network_options, price_options, timeout_option
+from ..options.values import FIGURE, FILE
 
 
-def generate(arguments: Namespace) -> int:
-    """`p2pserve generate`."""
-    prompt, messages = _read_input(arguments)
-    given = vars(arguments)
-    options = cast(GenerateOptions, {name: given[name] for name in GenerateOptions.__optional_keys__})
-    build_request(prompt, messages, options)  # before the network is asked for anything
-    _write_any_text()
-    with client_of(arguments) as client:
-        if arguments.format == "json":
-            print(json.dumps(msgspec.to_builtins(client.generate(prompt, messages=messages, **options))))
-            return 0
-        with client.generate(prompt, messages=messages, stream=True, **options) as stream:
-            for delta in stream:
-                sys.stdout.write(delta.text)
-                sys.stdout.flush()
-            answer = stream.result
-        if not answer.text.endswith("\n"):
-            print()
-        if answer.figures is not None:
-            print(figures_line(answer.figures), file=sys.stderr)
-    return 0
+def _none_if_empty(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
+    return list(values) or None
 
 
-def status(arguments: Namespace) -> int:
-    """`p2pserve status`."""
-    with client_of(arguments) as client:
-        found = client.status()
-    if arguments.format == "json":
-        print(json.dumps(msgspec.to_builtins(found)))
-    else:
-        _write_any_text()
-        print_status(found)
-        if arguments.links:
-            print_links(found)
-    return 0
+@command("generate", example='p2pserve generate --max-tokens 40 "def fibonacci(n):"', formats=("text", "json"))
+@combine(
+    click.argument("prompt", required=False, help="the text to continue; `-` reads it from stdin (UTF-8)"),
+    option(
+        "--messages",
+        type=FILE,
+        metavar="FILE",
+        help='a conversation instead: JSON, a list of {"role": ..., "content": ...}; `-` is stdin',
+    ),
+    network_options("p2p_client_..."),
+    option("--max-tokens", type=int, metavar="N", help="at most this many new tokens (default: what fits, up to 256)"),
+    option("--temperature", type=float, default=0.0, metavar="T", help="0 (default) takes the likeliest token"),
+    option(
+        "--top-p", type=float, default=1.0, metavar="P", help="sample from this share of likely tokens (default: 1)"
+    ),
+    option("--top-k", type=int, default=0, metavar="K", help="sample from so many likely tokens (default: 0, all)"),
+    option("--seed", type=int, metavar="N", help="the same seed gives the same answer"),
+    option(
+        "--stop",
+        multiple=True,
+        callback=_none_if_empty,
+        metavar="TEXT",
+        help="end before this text; may be given several times",
+    ),
+    option("--deadline-s", type=float, default=300.0, metavar="S", help="for the whole answer (default: 300)"),
+    option("--service", metavar="NAME", help="which of several models of the network"),
+    timeout_option,
+)
+def generate(arguments: SimpleNamespace) -> int:
+    from ..actions.network import generate as run
+
+    return run(arguments)
 
 
-def path(arguments: Namespace) -> int:
-    """`p2pserve path`."""
-    with client_of(arguments) as client:
-        found = client.status()
-    prices = (arguments.usd_per_s, arguments.max_usd_per_gb)
-    choice = explain_path(found, arguments.source, arguments.target, arguments.megabytes, prices)
-    if arguments.format == "json":
-        print(json.dumps(msgspec.to_builtins(choice)))
-    else:
-        print(choice_text(choice))
-    return 0
+@command("status", example="p2pserve status --format json", formats=("table", "json"))
+@combine(
+    network_options("p2p_client_..."),
+    option("--links", is_flag=True, help="also what is known of each link between two nodes"),
+    timeout_option,
+)
+def status(arguments: SimpleNamespace) -> int:
+    from ..actions.network import status as run
+
+    return run(arguments)
 
 
-COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
-    "generate": generate,
-    "status": status,
-    "path": path,
-}
+@command("path", example="p2pserve path amber-otter calm-heron --megabytes 80", formats=("table", "json"))
+@combine(
+    click.argument("source", help="a node: its id, or the end of it as `p2pserve status` shows it"),
+    click.argument("target", help="the other node"),
+    option(
+        "--megabytes", type=FIGURE, default=80.0, metavar="MB", help="how much to move (default: 80, a long prompt)"
+    ),
+    price_options(),
+    network_options("p2p_client_..."),
+    timeout_option,
+)
+def path(arguments: SimpleNamespace) -> int:
+    from ..actions.network import path as run
+
+    return run(arguments)
 
 
-def figures_line(figures: RequestFigures) -> str:
-    """One line about a finished request."""
-    parts = [
-        f"{figures.prompt_tokens} prompt tokens, {figures.completion_tokens} new",
-        f"first after {figures.ttft_s:.2f} s, then {figures.tpot_s * 1000:.1f} ms each",
-    ]
-    if figures.prefill_node is None:
-        parts.append(f"computed on {short(figures.decode_node)}")
-    else:
-        parts.append(f"prefill on {short(figures.prefill_node)}, decode on {short(figures.decode_node)}")
-    transfer = figures.transfer
-    if transfer is not None:
-        parts.append(
-            f"KV {transfer.raw_bytes / 1e6:.2f} MB sent as {transfer.wire_bytes / 1e6:.2f} MB ({figures.codec}),"
-            f" {transfer.hidden_fraction:.0%} of it hidden behind prefill"
-        )
-        relays = [name for name in transfer.paths if name != "direct"]
-        if relays:
-            parts.append("relayed by " + " and ".join(map(short, relays)))
-        if transfer.usd:
-            parts.append(f"traffic ${transfer.usd:.6f}")
-    parts += [f"recovered: {what}" for what in figures.recovered]
-    return "; ".join(parts)
+@command(
+    "gateway",
+    example=[
+        "p2pserve gateway --bootstrap p2p_client_...",
+        "p2pserve gateway --http 0.0.0.0:8000 --api-key-file keys.txt",
+    ],
+    formats=("text", "json"),
+)
+@combine(network_options("p2p_client_..."), http_options("127.0.0.1:8000"), timeout_option)
+def gateway(arguments: SimpleNamespace) -> int:
+    from ..actions.gateway import gateway as run
 
-
-def client_of(arguments: Namespace) -> Client:
-    """A client of the network that the options name. Raises InvalidAddress."""
-    where, _ = network_address(arguments.bootstrap, arguments.token)
-    return Client(where, token=arguments.token, timeout_s=arguments.timeout_s)
-
-
-def _read_input(arguments: Namespace) -> tuple[str | None, list[dict[str, str]] | None]:
-    """Prompt or messages as the arguments name them. Raises UsageError."""
-    if arguments.messages is None:
-        if arguments.prompt is None:
-            raise UsageError("prompt: give a text, `-` for stdin, or --messages FILE")
-        return (_read(Path("-"), "prompt") if arguments.prompt == "-" else arguments.prompt), None
-    if arguments.prompt is not None:
-        raise UsageError("prompt: give either a text or --messages, and not both")
-    text = _read(arguments.messages, "messages")
-    try:
-        messages = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"messages: {arguments.messages} is not JSON: {error}") from error
-    if not isinstance(messages, list):
-        raise UsageError(f'messages: {arguments.messages} holds no list; write [{{"role": ..., "content": ...}}]')
-    return None, messages
-
-
-def _read(path: Path, name: str) -> str:
-    if str(path) == "-" and sys.stdin is None:
-        raise UsageError(f"{name}: standard input is closed")
-    try:
-        raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{name}: {path} cannot be read: {error.strerror}") from error
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        where = "stdin" if str(path) == "-" else str(path)
-        raise UsageError(f"{name}: {where} is not UTF-8 text (byte {error.start}); convert it first") from error
-
-
-def _write_any_text() -> None:
-    """Write what the terminal cannot show as `?` instead of failing on it."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
+    return run(arguments)

@@ -1,140 +1,95 @@
-"""What the commands do that run a node on this box."""
+"""`p2pserve bootstrap`, `join` and `leave`: what runs a node on this box. Running one imports all of it."""
 
 from __future__ import annotations
 
-import json
-import signal
-import sys
-from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
-import trio
+import click
 
-from ...bootstrap import parse_address
-from ...bootstrap.trust.targets import parse_member
-from ...coordinator import Phase
-from ...kvtransport.probing.figures import BoxFigures
-from ...node.agent import Started, run_node
-from ...node.box.hardware import probe
-from ...node.box.home import leave_node
-from ...node.settings import BoxEngineSettings, BoxLinkSettings, NodeSettings
-from ..environment import network_address
-from ..errors import UsageError
-from ..printing import printable
-from .option_values import settings_of
+from ..options.command import combine, command, option
+from ..options.engine import engine_options, link_options
+from ..options.shared import api_options, home_option, http_options, network_options, place_options
+from ..options.values import COUNT, SECONDS
 
-SWITCH_S: Final = 0.0005
-"""Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""
-
-
-def bootstrap(arguments: Namespace) -> int:
-    """`p2pserve bootstrap`."""
-    return _run_node(_settings(arguments, arguments.home.expanduser() / "bootstrap", None), arguments)
-
-
-def join(arguments: Namespace) -> int:
-    """`p2pserve join`."""
-    where = network_address(arguments.bootstrap, arguments.token)[0]
-    return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
-
-
-def leave(arguments: Namespace) -> int:
-    """`p2pserve leave`."""
-    leave_node(arguments.home.expanduser() / arguments.node, arguments.timeout_s)
-    return 0
-
-
-NODE_COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
-    "bootstrap": bootstrap,
-    "join": join,
-    "leave": leave,
-}
-
-
-_GREETINGS: Final = (  # those that lead keep the network going when this box is lost
-    ("leader", "trusted boxes join with:", "join --bootstrap {token}"),
-    ("worker", "other boxes join with:", "join --bootstrap {token}"),
-    ("client", "clients ask with:", 'generate --bootstrap {token} "def fibonacci(n):"'),
+vllm_options: Final = click.argument(
+    "vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
 )
 
 
-def _check_tp(arguments: Namespace) -> None:
-    """Refuse more GPUs than this box has before it joins. Raises UsageError."""
-    if arguments.tp is None or arguments.tp == 1 or arguments.model is None or arguments.emulate is not None:
-        return
-    gpus = len(probe().gpus)
-    if not gpus:
-        raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has none; leave --tp out")
-    if arguments.tp > gpus:
-        raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has {gpus}")
+@command(
+    "bootstrap",
+    example="p2pserve bootstrap --listen 0.0.0.0:4001 --announce 203.0.113.7:40123",
+    formats=("text", "json"),
+)
+@combine(
+    place_options(port=4001, folder="bootstrap"),
+    option("--model", metavar="MODEL", help="serve a model here as well (default: none)"),
+    option(
+        "--also",
+        multiple=True,
+        metavar="HOST:PORT",
+        help="another address that join tokens name, of this box or of a member that stays; may be given several times",
+    ),
+    http_options(None),
+    api_options,
+    vllm_options,
+    link_options,
+    engine_options,
+)
+def bootstrap(arguments: SimpleNamespace) -> int:
+    from ..actions.node import bootstrap as run
+
+    return run(arguments)
 
 
-def _settings(arguments: Namespace, home: Path, where: str | None) -> NodeSettings:
-    _check_tp(arguments)
-    listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
-    return replace(
-        settings_of(NodeSettings, arguments),
-        home=home,
-        listen=parse_address(listen),
-        bootstrap=where,
-        also=tuple(parse_member(text, "also") for text in getattr(arguments, "also", ())),
-        links=replace(settings_of(BoxLinkSettings, arguments), box=settings_of(BoxFigures, arguments)),
-        engine=settings_of(BoxEngineSettings, arguments),
-        phase=Phase(arguments.phase) if arguments.phase is not None else None,
-    )
+@command(
+    "join",
+    example="p2pserve join --bootstrap p2p_worker_... --model ~/models/llama --port 4002",
+    formats=("text", "json"),
+)
+@combine(
+    network_options("p2p_worker_..."),
+    option(
+        "join_timeout_s",
+        "--join-timeout",
+        type=SECONDS,
+        default=60.0,
+        metavar="S",
+        help="how long to ask members that do not answer (default: 60)",
+    ),
+    place_options(port=4002, folder="node"),
+    option(
+        "--model",
+        default="bundled",
+        metavar="MODEL",
+        help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default)",
+    ),
+    http_options(None),
+    api_options,
+    vllm_options,
+    option("--engine-channel", type=COUNT, hidden=True),
+    link_options,
+    engine_options,
+)
+def join(arguments: SimpleNamespace) -> int:
+    from ..actions.node import join as run
+
+    return run(arguments)
 
 
-def _run_node(settings: NodeSettings, arguments: Namespace) -> int:
-    greet = _greet_json if arguments.format == "json" else _greet
-    sys.setswitchinterval(SWITCH_S)
-    return trio.run(_serve_until_signal, settings, greet)
+@command("leave", example="p2pserve leave", formats=("text", "json"))
+@combine(
+    click.argument(
+        "node",
+        type=click.Choice(("node", "bootstrap")),
+        default="node",
+        help="the one that runs `join` (default), or `bootstrap`",
+    ),
+    home_option("the node's own folder is inside it"),
+    option("--timeout-s", type=SECONDS, default=60.0, metavar="S", help="give up after this long (default: 60)"),
+)
+def leave(arguments: SimpleNamespace) -> int:
+    from ..actions.node import leave as run
 
-
-async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:
-    """Run a node. The first signal drains it; a second, or one before it has joined, ends it."""
-    stop = trio.Event()
-    code = 0
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
-            joined = False
-
-            async def watch() -> None:
-                nonlocal code
-                async for _ in signals:
-                    if not joined or stop.is_set():
-                        code = 130
-                        nursery.cancel_scope.cancel()
-                    else:
-                        stop.set()
-                        _say("leaving; once more to leave at once")
-
-            async def serve(*, task_status: trio.TaskStatus[Started]) -> None:
-                await run_node(settings, say=_say, stop=stop, task_status=task_status)
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(watch)
-            started: Started = await nursery.start(serve)
-            joined = True
-            greet(started)
-    return code
-
-
-def _greet(started: Started) -> None:
-    print(f"node {started.peer} at {started.address}")
-    for word, who, command in _GREETINGS:
-        token = started.tokens.get(word)
-        if token is not None:
-            print(f"{who:<27}p2pserve {command.format(token=token)}")
-    sys.stdout.flush()
-
-
-def _greet_json(started: Started) -> None:
-    greeting = {"peer": started.peer, "address": str(started.address), "tokens": started.tokens}
-    print(json.dumps(greeting), flush=True)
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
+    return run(arguments)

@@ -1,146 +1,107 @@
-"""What `p2pserve token` does, on the box that holds a network's key."""
+"""`p2pserve token` and the commands after it."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
-from argparse import Namespace
-from collections.abc import Callable
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 
-from ...bootstrap import Role
-from ...bootstrap.trust.catalogue import OWN, Catalogue, Issued, Wish, describe_state, find_members_end
-from ...bootstrap.trust.tokens import DEFAULT_USES
-from ...node.box.home import running_pid
-from ...node.ownership import Ownership
-from ..printing import printable
+import click
+
+from ..options.command import CommandGroup, combine, command, option
+from ..options.shared import home_option
+from ..options.values import DURATION, POSITIVE, duration
+
+FORMATS: Final = ("text", "json")
+
+key_option: Final = home_option("the key lies in `bootstrap` in this folder")
+
+id_argument: Final = click.argument("id", metavar="ID", help="as `token list` shows it, or the beginning of it")
+
+expires_option: Final = option(
+    "--expires",
+    type=DURATION,
+    default=duration("7d"),
+    metavar="TIME",
+    help="boxes may join until so long from now: 90s, 30m, 12h, 7d, 2w; members stay (default: 7d)",
+)
 
 
-def create(arguments: Namespace) -> int:
-    """`p2pserve token create`."""
-    now = time.time()
-    wish = Wish(
-        role=Role(arguments.role),
-        expires_at=now + arguments.expires,
-        lead=arguments.lead,
-        uses=DEFAULT_USES if arguments.uses is None else arguments.uses,
-        name=arguments.name,
-        renews=arguments.renews,
-    )
-    token = _owner(arguments).create(wish, now)
-    if arguments.format == "json":
-        print(json.dumps({"id": token.id, "token": token.text, "expires_at": token.grant.expires_at}))
-        return 0
-    print(f"token {token.id}, {_describe_use(token)}, until {_date(token.grant.expires_at)}")
-    _print_line(token)
-    return 0
+@click.group(cls=CommandGroup)
+def token() -> None:
+    """Make, show, revoke and renew join tokens.
+
+    They are signed with the network's key, which lies on the box that ran `bootstrap`: run this there, whether its
+    node runs or not.
+    """
 
 
-def show(arguments: Namespace) -> int:
-    """`p2pserve token list`."""
-    owner, now = _owner(arguments), time.time()
-    catalogue, seen = owner.read(), owner.seen()
-    rows = [_row(catalogue, each, seen.get(each.id, 0), now) for each in catalogue.issued if each.greets_as != OWN]
-    if arguments.format == "json":
-        print(json.dumps({"tokens": rows}))
-        return 0
-    form = "{:<18}{:<8}{:<6}{:>9}  {:<9}{:<23}{}"
-    print(form.format("id", "role", "lead", "used", "state", "joining until", "name"))
-    for row in rows:
-        lead, used = "yes" if row["lead"] else "no", f"{row['seen']}/{row['uses']}"
-        until = _date(int(str(row["expires_at"])))
-        print(
-            form.format(row["id"], row["role"], lead, used, row["state"], until, printable(str(row["name"]))).rstrip()
-        )
-    return 0
+def _run(verb: str, arguments: SimpleNamespace) -> int:
+    from ..actions.token import TOKEN_COMMANDS  # the network's key, and no node
+
+    return TOKEN_COMMANDS[verb](arguments)
 
 
-def revoke(arguments: Namespace) -> int:
-    """`p2pserve token revoke`."""
-    owner = _owner(arguments)
-    token = owner.revoke(arguments.id)
-    _report(arguments, token, f"token {token.id} is revoked: who has joined with it is hung up on, and refused")
-    return 0
+@command(
+    "create",
+    about="make a join token",
+    example='p2pserve token create --uses 1 --expires 7d --name "rented on vast.ai"',
+    formats=FORMATS,
+)
+@combine(
+    key_option,
+    option(
+        "--role",
+        type=click.Choice(("worker", "client")),
+        default="worker",
+        help="what its holders are (default: worker)",
+    ),
+    option(
+        "--uses",
+        type=POSITIVE,
+        metavar="N",
+        help="for so many boxes, or clients at a time at each box (default: 256)",
+    ),
+    option("--lead", is_flag=True, help="its boxes may coordinate: for boxes that you trust"),
+    option("--name", default="", metavar="TEXT", help="what `token list` shows of it"),
+    option(
+        "no_renew",
+        "--no-renew",
+        is_flag=True,
+        help="do not renew its members before its end: who is away for ten minutes after that must have another token",
+    ),
+    expires_option,
+)
+def create(arguments: SimpleNamespace) -> int:
+    return _run("create", arguments)
 
 
-def renew(arguments: Namespace) -> int:
-    """`p2pserve token renew`."""
-    now = time.time()
-    token = _owner(arguments).renew(arguments.id, now + arguments.expires, now)
-    _report(
-        arguments, token, f"token {token.id} is good until {_date(token.grant.expires_at)}; its boxes go on with it"
-    )
-    if arguments.format != "json":
-        _print_line(token)
-    return 0
+@command(
+    "list",
+    about="show the tokens that were made, and what became of them",
+    example="p2pserve token list --format json",
+    formats=FORMATS,
+)
+@key_option
+def show(arguments: SimpleNamespace) -> int:
+    return _run("list", arguments)
 
 
-TOKEN_COMMANDS: Final[dict[str, Callable[[Namespace], int]]] = {
-    "create": create,
-    "list": show,
-    "revoke": revoke,
-    "renew": renew,
-}
+@command(
+    "revoke",
+    about="withdraw a token: its boxes are hung up on, and refused everywhere",
+    example="p2pserve token revoke 3f2a91c0",
+    formats=FORMATS,
+)
+@combine(key_option, id_argument)
+def revoke(arguments: SimpleNamespace) -> int:
+    return _run("revoke", arguments)
 
 
-def _owner(arguments: Namespace) -> Ownership:
-    return Ownership.open(_home(arguments), lambda text: print(printable(text), file=sys.stderr))
+@command("renew", about="let a token end later", example="p2pserve token renew 3f2a91c0 --expires 30d", formats=FORMATS)
+@combine(key_option, id_argument, expires_option)
+def renew(arguments: SimpleNamespace) -> int:
+    return _run("renew", arguments)
 
 
-def _home(arguments: Namespace) -> Path:
-    home: Path = arguments.home.expanduser() / "bootstrap"
-    return home
-
-
-def _row(catalogue: Catalogue, token: Issued, seen: int, now: float) -> dict[str, object]:
-    grant = token.grant
-    return {
-        "id": token.id,
-        "name": token.name,
-        "role": grant.role.value,
-        "lead": grant.lead,
-        "uses": grant.uses,
-        "seen": seen,
-        "state": describe_state(catalogue, token, seen, now),
-        "created_at": int(token.created_at),
-        "expires_at": grant.expires_at,
-        "members_until": find_members_end(catalogue, token),
-        "renews": token.renews,
-    }
-
-
-def _report(arguments: Namespace, token: Issued, line: str) -> None:
-    is_running = running_pid(_home(arguments)) is not None
-    if arguments.format == "json":
-        told = {
-            "id": token.id,
-            "token": token.text,
-            "expires_at": token.grant.expires_at,
-            "node_is_running": is_running,
-        }
-        print(json.dumps(told))
-        return
-    print(line)
-    if not is_running:
-        print("the node of this box does not run: members hear of it once `p2pserve bootstrap` runs again")
-
-
-def _describe_use(token: Issued) -> str:
-    grant = token.grant
-    if grant.role is Role.CLIENT:
-        return f"for {grant.uses} clients at a time" if grant.uses > 1 else "for one client at a time"
-    boxes = "one box" if grant.uses == 1 else f"{grant.uses} boxes"
-    return f"for {boxes} that may lead" if grant.lead else f"for {boxes}"
-
-
-def _print_line(token: Issued) -> None:
-    command = (
-        'generate --bootstrap {} "def fibonacci(n):"' if token.grant.role is Role.CLIENT else "join --bootstrap {}"
-    )
-    print(f"p2pserve {command.format(token.text)}")
-
-
-def _date(seconds: int) -> str:
-    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+for _verb in (create, show, revoke, renew):
+    token.add_command(_verb)

@@ -11,9 +11,9 @@ import os
 import signal
 import sys
 import time
-from argparse import Namespace
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final, final
 
 import msgspec
@@ -21,6 +21,7 @@ import trio
 from rich.console import Console
 
 from ...coordinator import Phase
+from ...coordinator.names import name_of
 from ...node.box.hardware import probe
 from ...node.box.start_checks import require_engine
 from ...node.engine import protocol
@@ -28,12 +29,13 @@ from ...node.engine.agent_side.engine_link import EngineLink
 from ...node.engine.agent_side.fork_server import open_fork_server
 from ...node.messages import Generate, Status
 from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
-from ...node.models.text import PromptError, TextModel
+from ...node.models.errors import PromptError
+from ...node.models.text import TextModel
 from ...node.requests.acceptance import tokenize
+from ..actions.status_view import open_console, shortened
 from ..client import AsyncClient
-from ..commands.option_values import settings_of
-from ..commands.status_view import open_console, shortened
 from ..errors import DemoFailed, UsageError
+from ..options.values import settings_of
 from ..requests import Generation, build_request
 from .box import KV_CACHE_MIB, DemoBox, open_box
 from .report import (
@@ -91,7 +93,7 @@ class DemoSettings:
     timeout_s: float = 120.0
 
 
-def run_demo(arguments: Namespace) -> int:
+def run_demo(arguments: SimpleNamespace) -> int:
     """Run the command: 0 when everything worked, 1 when not, 130 when interrupted."""
     logging.disable(logging.CRITICAL if not arguments.debug else logging.NOTSET)
     settings = settings_of(DemoSettings, arguments)
@@ -193,7 +195,7 @@ class Demo:
             # At the lowest priority beside everything else: by itself it would take as long as the rest of the demo.
             measurement = await self._start_measurement(box)
             bootstrap = await box.start_bootstrap(settings.codec)
-            self._say(f"bootstrap: ..{bootstrap.peer[-6:]} at {bootstrap.address}")
+            self._say(f"bootstrap: {name_of(bootstrap.peer)} at {bootstrap.address}")
             async with AsyncClient(bootstrap.tokens["client"]) as client:
                 status, peers = await self._start_nodes(box, client, bootstrap.tokens["leader"])
                 engines_ready_s = self._elapsed()

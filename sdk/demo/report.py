@@ -8,9 +8,9 @@ from typing import Any, final
 import msgspec
 from rich.table import Table
 
+from ...coordinator.names import name_of
 from ...node.messages import NodeStatus, RequestFigures, Status
 from ...node.models import ModelInfo
-from ..commands.status_view import short
 from ..requests import Generation
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -185,8 +185,8 @@ def request_table(reports: tuple[RequestReport, ...]) -> Table:
 
 def _replicas(report: RequestReport) -> str:
     if report.prefill_node is None:
-        return short(report.decode_node)
-    return f"{short(report.prefill_node)} -> {short(report.decode_node)}"
+        return name_of(report.decode_node)
+    return f"{name_of(report.prefill_node)} -> {name_of(report.decode_node)}"
 
 
 def _size(size: int | None) -> str:
@@ -218,7 +218,7 @@ class Watcher:
                 continue
             if node.peer not in self._known:
                 self._known[node.peer] = ""
-                lines.append(f"joined: {short(node.peer)} at {node.address} ({node.role})")
+                lines.append(f"joined: {name_of(node.peer)} at {node.address} ({node.role})")
             state = _state(node)
             if state != self._known[node.peer]:
                 self._known[node.peer] = state
@@ -226,11 +226,11 @@ class Watcher:
         leader = (status.coordinator, status.epoch) if status.coordinator is not None else None
         if leader is not None and leader != self._coordinator:
             self._coordinator = leader
-            lines.append(f"coordinator: {short(leader[0])} (epoch {leader[1]})")
+            lines.append(f"coordinator: {name_of(leader[0])} (epoch {leader[1]})")
         plan = status.plan
         if plan is not None and plan.number != self._plan:
             self._plan = plan.number
-            roles = ", ".join(f"{short(replica.head)} {replica.phase.value}" for replica in plan.replicas)
+            roles = ", ".join(f"{name_of(replica.head)} {replica.phase.value}" for replica in plan.replicas)
             lines.append(f"plan {plan.epoch}.{plan.version}: {roles}")
         return lines
 
@@ -240,8 +240,8 @@ def _engine_lines(node: NodeStatus, state: str) -> list[str]:
     if engine is None or state == "starting":
         return []
     if state == "ready":
-        return [f"engine ready: {short(node.peer)} runs {engine.engine} on {engine.device} in {engine.dtype}"]
-    return [f"engine {state}: {short(node.peer)} {engine.detail}"]
+        return [f"engine ready: {name_of(node.peer)} runs {engine.engine} on {engine.device} in {engine.dtype}"]
+    return [f"engine {state}: {name_of(node.peer)} {engine.detail}"]
 
 
 def figures_of(figures: RequestFigures) -> str:

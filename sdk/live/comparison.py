@@ -43,11 +43,11 @@ from ...sims.records import Outcomes, Trace
 from ...sims.scenario import PlanChange, ServiceRun, SimSettings
 from ...sims.workloads import AZURE, azure, draw, workload_of
 from ...sims.world import simulate
-from ..commands.option_values import settings_of
-from ..commands.planning_parsers import SPECS
-from ..commands.status_view import open_console
+from ..actions.status_view import open_console
 from ..errors import UsageError
 from ..failures import explain
+from ..options.planning import SPECS
+from ..options.values import settings_of
 from .network import MAX_REQUESTS, LiveRun, LiveSettings, Say, run_live
 
 Floats = NDArray[np.float64]

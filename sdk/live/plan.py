@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import msgspec
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from ...coordinator import Phase, Plan
 from ...coordinator.capacity import KvCodec
+from ...coordinator.names import name_of
 from ...coordinator.network_plan import search_phases, solver_for_shares
 from ...coordinator.network_problem import NetworkProblem, build_network_problem
 from ...coordinator.planning.lower.flow import solve_exact, solve_greedy
@@ -22,10 +23,10 @@ from ...coordinator.planning.model.slo import read_slo
 from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
 from ...kernels.codecs import DEFAULT, codec_named
 from ...node.view import NetworkView
-from ..commands.network import client_of
-from ..commands.plan import print_service
-from ..commands.status_view import open_console, short, shortened
-from ..errors import RequestFailed, UsageError
+from ..actions.network import client_of
+from ..actions.plan import print_service
+from ..actions.status_view import open_console, shortened
+from ..errors import NotReady, UsageError
 
 OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_weight", "budget_s")
 """Options that only a described cluster has."""
@@ -52,7 +53,7 @@ class LivePlans:
     changes: tuple[Change, ...]
 
 
-def run_live_plan(arguments: Namespace) -> int:
+def run_live_plan(arguments: SimpleNamespace) -> int:
     """Ask the network, and print both plans. Returns the exit code."""
     given = [name for name in OF_FILES if getattr(arguments, name)]
     if given:
@@ -71,7 +72,7 @@ def run_live_plan(arguments: Namespace) -> int:
         service=service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
     )  # fmt: skip
     if network is None:
-        raise RequestFailed(f"no box of the network is ready to serve {service}: see `p2pserve status`")
+        raise NotReady(f"no box of the network is ready to serve {service}: see `p2pserve status`")
     found = compare(network, plan)
     if arguments.format == "json":
         print(json.dumps(live_json(found)))
@@ -84,7 +85,7 @@ def run_live_plan(arguments: Namespace) -> int:
 def _service(view: NetworkView, wanted: str | None) -> str:
     services = view.services()
     if not services:
-        raise RequestFailed("no box of the network serves a model: there is nothing to plan")
+        raise NotReady("no box of the network serves a model: there is nothing to plan")
     if wanted is not None and wanted not in services:
         raise UsageError(f"model: the network does not serve {wanted!r}, but {', '.join(services)}")
     if wanted is None and len(services) > 1:
@@ -178,7 +179,7 @@ def print_live(found: LivePlans, console: Console) -> None:
     print_service(network.service, problem, found.best, console, named)
     console.print()
     for change in found.changes:
-        console.print(f"would change: {short(change.replica)}: {change.was or 'not in the plan'} -> {change.now}")
+        console.print(f"would change: {name_of(change.replica)}: {change.was or 'not in the plan'} -> {change.now}")
     if found.running is not None:
         was, now = found.running, found.best
         console.print(

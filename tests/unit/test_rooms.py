@@ -46,6 +46,8 @@ SWALLOWS: dict[str, str] = {
     "bootstrap/handlers.py::notify": "a bug in a notice's handler is logged with its traceback and costs that notice",
     "node/engine/vllm_program/process.py::_handle": "what vLLM raises for a request it refuses is of no common "
     "type: that request is answered with the reason, and the others go on",
+    "node/http/front.py::serve_stream": "a bug in one HTTP connection is logged with its traceback and costs that "
+    "connection, not the others'",
     "node/planning/worker.py::answer": "what goes wrong with what boxes say is an answer: boxes are set aside",
     "node/requests/driver.py::step": "a bug in one request is logged with its traceback and told to its client: it "
     "may not end the node, with everybody else's requests",

@@ -60,20 +60,17 @@ def parse_slo(text: str, model: ModelShape, workload: Workload) -> Slo:
 
 
 def read_slo(text: str) -> Slo | SloScale:
-    """`5x`, or `ttft=2,tpot=0.1,e2e=60` in seconds (any of the three), both with `target=0.9` if
-    wanted. Raises WorkloadError with one line."""
+    """`5x`, or `ttft=2,tpot=0.1,e2e=60` in seconds or like `2s`, `100ms` (any of the three), both
+    with `target=0.9` if wanted. Raises WorkloadError with one line."""
     figures: dict[str, float] = {}
     scale: float | None = None
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = part.partition("=")
         if not equals and part.lower().endswith("x"):
             name, value = "scale", part[:-1]
-        try:
-            number = float(value)
-        except ValueError:
-            number = -inf
+        number = _read_seconds(value) if name in ("ttft", "tpot", "e2e") else _read_number(value)
         if name not in ("scale", "ttft", "tpot", "e2e", "target") or not 0.0 < number < inf:
-            raise WorkloadError(f"slo: {part!r} is neither like 5x nor like ttft=2, tpot=0.1, e2e=60 or target=0.9")
+            raise WorkloadError(f"slo: {part!r} is neither like 5x nor like ttft=2, tpot=100ms, e2e=60 or target=0.9")
         if name in figures or (name == "scale" and scale is not None):
             raise WorkloadError(f"slo: {name} is there twice")
         if name == "scale":
@@ -88,3 +85,18 @@ def read_slo(text: str) -> Slo | SloScale:
     if not figures:
         raise WorkloadError("slo: give a scale like 5x, or one of ttft, tpot and e2e in seconds")
     return Slo(**{f"{name}_s": value for name, value in figures.items()}, target=target)
+
+
+def _read_seconds(text: str) -> float:
+    """Of `0.1`, `0.1s` or `100ms`; below 0 for what is none of them."""
+    if text.endswith("ms"):
+        return _read_number(text.removesuffix("ms")) / 1e3
+    return _read_number(text.removesuffix("s"))
+
+
+def _read_number(text: str) -> float:
+    """Below 0 for what is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return -inf

@@ -94,7 +94,7 @@ class Packing:
 
     def recut(self, solution: Solution, rng: np.random.Generator) -> Solution | None:
         """A neighbour: one or two boxes, and those that share replicas with them, cut anew beside
-        the others. None where the draw finds too many boxes."""
+        the others. None where the draw finds too many boxes, or would leave all of them idle."""
         if not self._boxes:
             return None
         many = min(len(self._boxes), 1 + int(rng.integers(2)))
@@ -106,7 +106,7 @@ class Packing:
         level = int(rng.integers(len(TOTAL_PRICES)))
         noise = np.exp(rng.normal(0.0, rng.uniform(0.0, self._space.settings.recut_noise), self.columns))
         others = self._space.evaluator.component_values(split_components(rest), self._phase_counts).sum(axis=0)
-        return make_solution((*rest, *self._choose(rng, options, level, noise, others)))
+        return make_solution((*rest, *self._choose(rng, options, level, noise, others))) or None
 
     @property
     def columns(self) -> int:
@@ -215,6 +215,8 @@ class _Choice:
             return False
         for place in inside:
             del self._taken[place]
+            for box in place:  # one that cannot be cut alone stays idle
+                del self._of[box]
         self._total, self._spent = rest, spent
         self._take(chosen)
         return True

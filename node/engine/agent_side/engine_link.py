@@ -8,12 +8,15 @@ import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, final
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, final
 
 import msgspec
 import trio
 
 from .. import protocol
+from ..api import protocol as api
+
+Ready = TypeVar("Ready", protocol.EngineReady, api.ApiReady)
 
 EXIT_STATUS_WAIT_S = 1.0
 
@@ -82,6 +85,9 @@ class EngineStarter(Protocol):
         """Start an engine and wait until its model is loaded; `on_message` is called for everything it says later.
         Raises EngineStartError."""
 
+    async def start_api(self, config: api.ApiConfig, on_message: Callable[[api.FromApi], None]) -> ApiLink:
+        """Start an API process and wait until it serves, as `start_engine` does."""
+
 
 @final
 class ForkServerClient:
@@ -92,7 +98,7 @@ class ForkServerClient:
         self._nursery = nursery
         self._log = log
         self._next = 0
-        self._exits: dict[int, EngineLink] = {}
+        self._exits: dict[int, ProcessLink[Any]] = {}
         self._ready = trio.Event()
         self._failure: str | None = None
         self.preload_s: float | None = None
@@ -111,28 +117,48 @@ class ForkServerClient:
         self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
     ) -> EngineLink:
         await self.wait_ready()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        our_sockets, their_sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        engine = self._next
+        engine = self._number()
+        link, theirs = open_link(EngineLink, on_message)
+        await self._start(engine, protocol.Spawn(engine=engine, config=config), link, theirs, self._log)
+        return link
+
+    async def start_api(self, config: api.ApiConfig, on_message: Callable[[api.FromApi], None]) -> ApiLink:
+        await self.wait_ready()
+        engine = self._number()
+        link, theirs = open_link(ApiLink, on_message)
+        await self._start(engine, api.SpawnApi(engine=engine, config=config), link, theirs, config.log_file)
+        return link
+
+    def _number(self) -> int:
         self._next += 1
-        link = EngineLink(trio.socket.from_stdlib_socket(ours), our_sockets, on_message)
+        return self._next - 1
+
+    async def _start(
+        self,
+        engine: int,
+        spawn: protocol.EngineMessage,
+        link: ProcessLink[Any],
+        theirs: list[socket.socket],
+        log: Path | str | None,
+    ) -> None:
+        """Have a process forked for the far ends of a link, and wait until it has started."""
         self._exits[engine] = link
-        with theirs, their_sockets:
-            packet = protocol.pack(protocol.Spawn(engine=engine, config=config))
-            try:
-                # send_fds wants the standard library's socket; the duplicate shares the connection.
-                with socket.fromfd(self._channel.fileno(), socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
-                    socket.send_fds(channel, [packet], [theirs.fileno(), their_sockets.fileno()])
-            except OSError as error:
-                link.close()
-                raise EngineStartError(f"the fork server is gone: {error.strerror}") from error
+        try:
+            # send_fds wants the standard library's socket; the duplicate shares the connection.
+            with socket.fromfd(self._channel.fileno(), socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:
+                socket.send_fds(channel, [protocol.pack(spawn)], [end.fileno() for end in theirs])
+        except OSError as error:
+            link.close()
+            raise EngineStartError(f"the fork server is gone: {error.strerror}") from error
+        finally:
+            for end in theirs:
+                end.close()
         self._nursery.start_soon(link.serve)
         try:
-            await link.wait_started(self._log)
+            await link.wait_started(log)
         except trio.Cancelled:
             link.close()
             raise
-        return link
 
     async def serve(self) -> None:
         """Read the server's reports until it is gone."""
@@ -158,20 +184,25 @@ class ForkServerClient:
                         link.note_exit(status)
 
 
-@final
-class EngineLink:
-    """The sockets of one engine process: an `EngineHandle`."""
+class ProcessLink(Generic[Ready]):
+    """The sockets of one forked process: `decoder` reads what it says, and it says `ready_type` once it has started."""
+
+    starting: ClassVar = "the engine process {how} while it was loading the model"
 
     def __init__(
         self,
         messages: trio.socket.SocketType,
         sockets: socket.socket,
-        on_message: Callable[[protocol.FromEngine], None],
+        on_message: Callable[[Any], None],
+        decoder: msgspec.msgpack.Decoder[Any],
+        ready_type: type[Ready],
     ) -> None:
         self._messages = messages
         sockets.setblocking(False)  # the event loop waits for no engine
         self._sockets = sockets
         self._on_message = on_message
+        self._decoder = decoder
+        self._ready_type: type[Ready] = ready_type
         self._outbox_send, self._outbox = trio.open_memory_channel[protocol.EngineMessage](float("inf"))
         self._started = trio.Event()
         self._gone = trio.Event()
@@ -179,11 +210,11 @@ class EngineLink:
         self._failure: str | None = None
         self._refusal: str | None = None  # said by the engine itself, while it was starting
         self._status: int | None = None
-        self.ready: protocol.EngineReady | None = None
+        self.ready: Ready | None = None
 
     def __repr__(self) -> str:
         state = "gone" if self._gone.is_set() else "ready" if self.ready else "starting"
-        return f"<EngineLink {state} {self.ready.engine if self.ready else ''}>"
+        return f"<ProcessLink {state} {self.ready or ''}>"
 
     @property
     def running(self) -> bool:
@@ -200,7 +231,7 @@ class EngineLink:
         except OSError as error:
             raise EngineLost(f"the engine process takes no connections: {error.strerror}") from error
 
-    async def wait_started(self, log: Path | None) -> None:
+    async def wait_started(self, log: Path | str | None) -> None:
         """Wait for the model. Raises EngineStartError."""
         await self._started.wait()
         if self.ready is not None:
@@ -209,7 +240,7 @@ class EngineLink:
             raise EngineRefused(self._refusal)
         if self._failure is None:
             await self._wait_exit()
-            self._failure = f"the engine process {self.exit_text()} while it was loading the model{_refer_to(log)}"
+            self._failure = f"{self.starting.format(how=self.exit_text())}{_refer_to(log)}"
         raise EngineStartError(self._failure)
 
     async def wait_gone(self) -> str:
@@ -279,13 +310,13 @@ class EngineLink:
 
     def _dispatch(self, body: bytes) -> None:
         try:
-            message = protocol.from_engine.decode(body)
+            message = self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self._failure = f"the engine process sent a message that is none: {error}"
             self.close()
             return
         match message:
-            case protocol.EngineReady():
+            case self._ready_type():
                 self.ready = message
                 self._started.set()
             case protocol.StartFailed(reason=reason):
@@ -297,5 +328,40 @@ class EngineLink:
                 self._on_message(message)
 
 
-def _refer_to(log: Path | None) -> str:
+@final
+class EngineLink(ProcessLink[protocol.EngineReady]):
+    """The sockets of one engine process: an `EngineHandle`."""
+
+    def __init__(
+        self,
+        messages: trio.socket.SocketType,
+        sockets: socket.socket,
+        on_message: Callable[[protocol.FromEngine], None],
+    ) -> None:
+        super().__init__(messages, sockets, on_message, protocol.from_engine, protocol.EngineReady)
+
+
+@final
+class ApiLink(ProcessLink[api.ApiReady]):
+    """The sockets of an API process."""
+
+    starting: ClassVar = "its process {how}"
+
+    def __init__(
+        self, messages: trio.socket.SocketType, sockets: socket.socket, on_message: Callable[[api.FromApi], None]
+    ) -> None:
+        super().__init__(messages, sockets, on_message, api.from_api, api.ApiReady)
+
+
+Link = TypeVar("Link", EngineLink, ApiLink)
+
+
+def open_link(kind: type[Link], on_message: Callable[[Any], None]) -> tuple[Link, list[socket.socket]]:
+    """A link, and the two sockets that its process is to be given."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    our_sockets, their_sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return kind(trio.socket.from_stdlib_socket(ours), our_sockets, on_message), [theirs, their_sockets]
+
+
+def _refer_to(log: Path | str | None) -> str:
     return f"; see {log}" if log is not None else ""

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 LEAST_KV_TOKENS: Final = 256  # an engine with less KV memory is refused: it could serve next to nothing
 BLOCK_SIZE: Final = 16  # tokens of a KV block where the agent names none
 CHECK_INTERVAL_S: Final = 0.05  # between looks at deadlines; less costs CPU in every step
+_UNKNOWN: Final = ("constraint", "logprobs", "prompt_logprobs")  # what a request can ask for, and no emulation tell
 CATCH_UP_S: Final = 0.1
 """How far behind its model an engine may still catch up; more is lost, with a warning, so that a pause does not become
 a burst."""
@@ -272,6 +273,9 @@ class EmulatedEngine:
             return f"KV of {submit.receive_tokens} tokens is to come, of a prompt of {prompt}"
         if worst >= self._emulation.vocabulary:
             return f"token {worst} is beyond the model's vocabulary of {self._emulation.vocabulary}"
+        unknown = next((field for field in _UNKNOWN if getattr(submit.sampling, field) is not None), None)
+        if unknown is not None:
+            return f"{unknown}: an emulated engine makes its tokens up, and knows no text and no probabilities"
         if prompt >= self._longest:
             return f"a prompt of {prompt} tokens leaves no room for an answer; {self._longest} is the longest of both"
         return ""

@@ -15,9 +15,9 @@ import msgspec
 from ....coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from ....coordinator.costs.model_shape import ModelShape, ModelShapeError, model_shape, shape_of_config
 from ....coordinator.planning.model.cluster_file import card_link_gbps
+from ...box.errors import NodeError
 from ...box.fitting import can_share, choose_requests, choose_step_tokens, default_tp
 from ...box.hardware import Gpu, Hardware
-from ...box.home import NodeError
 from ...box.shares import Share, choose_limits
 from ...models import BUNDLED, ModelError, ModelInfo, Report, WeightSizes, read_json
 from ...models.text import TextModel

@@ -1,28 +1,27 @@
-"""How a request of vLLM's goes on from a token that another engine has written."""
+"""How a request of vLLM's goes on from a token that another engine has sampled."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vllm.v1.request import RequestStatus
+
+from ..vllm.answered import continue_answer
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_NOT_COMPUTED: Final = (
+    RequestStatus.WAITING,
+    RequestStatus.WAITING_FOR_REMOTE_KVS,
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+)
+
 
 def go_on_from(request: Request, token: int) -> bool:
-    """Put the token at the end of the prompt. False, and nothing changed, once the request has been
-    computed with: vLLM has then told its workers of the prompt."""
-    if request.status not in (RequestStatus.WAITING, RequestStatus.WAITING_FOR_REMOTE_KVS) or request.num_preemptions:
+    """Make the token the next of its answer. False, and nothing changed, once the request has been
+    computed with: vLLM has then told its workers of it."""
+    if request.status not in _NOT_COMPUTED or request.num_preemptions:
         return False
-    sampling = request.sampling_params
-    assert sampling is not None
-    assert sampling.max_tokens is not None
-    assert request.prompt_token_ids is not None
-    request.prompt_token_ids = [*request.prompt_token_ids, token]  # the list is not the request's alone
-    request.num_prompt_tokens += 1
-    request._all_token_ids.append(token)  # noqa: SLF001 (vLLM has a method for tokens of the answer only)
-    request.update_block_hashes()
-    request.max_tokens -= 1
-    sampling.max_tokens -= 1
+    continue_answer(request, token)
     return True

@@ -61,6 +61,7 @@ class PipelineExecutor(Executor):
     workers: ClassVar[StageWorkers] = StageWorkers()
     stages: ClassVar[tuple[RemoteWorker, ...]] = ()
     _sampling: Answers = ()  # what the other stages will answer to the batch that was told last
+    _samples_apart: bool = False  # and whether they wait to be told how to sample it
 
     def _init_executor(self) -> None:
         stage_rank = StageWorker.stage_rank
@@ -88,7 +89,11 @@ class PipelineExecutor(Executor):
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         """Run a batch. With tokens in it the outcome is that of `sample_tokens`, which follows at once."""
-        others = call_all((*self.workers.remotes, *self.stages), "run_batch", scheduler_output)
+        # What may come next in an answer that follows a grammar is known once the batch before has been sampled.
+        tokens, follows = scheduler_output.num_scheduled_tokens, scheduler_output.has_structured_output_requests
+        self._samples_apart = bool(tokens and follows)
+        method = "compute_batch" if self._samples_apart else "run_batch"
+        others = call_all((*self.workers.remotes, *self.stages), method, scheduler_output)
         mine = self.workers.worker.execute_model(scheduler_output)
         if scheduler_output.num_scheduled_tokens:
             self._sampling, others = others, ()
@@ -97,11 +102,11 @@ class PipelineExecutor(Executor):
 
     def sample_tokens(self, grammar_output: GrammarOutput | None, non_block: bool = False) -> Any:
         """What the last stage has sampled, and what all connectors have to say. The other stages sample without being
-        asked. Raises PipelineError for answers that must follow a grammar, of which they know nothing."""
-        if grammar_output is not None:
-            raise PipelineError("a replica of several stages cannot make an answer follow a grammar")
+        asked, but where a grammar has a say in it."""
         others, self._sampling = self._sampling, ()
-        joined = self._join_batch(self.workers.worker.sample_tokens(None), others)
+        if self._samples_apart:  # that they have computed says nothing, and whatever they say comes in order
+            others = call_all((*self.workers.remotes, *self.stages), "sample_batch", grammar_output)
+        joined = self._join_batch(self.workers.worker.sample_tokens(grammar_output), others)
         return joined if non_block else joined.result()
 
     def check_health(self) -> None:

@@ -119,14 +119,14 @@ class StageWorkers:
         mine = run_method(self.worker, method, args, kwargs)
         if isinstance(mine, AsyncModelRunnerOutput):
             mine = mine.get_output()
-        if method == "run_batch" and told and mine is not None:
+        if method in ("run_batch", "sample_batch") and told and mine is not None:
             # A copy, because vLLM keeps one empty output for all steps.
             whole = self._aggregator.aggregate([copy.copy(mine), *_wait(told, self.batch_s)])
             assert whole is not None
             assert whole.kv_connector_output is not None
             whole.kv_connector_output.expected_finished_count = 0  # how many report to us is nothing to the head
             return whole
-        others = _wait(told, None)
+        others = _wait(told, self.batch_s if method == "compute_batch" else None)
         return min(mine, *others) if method == "determine_available_memory" and others else mine
 
     def close(self) -> None:

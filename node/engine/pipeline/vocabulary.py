@@ -16,7 +16,7 @@ from vllm.sampling_params import (
 from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
-from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, LogprobsLists, LogprobsTensors, ModelRunnerOutput, SamplingMaskLists
 from vllm.v1.worker.worker_base import CompilationTimes
 
@@ -27,6 +27,7 @@ from .codec import MessageCodec
 CALLABLE = frozenset(
     {
         "compile_or_warm_up_model",
+        "compute_batch",
         "determine_available_memory",
         "get_kv_cache_spec",
         "get_kv_connector_handshake_metadata",
@@ -38,6 +39,7 @@ CALLABLE = frozenset(
         "reset_encoder_cache",
         "reset_mm_cache",
         "run_batch",
+        "sample_batch",
         "set_kv_cache_layout",
         "synchronize_device",
         "update_max_model_len",
@@ -99,7 +101,7 @@ class Activations:
 CODEC = MessageCodec(
     records=(
         *(LoadStage, JoinStage, Call, CallResult, CallFailed, Activations),
-        *(SchedulerOutput, NewRequestData, CachedRequestData, KVCacheBlockCopy),
+        *(SchedulerOutput, GrammarOutput, NewRequestData, CachedRequestData, KVCacheBlockCopy),
         *(SamplingParams, RequestOutputKind, StructuredOutputsParams, RepetitionDetectionParams),
         *(ModelRunnerOutput, KVConnectorOutput, LogprobsLists, LogprobsTensors, SamplingMaskLists, CUDAGraphStat),
         *(StepWork, SendWork, LoadWork, LoadProgress, LoadedPart),

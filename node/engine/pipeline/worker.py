@@ -25,7 +25,7 @@ from .shards import join_head_shards, take_head_shard
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.sequence import IntermediateTensors
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _PROBE_TOKENS = 8
@@ -62,6 +62,14 @@ class StageWorker(gpu_worker.Worker):
         """Compute a batch and sample, in one call; returns what sampling does."""
         output = self.execute_model(scheduler_output)
         return self.sample_tokens(None) if scheduler_output.num_scheduled_tokens else output
+
+    def compute_batch(self, scheduler_output: SchedulerOutput) -> None:
+        """The first half of that, for a batch with answers that follow a grammar."""
+        self.execute_model(scheduler_output)
+
+    def sample_batch(self, grammar_output: GrammarOutput | None) -> Any:
+        """The second half, which knows what may come next."""
+        return self.sample_tokens(grammar_output)
 
     def merges(self) -> bool:
         """Whether this stage may be given hidden states and residual added up, to the last bit.

@@ -214,6 +214,7 @@ class PromptSender(TransferSender):
             soundness.raise_if_unsound()
             self._read_up_to[window.layer] = end
             seconds = device.thread_clock() - begun
+        self._codec_s += seconds
         self.pacing.on_frame(into.memory.numel(), seconds)
         return True
 

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from ....kvtransport.errors import TransferError
@@ -16,6 +17,7 @@ from ....kvtransport.link.transfers import EndState
 from ....kvtransport.routing.report import TransferTimes
 from ....kvtransport.wire.frames import KVFrame
 from ..protocol import Outlet, TransferReport
+from .layer_meter import LayerMeter
 
 SendReport = Callable[[TransferReport], None]
 
@@ -46,6 +48,8 @@ class TransferSender(ABC):
         self._waits_since: float | None = None  # for the receiver to have a place
         self._waited_s = 0.0
         self._first_at: float | None = None  # when the first frame could leave
+        self._layer_meter = LayerMeter(outlet.slice.layers)
+        self._codec_s = 0.0
         self._prefill_done_at: float | None = None
 
     def _begin(self) -> None:
@@ -96,10 +100,12 @@ class TransferSender(ABC):
         reason = "a bug in the sending engine; its log has the details"  # unless one of the ends below is reached
         try:
             for frame, size, release in self._frames():
-                self._first_at = self._first_at or time.monotonic()
-                self._end.send(frame, release=release, timeout=deadline_s)
-                frames, raw_bytes = frames + 1, raw_bytes + size
-                wire_bytes += self.link.wire_bytes(memoryview(frame.payload).nbytes)
+                now, on_wire = time.monotonic(), self.link.wire_bytes(memoryview(frame.payload).nbytes)
+                self._first_at = self._first_at or now
+                self._layer_meter.on_sent(frame.layer, on_wire, now)
+                acknowledged = partial(self._on_acknowledged, frame.layer, release)
+                self._end.send(frame, release=acknowledged, timeout=deadline_s)
+                frames, raw_bytes, wire_bytes = frames + 1, raw_bytes + size, wire_bytes + on_wire
             state = self._end.wait(deadline_s)
             reason = "" if state.name == "delivered" else state.reason or "not delivered before the deadline"
         except (TransferError, OSError, ValueError, RuntimeError) as error:  # the last: torch's
@@ -127,5 +133,13 @@ class TransferSender(ABC):
                     paths=progress.bytes_by_path,
                     resent_bytes=progress.bytes_resent,
                     blocked_s=progress.blocked_s,
+                    codec_s=self._codec_s,
+                    layers=self._layer_meter.times(),
                 )
             )
+
+    def _on_acknowledged(self, layer: int, release: Callable[[], None] | None) -> None:
+        """By a thread of the link, when the receiver has a frame of this layer, or nobody wants it any more."""
+        self._layer_meter.on_acknowledged(layer, time.monotonic())
+        if release is not None:
+            release()

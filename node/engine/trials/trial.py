@@ -45,6 +45,7 @@ class TrialAnswer:
     cached: int = 0
     finish: str = ""
     reason: str = ""
+    logprobs: list[protocol.TopTokens] = field(default_factory=list)
     first_at: float = 0.0
     last_at: float = 0.0
 
@@ -53,6 +54,7 @@ class TrialAnswer:
         if news.tokens and not self.tokens:
             self.first_at = now
         self.tokens += news.tokens
+        self.logprobs += [news.logprobs] if news.logprobs is not None else []
         self.last_at = now
         self.cached = max(self.cached, news.cached_tokens)
         self.finish, self.reason = news.finish or self.finish, news.reason or self.reason
@@ -146,7 +148,7 @@ class TrialEngine:
         """Wait for the end of a request. Raises EngineError when it ends in any other way than with its tokens."""
         await self.until(lambda: request in self.answers and self.answers[request].finish != "")
         answer = self.answers.pop(request)
-        if answer.finish != "length":
+        if answer.finish not in ("length", "stop"):
             raise EngineError(f"a request ended with {answer.finish!r} {answer.reason}".rstrip())
         return answer
 

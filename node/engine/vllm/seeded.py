@@ -13,7 +13,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from .answered import ANSWERED
 
 _WORD: Final = (1 << 64) - 1
 
@@ -24,6 +27,16 @@ def seed_at(seed: int, position: int) -> int:
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _WORD
     return mixed ^ mixed >> 31
+
+
+class ContinuedRequestState(CachedRequestState):
+    """A request as a worker of vLLM's first model runner holds it, with the part of its answer that it brings."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        extra = self.sampling_params.extra_args if self.sampling_params is not None else None
+        if extra and ANSWERED in extra:
+            self.output_token_ids = list(extra[ANSWERED])
 
 
 class SeededGPUModelRunner(GPUModelRunner):
@@ -44,3 +57,9 @@ class SeededGPUModelRunner(GPUModelRunner):
 def install() -> None:
     """For all workers on GPUs that this process and those that it forks will make."""
     gpu_model_runner.GPUModelRunner = SeededGPUModelRunner  # type: ignore[misc]
+    continue_answers()
+
+
+def continue_answers() -> None:
+    """The first model runner, on CPUs too, makes its requests with this."""
+    gpu_model_runner.CachedRequestState = ContinuedRequestState  # type: ignore[attr-defined]

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.v1.sample import sampler
+from vllm.v1.sample.ops.logprobs import batched_count_greater_than
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from .seeded import SeededGPUModelRunner
+from .seeded import SeededGPUModelRunner, continue_answers
 
 
 class SeededCPUModelRunner(SeededGPUModelRunner, CPUModelRunner):
@@ -32,3 +34,7 @@ class SeededCPUModelRunner(SeededGPUModelRunner, CPUModelRunner):
 def install() -> None:
     """For all workers on CPUs that this process and those that it forks will make."""
     cpu_worker.CPUModelRunner = SeededCPUModelRunner  # type: ignore[attr-defined]
+    continue_answers()
+    # Compiled at the first request for log probabilities, for half a minute; a CPU gains nothing by it.
+    plain = getattr(batched_count_greater_than, "_torchdynamo_orig_callable", batched_count_greater_than)
+    sampler.batched_count_greater_than = plain  # type: ignore[attr-defined]

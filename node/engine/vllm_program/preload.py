@@ -7,6 +7,8 @@ import gc
 import importlib
 from typing import Any
 
+from .sampling import check_fields
+
 # What vLLM imports only while it builds an engine: most of a second in each of them.
 _IMPORTED_LATE = (
     "vllm.distributed.elastic_ep.elastic_execute",
@@ -29,7 +31,8 @@ _IMPORTED_LATE_ON_CUDA = (
 
 
 def preload() -> str:
-    """In the fork server: import everything an engine needs and return vLLM's version. Raises ImportError."""
+    """In the fork server: import everything an engine needs and return vLLM's version. Raises ImportError, also
+    for a release whose sampling parameters are not known."""
     import vllm
     import vllm.engine.arg_utils
     import vllm.model_executor.models.llama
@@ -49,6 +52,7 @@ def preload() -> str:
 
         _rebind_kernels(current_platform)
     install_model_runners()
+    check_fields()
 
     from . import process  # noqa: F401  (imported for the children)
 

@@ -11,6 +11,7 @@ import socket
 import time
 from dataclasses import dataclass
 from functools import partial
+from math import isfinite
 from typing import TYPE_CHECKING, Any, final
 
 from .. import protocol
@@ -25,11 +26,15 @@ from ..process import AgentSockets, StartError, explain, serve_agent
 from ..scratch import own_temporary_folder
 from ..stats import StepMeter, StepReporter
 from ..transfers.idle import IdleSteps
+from ..vllm.answered import ANSWERED
 from ..vllm.device import DeviceKind, device_of
 from ..vllm.layout import head_dim, kv_heads
 from ..vllm.speed import measure, measure_worker
 from ..vllm.synchronisations import record_if_asked
 from .arguments import build_engine, device_kind, eos_tokens, stage_config
+from .constraints import BACKEND, ConstraintSupport
+from .logprobs import prompt_top_tokens, top_tokens
+from .sampling import structured_outputs, to_vllm
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +96,9 @@ class _RunningRequest:
     deadline: float  # on this process's clock
     first_token_from: bytes | None  # the transfer whose sender is to tell the first token, until it has
     pending_prefill_tokens: int  # tokens of the prompt that are to be read here, until the answer has a token
+    stop_tokens: frozenset[int]  # that were asked for, beside the model's own
     first_token: tuple[int, ...] = ()  # that token, until it has gone out with the next
+    cached_tokens: int = 0
 
 
 @final
@@ -121,6 +128,9 @@ class EngineRunner:
         self._step_tokens = int(self._scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, _RunningRequest] = {}
         self._eos = eos_tokens(self._engine.model_config)
+        self._constraints = ConstraintSupport(
+            self._core.structured_output_manager, self._engine.vllm_config, switchboard.news.set
+        )
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reporter = StepReporter(outbox.send)
         on_step, stages = self._transfers.on_step, bool(config.partition)
@@ -163,6 +173,7 @@ class EngineRunner:
         """See worker processes and other stages off, so that none outlives this one."""
         if self._config.tp > 1 or self._config.partition:
             self._core.model_executor.shutdown()
+        self._constraints.close()
         self._switchboard.close()
         for worker in self._forked:
             worker.end()
@@ -175,8 +186,9 @@ class EngineRunner:
                 if isinstance(message, protocol.Stop):
                     return
                 self._handle(message)
-            outputs = self._engine.step()
-            late = self._expire()
+            # Of vLLM's engine, its core: it is the text of answers that the rest of it is for.
+            outputs = self._engine.engine_core.get_output().outputs
+            late = [*self._refuse_unconstrained(), *self._expire()]
             self._publish(outputs, late)
             idle = not (outputs or late or self._scheduler.running)
             self._idle_steps.on_step(idle=idle)
@@ -229,39 +241,61 @@ class EngineRunner:
         scheduler.max_num_scheduled_tokens = min(self._step_tokens, wanted)
 
     def _submit(self, submit: protocol.Submit) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        if submit.receive and not 1 <= submit.receive_tokens <= len(submit.prompt):
-            raise ValueError(f"KV of {submit.receive_tokens} tokens is to come, of a prompt of {len(submit.prompt)}")
-        worst = max(submit.prompt, default=0)
-        if worst >= self._vocabulary:  # would fail inside a step, and take the engine with it
-            raise ValueError(f"token {worst} is beyond the model's vocabulary of {self._vocabulary}")
-        sampling = submit.sampling
+        self._check(submit)
+        sampling, first = submit.sampling, len(submit.prompt) - submit.sampling.answered
+        prompt, answered = submit.prompt[:first], submit.prompt[first:]
+        asked = self._engine.input_processor.process_inputs(
+            submit.request,
+            {"prompt_token_ids": list(prompt)},
+            to_vllm(sampling, self._eos, _extra_arguments(submit, answered)),
+            supported_tasks=self._engine.get_supported_tasks(),
+        )
+        if sampling.constraint is not None:  # vLLM would look at it here, which takes seconds
+            structured = structured_outputs(sampling.constraint)
+            structured._backend = BACKEND  # noqa: SLF001 (vLLM's own check would set it)
+            asked.sampling_params.structured_outputs = structured
+            self._constraints.announce(submit.request, sampling)
+        request, wave = self._core.preprocess_add_request(asked)
+        if answered:
+            request.append_output_token_ids(list(answered))
+            request.prefill_stats = None  # vLLM's are for a prompt alone: it is wrong of KV that reaches beyond
         self._requests[submit.request] = _RunningRequest(
             time.monotonic() + submit.deadline_s,
             submit.receive[0].ticket.transfer if submit.awaits_first_token else None,
             len(submit.prompt) - (submit.receive_tokens if submit.receive else 0),
+            frozenset(sampling.stop_token_ids),
         )
-        self._engine.add_request(
-            submit.request,
-            {"prompt_token_ids": list(submit.prompt)},
-            SamplingParams(
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=sampling.seed,
-                ignore_eos=sampling.ignore_eos,
-                stop_token_ids=[] if sampling.ignore_eos else list(self._eos),
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-                extra_args=_transfer_arguments(submit),
-            ),
-        )
+        self._core.add_request(request, wave)
+
+    def _check(self, submit: protocol.Submit) -> None:
+        """Raise ValueError for what vLLM would find out inside a step, which takes the engine with it."""
+        vocabulary, sampling = self._vocabulary, submit.sampling
+        if submit.request in self._scheduler.requests:
+            raise ValueError(f"the id {submit.request} is in use")
+        if submit.receive and not 1 <= submit.receive_tokens <= len(submit.prompt):
+            raise ValueError(f"KV of {submit.receive_tokens} tokens is to come, of a prompt of {len(submit.prompt)}")
+        if (worst := max(submit.prompt, default=0)) >= vocabulary:
+            raise ValueError(f"token {worst} is beyond the model's vocabulary of {vocabulary}")
+        if (worst := max(sampling.token_ids(), default=0)) >= vocabulary:
+            raise ValueError(f"sampling: token {worst} is beyond the model's vocabulary of {vocabulary}")
+        if not all(map(isfinite, sampling.logit_bias.values())):
+            raise ValueError("logit_bias: it has one that is not a finite number")
+        if sampling.answered and sampling.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: they were told with the beginning of this answer")
+
+    def _refuse_unconstrained(self) -> list[protocol.NewTokens]:
+        """Those whose constraint turns out to be none, or another than the answer so far is made by."""
+        refused = []
+        for request in self._constraints.failed:
+            reason = self._constraints.take_failure(request)
+            if request in self._requests:
+                self._abort([request])
+                refused.append(protocol.NewTokens(request, (), "refused", reason=reason))
+        return refused
 
     def _refuse(self, submit: protocol.Submit, reason: str) -> None:
         self._requests.pop(submit.request, None)
+        self._constraints.take_failure(submit.request)
         refused = protocol.NewTokens(submit.request, (), "refused", reason=reason)
         self._reporter.report((refused,), self._stats())
 
@@ -289,8 +323,10 @@ class EngineRunner:
         for live in ended.values():
             if live.first_token_from is not None:
                 self._stop_waiting_for_token(live.first_token_from)
+        for request in ended:
+            self._constraints.take_failure(request)
         if ended:
-            self._engine.abort_request(list(ended))
+            self._core.abort_requests(list(ended))
 
     def _expire(self) -> list[protocol.NewTokens]:
         now = time.monotonic()
@@ -304,13 +340,25 @@ class EngineRunner:
             live = self._requests.get(output.request_id)
             if live is None:
                 continue
-            completion = output.outputs[0]
-            tokens, live.first_token = (*live.first_token, *completion.token_ids), ()
+            tokens, live.first_token = (*live.first_token, *output.new_token_ids), ()
             live.pending_prefill_tokens = 0
-            finish = completion.finish_reason if output.finished else None
-            if output.finished:
+            if output.prefill_stats is not None:
+                live.cached_tokens = output.prefill_stats.num_cached_tokens
+            finish = str(output.finish_reason) if output.finish_reason is not None else None
+            if finish is not None:
                 del self._requests[output.request_id]
-            news.append(protocol.NewTokens(output.request_id, tokens, finish, output.num_cached_tokens or 0))
+                self._constraints.take_failure(output.request_id)
+            news.append(
+                protocol.NewTokens(
+                    output.request_id,
+                    tokens,
+                    finish,
+                    live.cached_tokens,
+                    logprobs=top_tokens(output.new_logprobs),
+                    prompt_logprobs=prompt_top_tokens(output.new_prompt_logprobs_tensors),
+                    stop_reason=output.stop_reason if output.stop_reason in live.stop_tokens else None,
+                )
+            )
         pausing = not self._busy()
         if pausing:
             self._meter.pause()
@@ -335,15 +383,16 @@ def _worker_lost() -> None:
     os._exit(1)
 
 
-def _transfer_arguments(submit: protocol.Submit) -> dict[str, Any] | None:
-    """What the connector is to know of a request."""
-    if not submit.send and not submit.receive:
-        return None
-    opening = OpenTransfer(
-        transfer=(submit.send or submit.receive)[0].ticket.transfer,
-        tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
-        awaits_first_token=submit.awaits_first_token,
-        send=submit.send,
-        receive=submit.receive,
-    )
-    return {"kv_transfer_params": transfer_params(opening)}
+def _extra_arguments(submit: protocol.Submit, answered: tuple[int, ...]) -> dict[str, Any] | None:
+    """What the connector and the workers are to know of a request beside its sampling."""
+    extra: dict[str, Any] = {ANSWERED: list(answered)} if answered else {}
+    if submit.send or submit.receive:
+        opening = OpenTransfer(
+            transfer=(submit.send or submit.receive)[0].ticket.transfer,
+            tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
+            awaits_first_token=submit.awaits_first_token,
+            send=submit.send,
+            receive=submit.receive,
+        )
+        extra["kv_transfer_params"] = transfer_params(opening)
+    return extra or None

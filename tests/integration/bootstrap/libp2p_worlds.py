@@ -22,9 +22,10 @@ from p2pserve.bootstrap import (
     TransportSettings,
 )
 from p2pserve.bootstrap.methods import Method, Notice
+from p2pserve.bootstrap.streams.dialling import DiallingTransport
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.bootstrap.streams.shared_port import DataSocketHandler
-from p2pserve.bootstrap.streams.transport import PeerConnection
+from p2pserve.bootstrap.streams.transport import PeerConnection, Transport
 
 LOOPBACK = Address("127.0.0.1", 0)
 KEY = NetworkKey(b"n" * 32)
@@ -75,11 +76,15 @@ async def echo_back(connection: PeerConnection) -> None:
 async def echo_server(
     on_data_socket: DataSocketHandler | None = None,
     settings: TransportSettings = UNHURRIED,
-) -> AsyncIterator[tuple[Address, Identity, Libp2pTransport]]:
-    """An echoing transport, and another that only dials."""
+    *,
+    is_lean: bool = False,
+) -> AsyncIterator[tuple[Address, Identity, Transport]]:
+    """An echoing transport, and another that only dials: a node's, or (`is_lean`) a client's."""
     server, dialler = Identity.generate(), Identity.generate()
     listening = Libp2pTransport(server, LOOPBACK, LOOPBACK, on_data_socket, settings=settings)
-    dialling = Libp2pTransport(dialler, None, LOOPBACK, settings=settings)
+    dialling: Transport = Libp2pTransport(dialler, None, LOOPBACK, settings=settings)
+    if is_lean:
+        dialling = DiallingTransport(dialler, LOOPBACK, settings=settings)
     async with trio.open_nursery() as nursery:
         address = await nursery.start(listening.serve, echo_back)
         await nursery.start(dialling.serve, echo_back)

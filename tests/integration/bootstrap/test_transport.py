@@ -15,6 +15,8 @@ from .libp2p_worlds import LOOPBACK, echo_back, echo_server, run
 
 pytestmark = pytest.mark.beside
 
+BOTH = pytest.mark.parametrize("is_lean", [False, True], ids=["node", "client"])
+
 
 def test_the_peer_id_is_the_one_libp2p_computes() -> None:
     from libp2p.crypto.ed25519 import create_new_key_pair
@@ -30,9 +32,10 @@ def test_the_front_door_loads_neither_libp2p_nor_trio() -> None:
     assert done.stdout.strip() == ""
 
 
-def test_frames_of_all_sizes_come_back_whole() -> None:
+@BOTH
+def test_frames_of_all_sizes_come_back_whole(is_lean: bool) -> None:
     async def main() -> None:
-        async with echo_server() as (address, server, dialling):
+        async with echo_server(is_lean=is_lean) as (address, server, dialling):
             connection = await dialling.dial(address, server.peer_id)
             assert connection.peer == server.peer_id
             for size in (0, 1, 65_536, 1_000_000, 4 * 1024 * 1024):
@@ -43,11 +46,12 @@ def test_frames_of_all_sizes_come_back_whole() -> None:
     run(main)
 
 
-def test_cancelled_calls_leave_the_connection_usable() -> None:
+@BOTH
+def test_cancelled_calls_leave_the_connection_usable(is_lean: bool) -> None:
     """A cancelled libp2p call kills its connection; ours only touch queues."""
 
     async def main() -> None:
-        async with echo_server() as (address, server, dialling):
+        async with echo_server(is_lean=is_lean) as (address, server, dialling):
             connection = await dialling.dial(address, server.peer_id)
             rng = random.Random(1)
             for _ in range(200):
@@ -105,9 +109,10 @@ def test_the_last_frame_before_a_close_arrives() -> None:
     run(main)
 
 
-def test_why_a_dial_fails() -> None:
+@BOTH
+def test_why_a_dial_fails(is_lean: bool) -> None:
     async def main() -> None:
-        async with echo_server(settings=TransportSettings(dial_s=2.0)) as (address, server, dialling):
+        async with echo_server(is_lean=is_lean, settings=TransportSettings(dial_s=2.0)) as (address, server, dialling):
             silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
             deaf = Address("127.0.0.1", silent[0].socket.getsockname()[1])
             for target, peer, reason in (
@@ -125,9 +130,10 @@ def test_why_a_dial_fails() -> None:
     run(main)
 
 
-def test_who_answers_at_an_address_is_found_out_without_knowing_its_id() -> None:
+@BOTH
+def test_who_answers_at_an_address_is_found_out_without_knowing_its_id(is_lean: bool) -> None:
     async def main() -> None:
-        async with echo_server(settings=TransportSettings(dial_s=10.0)) as (address, server, dialling):
+        async with echo_server(is_lean=is_lean, settings=TransportSettings(dial_s=10.0)) as (address, server, dialling):
             assert await dialling.identify(address) == server.peer_id
             for _ in range(70):  # each leaves nothing behind: more than there may be strangers at a time
                 await dialling.identify(address)

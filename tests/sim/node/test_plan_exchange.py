@@ -9,8 +9,8 @@ import trio
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, Role
-from p2pserve.node.messages import PLAN_PIECE_BYTES, PlanManifest, PlanPiece, PlanPieceQuery
 from p2pserve.node.methods import PLAN_PIECE
+from p2pserve.node.planning.messages import PLAN_PIECE_BYTES, PlanManifest, PlanPiece, PlanPieceQuery
 from p2pserve.node.planning.plan_exchange import PlanExchange
 from p2pserve.node.settings import WAN
 from p2pserve.node.testing import MemoryExchange

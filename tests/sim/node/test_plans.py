@@ -21,8 +21,9 @@ from p2pserve.bootstrap.trust.entries import sign_entry
 from p2pserve.coordinator import Phase, Plan
 from p2pserve.coordinator.plan import Pairing, Replica, Stage
 from p2pserve.node.joined import Joined
-from p2pserve.node.messages import PLAN, PlanManifest
+from p2pserve.node.messages import PLAN
 from p2pserve.node.planning.manifest import PLAN_RULES, describe_plan
+from p2pserve.node.planning.messages import PlanManifest
 from p2pserve.node.planning.plan_file import PlanFile
 from p2pserve.node.settings import NodeSettings
 from p2pserve.node.view import NetworkView

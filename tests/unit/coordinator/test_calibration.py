@@ -11,7 +11,7 @@ from p2pserve.coordinator.costs.gpus import GpuSpec, Specs
 from p2pserve.coordinator.costs.model_shape import MODELS
 from p2pserve.coordinator.costs.replica import StageHardware, replica_times
 from p2pserve.coordinator.costs.step_times import StepTimes
-from p2pserve.coordinator.demand import expected_workload
+from p2pserve.coordinator.demand_meter import expected_workload
 
 MODEL = MODELS["llama3-8b"]
 WORKLOAD = expected_workload([], 8192)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator import Demand, DemandMeter
-from p2pserve.coordinator.demand import MAX_LENGTHS, UNKNOWN_RATE, expected_workload
+from p2pserve.coordinator.demand import MAX_LENGTHS
+from p2pserve.coordinator.demand_meter import UNKNOWN_RATE, expected_workload
 from p2pserve.coordinator.workload_profiler import REFERENCE, WINDOW
 
 

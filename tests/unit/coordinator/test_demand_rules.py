@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator import Demand, DemandMeter
-from p2pserve.coordinator.demand import MAX_LENGTHS, UNKNOWN_RATE, azure_lengths, expected_workload, is_idle
+from p2pserve.coordinator.demand import MAX_LENGTHS, is_idle
+from p2pserve.coordinator.demand_meter import UNKNOWN_RATE, azure_lengths, expected_workload
 
 
 def ask(meter: DemandMeter, count: int, *, start: float = 0.0, gap: float = 1.0, lengths: tuple[int, int]) -> float:

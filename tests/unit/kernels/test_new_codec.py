@@ -20,13 +20,13 @@ import sys
 from p2pserve.kernels.codecs import CODECS, codec_from_wire, codec_named
 from p2pserve.kernels.format import WireDtype, payload_bytes
 from p2pserve.kvtransport.wire.tickets import issue_transfer
-from p2pserve.sdk.cli import build_parser
+from p2pserve.sdk.commands.checks import demo
 
 codec = codec_named("top8")
 assert codec_from_wire(codec.wire) is codec and codec in CODECS
 assert len({codec.wire for codec in CODECS}) == len({codec.name for codec in CODECS}) == len(CODECS)
 assert payload_bytes(codec, WireDtype.BF16, start=3, tokens=5, heads=2, head_dim=8) == 16 + 2 * 80
-assert build_parser().parse_args(["demo", "--codec", "top8"]).codec == "top8"
+assert demo.make_context("demo", ["--codec", "top8"]).params["codec"] == "top8"
 assert issue_transfer(bytes(16), "top8", 10.0, lambda n: b"x" * n).codec == "top8"
 assert "torch" not in sys.modules, "sizes need no torch"
 

@@ -177,6 +177,16 @@ def _with_more(kind: types.Type, value: Any) -> Any:
             return value
 
 
+def with_defaults(message: Any, said: Any) -> Any:
+    """What was said of a message, with those fields that it leaves out because they have their defaults."""
+    if not isinstance(message, msgspec.Struct) or not isinstance(said, dict):
+        return said
+    fields = {name: getattr(message, name) for name in message.__struct_fields__}
+    omitted = fields if message.__struct_config__.omit_defaults else {}
+    filled = msgspec.msgpack.decode(msgspec.msgpack.encode(omitted))
+    return {**filled, **{name: with_defaults(fields.get(name), said[name]) for name in said}}
+
+
 def holds_all_of(said: Any, recorded: Any) -> bool:
     """Whether an encoding of today has all that the recorded one has, so that who reads that finds it."""
     if isinstance(recorded, dict) and isinstance(said, dict):

@@ -23,7 +23,8 @@ from p2pserve.coordinator import Demand, Plan
 from p2pserve.node.dev.fuzz import fuzz
 from p2pserve.node.dev.fuzz_messages import MessageMaker, said_by_peers
 from p2pserve.node.dev.fuzz_planning import make_advert, make_links, make_manifest, make_plan
-from p2pserve.node.messages import ADVERT, Advert, ExactMessage, LinkTable, Message, PlanManifest
+from p2pserve.node.messages import ADVERT, Advert, ExactMessage, LinkTable, Message
+from p2pserve.node.planning.messages import PlanManifest
 
 
 def test_a_short_fuzz_finds_nothing() -> None:

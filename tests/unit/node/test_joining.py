@@ -6,7 +6,8 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import AddressError, Bootstrap, Identity, NetworkKey, Role, TokenError
-from p2pserve.node.joining import accept_invitation, new_network, read_join_target
+from p2pserve.bootstrap.join_targets import read_join_target
+from p2pserve.node.joining import accept_invitation, new_network
 
 KEY = NetworkKey(b"k" * 32)
 PEER = Identity(b"p" * 32)

@@ -14,7 +14,7 @@ from p2pserve.kvtransport.probing.probe import BurstRequest
 from p2pserve.kvtransport.wire.permits import Permit
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node import messages
-from p2pserve.node.box.fitting import BatchLimits
+from p2pserve.node.box.batch_limits import BatchLimits
 from p2pserve.node.engine.protocol import Inlet, KvSlice, Outlet, PipeEnd, Sampling, WorkerRank
 from p2pserve.node.view import NetworkView
 

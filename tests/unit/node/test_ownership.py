@@ -12,7 +12,7 @@ from p2pserve.bootstrap.state_file import StateFile
 from p2pserve.bootstrap.trust.catalogue import Wish
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
 from p2pserve.bootstrap.trust.orders import sign_orders
-from p2pserve.node.box.home import NodeError
+from p2pserve.node.box.errors import NodeError
 from p2pserve.node.joining import new_network
 from p2pserve.node.ownership import GREETINGS, MAX_NAMED, Ownership
 

@@ -10,13 +10,14 @@ from p2pserve.coordinator import Demand, LinkView, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.capacity import SLOWEST_GBPS
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
+from p2pserve.node.adverts import decode_adverts
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.settings import WAN
-from p2pserve.node.view import NetworkView, Queue, count_queues, decode_adverts
+from p2pserve.node.view import NetworkView, Queue, count_queues
 
 A, B, C = PeerId("peer-a"), PeerId("peer-b"), PeerId("peer-c")
 SERVICE = "tiny-1234"

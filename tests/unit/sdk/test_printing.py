@@ -7,7 +7,7 @@ from rich.table import Table
 
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, Status
-from p2pserve.sdk.commands.status_view import PlainConsole, print_status
+from p2pserve.sdk.actions.status_view import PlainConsole, print_status
 from p2pserve.sdk.printing import printable
 
 CLEAR = "\x1b[2J\x1b]0;owned\x07"

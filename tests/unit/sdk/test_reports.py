@@ -1,8 +1,8 @@
 """What `status` and `demo` show, as text from plain values."""
 
 import io
-from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,8 +15,8 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, RequestFigures, Status, TransferFigures
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.sdk.commands.network import figures_line
-from p2pserve.sdk.commands.status_view import COLUMNS, node_row, plan_lines, print_status
+from p2pserve.sdk.actions.network import figures_line
+from p2pserve.sdk.actions.status_view import COLUMNS, node_row, plan_lines, print_status
 from p2pserve.sdk.demo.demo import run_demo
 from p2pserve.sdk.demo.report import (
     Asked,
@@ -76,7 +76,7 @@ def status(*nodes: NodeStatus, plan: Plan | None = None, coordinator: str | None
 def test_a_row_has_every_column() -> None:
     found = dict(zip(COLUMNS, node_row(node(FIRST, advert=advert()), status(plan=SPLIT)), strict=True))
     assert found == {
-        "node": "..first1",
+        "node": "solar-deer",
         "role": "worker",
         "phase": "prefill",
         "state": "alive",
@@ -98,7 +98,7 @@ def test_a_pinned_node_is_shown_as_such(pinned: Phase, shown: str) -> None:
 
 def test_rows_of_nodes_that_say_little() -> None:
     coordinator = node_row(node(BOOT, "admin", rtt=None), status())
-    assert coordinator[0] == "..boot01*"
+    assert coordinator[0] == "silent-boar*"
     assert coordinator[5] == "here"
     leaving = advert(draining=True, model=None, engine=None, stats=None)
     assert node_row(node(FIRST, advert=leaving), status(plan=SPLIT))[3] == "draining"
@@ -114,14 +114,14 @@ def test_the_page_shows_plan_pairings_and_reasons() -> None:
     text = page.getvalue()
     for part in (f"coordinator*: {BOOT} (epoch 3)", "plan 3.1 for m-1, KV as kv4", "why: a reason"):
         assert part in text
-    assert "100% of requests prefill on ..first1, decode on ..second" in text
+    assert "100% of requests prefill on solar-deer, decode on vast-goat" in text
     assert "clients of the answering node: 1\n" in text
     assert "..client" not in text
     lines = plan_lines(status(coordinator=None))
     assert (lines[0], lines[-1]) == ("coordinator: none is elected", "plan: none yet")
-    assert "  100% of requests on ..first1" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))
+    assert "  100% of requests on solar-deer" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))
     why = msgspec.structs.replace(SPLIT, why=(f"{FIRST} takes prefill from {SECOND}",))
-    assert plan_lines(status(plan=why))[-1] == "  why: ..first1 takes prefill from ..second"
+    assert plan_lines(status(plan=why))[-1] == "  why: solar-deer takes prefill from vast-goat"
 
 
 def test_a_replica_that_spans_boxes_is_shown_with_its_stages() -> None:
@@ -137,8 +137,8 @@ def test_a_replica_that_spans_boxes_is_shown_with_its_stages() -> None:
     pair = Pairing(prefill=FIRST, decode=FIRST, weight=1.0)
     spread = Plan(epoch=3, version=1, service="m-1", replicas=(replica,), pairings=(pair,), codec="kv4", why=())
     expected = (
-        "  replica ..first1 spans boxes: 1/3 layers 0-9 on ..first1, 2/3 layers 10-21 on ..second, "
-        "3/3 layers 22-31 on ..boot01"
+        "  replica solar-deer spans boxes: 1/3 layers 0-9 on solar-deer, 2/3 layers 10-21 on vast-goat, "
+        "3/3 layers 22-31 on silent-boar"
     )
     assert expected in plan_lines(status(plan=spread))
 
@@ -146,22 +146,27 @@ def test_a_replica_that_spans_boxes_is_shown_with_its_stages() -> None:
 def test_a_split_of_prompts_is_shown() -> None:
     pair = Pairing(prefill=FIRST, decode=SECOND, weight=1.0, prefill_share=0.4)
     lines = plan_lines(status(plan=msgspec.structs.replace(SPLIT, pairings=(pair,))))
-    assert "  100% of requests prefill the first 40% of the prompt on ..first1, decode on ..second" in lines
+    assert "  100% of requests prefill the first 40% of the prompt on solar-deer, decode on vast-goat" in lines
 
 
 def test_the_watcher_says_each_thing_once() -> None:
     watcher = Watcher()
     starting = status(node(BOOT, "admin"), node(FIRST, advert=advert("starting")), node("c", "client"))
-    assert watcher.on_status(status(node(BOOT, "admin"), coordinator=None)) == ["joined: ..boot01 at 1.2.3.4:5 (admin)"]
-    assert watcher.on_status(starting) == ["joined: ..first1 at 1.2.3.4:5 (worker)", "coordinator: ..boot01 (epoch 3)"]
+    assert watcher.on_status(status(node(BOOT, "admin"), coordinator=None)) == [
+        "joined: silent-boar at 1.2.3.4:5 (admin)"
+    ]
+    assert watcher.on_status(starting) == [
+        "joined: solar-deer at 1.2.3.4:5 (worker)",
+        "coordinator: silent-boar (epoch 3)",
+    ]
     assert watcher.on_status(starting) == []
     ready = status(node(BOOT, "admin"), node(FIRST, advert=advert()), plan=plan((FIRST, Phase.MIXED)))
     assert watcher.on_status(ready) == [
-        "engine ready: ..first1 runs vllm 0.32.0 on cuda in float32",
-        "plan 3.1: ..first1 mixed",
+        "engine ready: solar-deer runs vllm 0.32.0 on cuda in float32",
+        "plan 3.1: solar-deer mixed",
     ]
     lost = status(node(FIRST, advert=advert(engine=EngineAdvert(state="restarting", detail="it died"))))
-    assert watcher.on_status(lost) == ["engine restarting: ..first1 it died"]
+    assert watcher.on_status(lost) == ["engine restarting: solar-deer it died"]
 
 
 def test_a_plan_covers_when_all_run_and_nobody_else_is_in_it() -> None:
@@ -229,17 +234,17 @@ def test_problems_are_named() -> None:
 def test_the_table_and_the_line_have_the_figures() -> None:
     page = io.StringIO()
     Console(file=page, width=200).print(request_table((reported((1, 2, 3)), reported((), transfer=None))))
-    for part in ("500 ms", "10.0 ms", "..first1 -> ..second", "0.01 MB", "4.50", "75%", "3 of 3 tokens"):
+    for part in ("500 ms", "10.0 ms", "solar-deer -> vast-goat", "0.01 MB", "4.50", "75%", "3 of 3 tokens"):
         assert part in page.getvalue()
     line = figures_line(FIGURES)
-    assert "prefill on ..first1, decode on ..second" in line
+    assert "prefill on solar-deer, decode on vast-goat" in line
     assert "75% of it hidden" in line
     alone = msgspec.structs.replace(FIGURES, prefill_node=None, transfer=None, recovered=("a death",))
-    assert "computed on ..second; recovered: a death" in figures_line(alone)
+    assert "computed on vast-goat; recovered: a death" in figures_line(alone)
 
 
 def test_the_demo_refuses_before_it_starts_anything(tmp_path: Path) -> None:
-    arguments = Namespace(
+    arguments = SimpleNamespace(
         nodes=0,
         prompt=None,
         codec="raw",

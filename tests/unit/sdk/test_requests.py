@@ -1,5 +1,6 @@
 """Parameters, gateways and replays as plain values."""
 
+import struct
 from typing import Any
 
 import pytest
@@ -7,10 +8,19 @@ import pytest
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.box.hardware import Hardware
+from p2pserve.node.engine.sampling import Constraint, TopTokens
 from p2pserve.node.messages import Advert, AnswerUpdate, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.requests.gateway_choice import GatewayCandidate, gateways
 from p2pserve.sdk.errors import InvalidRequest
-from p2pserve.sdk.requests import Diverged, GatewayCandidate, Replay, TextDelta, build_request, check_service, gateways
+from p2pserve.sdk.requests import (
+    Diverged,
+    Replay,
+    TextDelta,
+    TokenLogprobs,
+    build_request,
+    check_service,
+)
 
 
 @pytest.mark.parametrize(
@@ -163,3 +173,29 @@ def test_a_seed_is_drawn_for_what_is_sampled() -> None:
     assert drawn[0] != drawn[1]
     assert build_request("a", None, {"temperature": 0.5, "seed": 3}).seed == 3
     assert build_request("a", None, {}).seed is None
+
+
+def test_logprobs_are_plain_values_and_told_once() -> None:
+    first = TopTokens(
+        width=2,
+        ids=struct.pack("<4i", 5, 7, 6, 6),
+        logprobs=struct.pack("<4f", -1, -0.5, -2, -2),
+        ranks=struct.pack("<2i", 2, 1),
+    )
+    replay = Replay()
+    delta = replay.take(AnswerUpdate(request="r", tokens=(5, 6), logprobs=first, prompt_logprobs=first))
+    assert delta is not None
+    assert delta.logprobs == (TokenLogprobs(5, 2, {5: -1.0, 7: -0.5}), TokenLogprobs(6, 1, {6: -2.0}))
+    replay.restart()
+    assert replay.take(AnswerUpdate(request="r", tokens=(5,), logprobs=first.rows_from(0, 1))) is None
+    replay.take(AnswerUpdate(request="r", tokens=(6, 6), logprobs=first))
+    assert [each.token for each in replay.logprobs] == [5, 6, 6]
+    assert replay.prompt_logprobs == delta.logprobs
+
+
+def test_sampling_is_checked_before_anything_is_sent() -> None:
+    body = build_request(None, None, {"prompt_token_ids": [1, 2], "constraint": {"kind": "regex", "text": "a+"}})
+    assert (body.prompt_token_ids, body.constraint) == ((1, 2), Constraint(kind="regex", text="a+"))
+    for options, named in (({"logprobs": 21}, "logprobs"), ({"constraint": {"kind": "poem"}}, "constraint.kind")):
+        with pytest.raises(InvalidRequest, match=named):
+            build_request("a", None, options)

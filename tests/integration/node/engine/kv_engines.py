@@ -39,6 +39,10 @@ class Result:
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
     finish: str = ""
+    reason: str = ""
+    stop_reason: int | None = None
+    logprobs: list[protocol.TopTokens] = field(default_factory=list)
+    prompt_logprobs: protocol.TopTokens | None = None
 
 
 @dataclass
@@ -64,6 +68,11 @@ class Engine:
                     result.tokens += output.tokens
                     result.cached = max(result.cached, output.cached_tokens)
                     result.finish = output.finish or result.finish
+                    result.reason = output.reason or result.reason
+                    result.stop_reason = output.stop_reason
+                    result.prompt_logprobs = output.prompt_logprobs or result.prompt_logprobs
+                    if output.logprobs is not None:
+                        result.logprobs.append(output.logprobs)
                     assert (output.finish == "refused") == bool(output.reason)
             case protocol.TransferReport():
                 key = (message.transfer, message.link)
@@ -109,6 +118,8 @@ class Engine:
         send: "Ways" = (),
         receive: "Ways" = (),
         receive_tokens: int | None = None,
+        sampling: protocol.Sampling | None = None,
+        awaits_first_token: bool = False,
     ) -> str:
         request = secrets.token_hex(4)
         send, receive = ((ways,) if isinstance(ways, Way) else ways for ways in (send, receive))
@@ -116,11 +127,12 @@ class Engine:
             protocol.Submit(
                 request=request,
                 prompt=prompt,
-                sampling=protocol.Sampling(max_tokens=1 if send else count, ignore_eos=True),
+                sampling=sampling or protocol.Sampling(max_tokens=1 if send else count, ignore_eos=True),
                 deadline_s=deadline_s,
                 send=tuple(way.outlet for way in send),
                 receive=tuple(way.inlet for way in receive),
                 receive_tokens=(len(prompt) if receive_tokens is None else receive_tokens) if receive else 0,
+                awaits_first_token=awaits_first_token,
             )
         )
         return request

@@ -143,7 +143,7 @@ def test_a_failed_prefill_is_computed_at_the_decode_node(fault: str) -> None:
             assert figures.attempts == 1
             assert figures.transfer is None
             assert len(figures.recovered) == 1
-            assert "prefill node ..p1" in figures.recovered[0]
+            assert "prefill node summer-sheep" in figures.recovered[0]
 
     virtually(main)
 
@@ -238,7 +238,7 @@ def test_the_answer_goes_on_from_a_token_whose_kv_never_comes(fault: str) -> Non
             figures = figures_of(last)
             assert figures.ttft_s == pytest.approx(2 * LATENCY_S + STEP_S)
             assert figures.attempts == 1
-            assert "prefill node ..p1" in figures.recovered[0]
+            assert "prefill node summer-sheep" in figures.recovered[0]
             told = [method for peer, method, _ in world.notices if peer == D]
             assert told == ["decode.first", "transfer.stop"]  # in this order: the token counts
 

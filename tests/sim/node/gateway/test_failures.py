@@ -42,7 +42,7 @@ def test_a_lost_decode_node_costs_no_token(fault: str) -> None:
             assert world.text() == text_of(12)
             figures = figures_of(last)
             assert (figures.attempts, figures.decode_node) == (2, D2)
-            assert "decode node ..d1" in figures.recovered[0]
+            assert "decode node vivid-boar" in figures.recovered[0]
             again = world.opened[2][2]
             assert isinstance(again, messages.DecodeOpen)
             assert again.prompt == PROMPT_TOKENS + ANSWER[:done]
@@ -61,7 +61,7 @@ def test_a_request_that_engines_end_with_is_given_up() -> None:
                 world.faults[name] = ["fail:0"]
             last = await world.answer()
             assert last.finish == "error"
-            assert last.error.startswith("given up: 3 engines in a row failed with it (decode node ..d")
+            assert last.error.startswith("given up: 3 engines in a row failed with it (decode node vivid-boar")
             assert last.error.count("the engine process ended") == 3
             assert sum(bool(faults) for faults in world.faults.values()) == 2  # the others have not been asked
             assert world.tokens() == ANSWER[:3]  # of prefill nodes
@@ -268,7 +268,7 @@ def test_a_deadline_tells_what_went_wrong_before() -> None:
             world.faults.update({D: ["fail:2"], D2: ["hang:2"]})
             last = await world.answer(deadline_s=2.0)
             assert last.error.startswith("deadline: ")
-            assert "decode node ..d1: the engine process ended" in last.error
+            assert "decode node vivid-boar: the engine process ended" in last.error
             assert world.tokens() == ANSWER[:4]
             assert figures_of(last).completion_tokens == 4
 

@@ -22,7 +22,7 @@ def test_an_answer_goes_on_elsewhere_when_its_decode_node_hangs() -> None:
             assert world.text(name) == text_of(12)
             figures = figures_of(world.chunks[name][-1])
             assert (figures.attempts, figures.decode_node) == (2, D2)
-            assert figures.recovered == ("decode node ..d1: it did not answer",)
+            assert figures.recovered == ("decode node vivid-boar: it did not answer",)
             assert D in world.sent("request.stop")
 
     virtually(main)
@@ -51,7 +51,7 @@ def test_the_decode_node_computes_the_prompt_when_the_prefill_node_hangs() -> No
             await world.settle()
             assert world.tokens(name) == ANSWER[:12]
             figures = figures_of(world.chunks[name][-1])
-            assert (figures.attempts, figures.recovered) == (1, ("prefill node ..p1: it did not answer",))
+            assert (figures.attempts, figures.recovered) == (1, ("prefill node summer-sheep: it did not answer",))
 
     virtually(main)
 

@@ -107,7 +107,11 @@ def test_after_a_failure_there_is_work_again_only_when_there_is_a_route() -> Non
     ],
 )
 def test_where_a_request_goes(route: Route, left: int, prefill_samples: bool, expected: OpenDecode) -> None:
-    assert place(route, 7, 10, left, first_token_at_prefill=prefill_samples) == expected
+    assert place(route, 7, 10, left, RequestSettings(first_token_at_prefill=prefill_samples)) == expected
+
+
+def test_who_may_not_be_split_is_computed_where_it_is_decoded() -> None:
+    assert place(SPLIT, 7, 10, 5, RequestSettings(may_split=False)) == OpenDecode(7, "d")
 
 
 def test_settings_decide_how_long_is_waited() -> None:

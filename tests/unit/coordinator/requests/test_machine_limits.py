@@ -131,7 +131,7 @@ def test_a_deadline_names_what_went_wrong_before_it() -> None:
     machine = serving(deadline=6.0)
     machine.decode_failed(1, "its engine ended", 0, 3.0)
     assert ending(machine.wake(6.0)).error == (
-        "deadline: the answer was not complete after 4.0 s (decode node ..decode: its engine ended)"
+        "deadline: the answer was not complete after 4.0 s (decode node brisk-plover: its engine ended)"
     )
 
 
@@ -184,7 +184,7 @@ def test_engines_that_fail_in_a_row_are_counted_until_one_adds_to_the_answer() -
         assert ready[-1] == FindRoute(11, {D: attempt})
         machine.routed(ALONE, 4.0)
     end = ending(machine.decode_failed(5, "it ended", 5, 5.0))
-    assert end.error.startswith("given up: 3 engines in a row failed with it (decode node ..decode: it ended; ")
+    assert end.error.startswith("given up: 3 engines in a row failed with it (decode node brisk-plover: it ended; ")
     assert end.error.count("it ended") == 5
 
 

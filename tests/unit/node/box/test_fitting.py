@@ -7,11 +7,12 @@ import pytest
 from msgspec import structs
 
 from p2pserve.coordinator.costs.model_shape import ModelShape, shape_of_config
+from p2pserve.node.box.batch_limits import BatchLimits
+from p2pserve.node.box.errors import NodeError, NodeUsageError
 from p2pserve.node.box.fitting import (
     CUDA_SEES,
     LEAST_MODEL_LEN,
     MANY_REQUESTS,
-    BatchLimits,
     Room,
     choose_requests,
     choose_step_tokens,
@@ -22,7 +23,6 @@ from p2pserve.node.box.fitting import (
     measure_room,
 )
 from p2pserve.node.box.hardware import GPU_SHARE, Gpu, Hardware
-from p2pserve.node.box.home import NodeError, NodeUsageError
 from p2pserve.node.box.shares import share_of
 from p2pserve.node.engine.backend import ServedModel
 from p2pserve.node.models import ModelInfo, WeightSizes

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.hardware import Card, Gpu, cuda_environment, probe, select_visible
-from p2pserve.node.box.home import NodeError
 
 
 def gpu(uuid: str, name: str = "NVIDIA A40", memory_gib: float = 45.0) -> Gpu:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from p2pserve.node.box.home import NodeError, leave_node, lock_home, running_pid
+from p2pserve.node.box.errors import NodeError
+from p2pserve.node.box.home import leave_node, lock_home, running_pid
 
 
 class Kill:

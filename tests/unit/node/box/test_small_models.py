@@ -6,9 +6,10 @@ import pytest
 from msgspec import structs
 
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.node.box.batch_limits import BatchLimits
+from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.fitting import (
     CUDA_SEES,
-    BatchLimits,
     Room,
     can_share,
     choose_step_tokens,
@@ -21,7 +22,6 @@ from p2pserve.node.box.fitting import (
     measure_room,
 )
 from p2pserve.node.box.hardware import GPU_SHARE, Gpu, Hardware
-from p2pserve.node.box.home import NodeError
 from p2pserve.node.box.shares import Share, choose_limits, share_of
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.settings import BoxEngineSettings, FittingSettings

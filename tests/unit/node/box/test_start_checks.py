@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from p2pserve.node.box import prerequisites, start_checks
+from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.hardware import Gpu, Hardware
-from p2pserve.node.box.home import NodeError
 from p2pserve.node.box.prerequisites import Prerequisites
 from p2pserve.node.box.start_checks import (
     Build,

@@ -13,6 +13,7 @@ from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.permits import Permit
 from p2pserve.kvtransport.wire.tickets import LinkTicket, TransferTicket
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.api.protocol import spawn
 from p2pserve.node.engine.protocol import EngineMessage, EngineProtocolError, Unframer
 
 LINK = LinkTicket(link=b"l" * 16, secret=b"s" * 32, lease_s=600.0)
@@ -148,7 +149,7 @@ def test_messages_of_an_engine_arrive_unchanged(message: EngineMessage) -> None:
 
 @pytest.mark.parametrize("message", PACKETS, ids=lambda message: type(message).__name__)
 def test_packets_of_the_fork_server_arrive_unchanged(message: EngineMessage) -> None:
-    decoder = protocol.spawn if isinstance(message, protocol.Spawn) else protocol.fork_server_event
+    decoder = spawn if isinstance(message, protocol.Spawn) else protocol.fork_server_event
     assert decoder.decode(protocol.pack(message)) == message
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from p2pserve.node.models import BUNDLED, ModelError
-from p2pserve.node.models.text import PromptError, StopFinder, TextDecoder, TextModel
+from p2pserve.node.models.errors import PromptError
+from p2pserve.node.models.text import StopFinder, TextDecoder, TextModel
 
 TEXT = TextModel(BUNDLED)
 LIBRARY = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))

@@ -10,9 +10,10 @@ from p2pserve.coordinator import Phase, Plan, PlanError
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.plan import Pairing, Replica, Stage
 from p2pserve.node.box.hardware import Gpu, Hardware
-from p2pserve.node.messages import INLINE_PLAN_BYTES, Advert, PlanManifest
+from p2pserve.node.messages import Advert
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.planning.manifest import describe_plan, read_manifest, read_number, read_plan
+from p2pserve.node.planning.messages import INLINE_PLAN_BYTES, PlanManifest
 from p2pserve.node.planning.plan_intake import PlanIntake, find_conflict
 from p2pserve.node.settings import WAN
 

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 import pytest
 
+from p2pserve.coordinator.names import name_of
 from p2pserve.node.planning.set_aside import FIRST_HOLD_S, LONGEST_HOLD_S, SetAside
 
 BOXES = [f"box-{letter}" for letter in "abcdefgh"]
@@ -27,7 +28,7 @@ def test_one_box_is_found_in_so_many_attempts_as_halvings(culprit: str) -> None:
     assert attempt(aside, BOXES, [culprit], 1.0) is True
     assert aside.left_out(1.0) == {culprit}
     assert aside.explain(1.0) == (
-        f"..{culprit[-6:]} is set aside: planning fails with what it says (out of memory); tried again in 60 s",
+        f"{name_of(culprit)} is set aside: planning fails with what it says (out of memory); tried again in 60 s",
     )
 
 

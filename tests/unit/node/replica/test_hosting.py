@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Phase, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.fitting import Room, count_layers_that_fit, default_tp, measure_room
 from p2pserve.node.box.hardware import CPU_KV_CACHE_MIB, Gpu, Hardware
-from p2pserve.node.box.home import NodeError
 from p2pserve.node.box.shares import share_of
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.hosting import step_limit

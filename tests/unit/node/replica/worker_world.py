@@ -75,7 +75,7 @@ class World:
             self.exchange.join(peer)
         self.outlets = MemoryOutlets(usd=0.25)
         self.transfers = KvTransfers(model=MODEL, outlets=self.outlets, messenger=messenger)
-        self.worker = Worker(service=SERVICE, transfers=self.transfers, messenger=messenger)
+        self.worker = Worker(service=SERVICE, transfers=self.transfers, messenger=messenger, clock=lambda: 0.0)
         self.engine = MemoryEngine()
         self.use()
 

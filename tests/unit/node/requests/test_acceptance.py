@@ -6,12 +6,13 @@ import pytest
 
 from p2pserve.bootstrap import RemoteError
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.node.engine.sampling import MAX_SEED, Reasoning
 from p2pserve.node.messages import MAX_PROMPT_BYTES, ChatMessage, Generate
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
-from p2pserve.node.models.text import PromptError, TextModel
+from p2pserve.node.models.errors import PromptError
+from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.acceptance import (
     DEFAULT_MAX_TOKENS,
-    MAX_SEED,
     MAX_STOPS,
     check,
     check_arrival,
@@ -200,3 +201,48 @@ def test_tokenize_names_what_does_not_fit(settings: dict[str, Any], max_model_le
 def test_tokenize_puts_messages_through_the_template() -> None:
     prompt, _ = tokenize(ask(messages=chat("hi")), TEXT, 100)
     assert prompt == TEXT.encode_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_p": 1.5}, "min_p: 1.5 is not a number from 0 to 1 (0: none)"),
+        ({"presence_penalty": NAN}, "presence_penalty: nan is not a number from -2 to 2 (0: none)"),
+        ({"frequency_penalty": -3.0}, "frequency_penalty: -3.0 is not a number from -2 to 2 (0: none)"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: 0.0 is not above 0 and at most 100 (1: none)"),
+        ({"logprobs": 21}, "logprobs: 21 is not between 0 and 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs: -1 is not between 0 and 20"),
+        ({"logit_bias": {7: NAN}}, "logit_bias: nan of token 7 is not a number from -100 to 100"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens: 5 is not between 0 and max_tokens"),
+        ({"reasoning": Reasoning(parser="a")}, "reasoning: it says where a constraint begins; give `constraint` too"),
+        ({"stop": ("a",), "detokenize": False}, "stop: an answer of tokens alone has no text to look for it in"),
+        ({"prompt_token_ids": ()}, "prompt: give one of `prompt`, `messages` and `prompt_token_ids`"),
+        ({"prompt": None, "prompt_token_ids": ()}, "prompt_token_ids: they are empty; give at least one token"),
+    ],
+)
+def test_sampling_that_cannot_be_is_named_with_what_can(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        check(ask(**settings))
+    assert str(caught.value).startswith(message)
+
+
+def test_tokens_are_a_prompt() -> None:
+    body = ask(prompt=None, prompt_token_ids=(5, 6, 7), detokenize=False)
+    assert check(body) == 0
+    assert prepare(body, (), MODEL, TEXT, 512).prompt == (5, 6, 7)
+    with pytest.raises(PromptError, match="prompt_token_ids: 3 tokens are too long"):
+        prepare(body, (), MODEL, TEXT, 3)
+
+
+@pytest.mark.parametrize("field", ["prompt_token_ids", "stop_token_ids", "allowed_token_ids", "logit_bias"])
+def test_named_tokens_are_the_models(field: str) -> None:
+    value: Any = {4096: 1.0} if field == "logit_bias" else (4096,)
+    settings = {"prompt": None if field == "prompt_token_ids" else "a", field: value}
+    with pytest.raises(PromptError, match=f"{field}: 4096 is no token of this model, which has 4096"):
+        prepare(ask(**settings), (), MODEL, TEXT, 512)
+
+
+def test_logprobs_of_a_prompt_fit_into_a_message() -> None:
+    body = ask(prompt=None, prompt_token_ids=(1,) * 13_000, prompt_logprobs=20, max_tokens=1)
+    with pytest.raises(PromptError, match="prompt_logprobs: 20 for each of 13000 tokens are too many to tell"):
+        prepare(body, (), MODEL, TEXT, 20_000)

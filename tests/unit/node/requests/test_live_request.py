@@ -6,9 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pserve.coordinator.requests.values import ShowTokens
+from p2pserve.node.engine.sampling import Constraint
 from p2pserve.node.messages import Generate
 from p2pserve.node.models import BUNDLED
-from p2pserve.node.models.text import PromptError, TextModel
+from p2pserve.node.models.errors import PromptError
+from p2pserve.node.models.text import TextModel
 from p2pserve.node.requests.live_request import LiveRequest
 
 TEXT = TextModel(BUNDLED)
@@ -149,3 +152,34 @@ def test_an_answer_that_was_complete_is_not_continued() -> None:
 def test_more_of_an_answer_than_is_wanted_is_refused() -> None:
     with pytest.raises(PromptError, match="tokens: 4 of the answer are there already; max_tokens is 3"):
         live(3, ANSWER[:4])
+
+
+def test_who_goes_on_is_told_how_much_is_answered_where_that_matters() -> None:
+    cases: list[tuple[dict[str, Any], int]] = [({}, 0), ({"logprobs": 2}, 0)]
+    cases += [({"presence_penalty": 1.0}, 2), ({"min_tokens": 4}, 2)]
+    for settings, answered in cases:
+        request = live(20, ANSWER[:2], **settings)
+        _, sampling = request.replay()
+        assert (sampling.answered, sampling.max_tokens) == (answered, 18)
+
+
+def test_logprobs_of_the_prompt_are_asked_for_once_and_of_one_engine() -> None:
+    request = live(20, prompt_logprobs=3)
+    assert not request.may_split
+    assert request.replay()[1].prompt_logprobs == 3
+    push(request, ANSWER[:1])
+    assert request.replay()[1].prompt_logprobs is None
+    assert live(20, logprobs=3).may_split
+
+
+def test_an_answer_of_tokens_alone_has_no_text() -> None:
+    request = live(4, detokenize=False)
+    assert request.take(ANSWER[:4], None) == ShowTokens("", ANSWER[:4])
+    assert request.finish == "length"
+
+
+def test_what_a_request_names_counts_as_memory() -> None:
+    plain = live().size
+    constraint = Constraint(kind="regex", text="a" * 400)
+    settings: dict[str, Any] = {"logit_bias": {1: 1.0, 2: 1.0}, "stop_token_ids": (1, 2, 3), "constraint": constraint}
+    assert live(**settings).size == plain + 2 * 2 + 3 + 100

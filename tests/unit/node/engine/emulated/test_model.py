@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from p2pserve.coordinator.costs.gpus import GpuError
+from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.box.home import NodeError
 from p2pserve.node.engine.emulated.model import emulated_hardware, emulated_model, inspect_model, parse_cards
 from p2pserve.node.models import BUNDLED, ModelError
 from p2pserve.node.settings import BoxEngineSettings

@@ -11,8 +11,9 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput, ModelRunnerOutput
 
 from p2pserve.kvtransport.wire.channel import LinkHello, LinkRole
@@ -130,9 +131,23 @@ def test_batches_are_told_before_those_ahead_are_answered(setting: Setting) -> N
     assert not setting.lost
 
 
-def test_answers_that_follow_a_grammar_are_refused(setting: Setting) -> None:
-    with pytest.raises(PipelineError, match="follow a grammar"):
-        setting.head.sample_tokens(object())
+def test_a_batch_with_a_grammar_is_sampled_when_what_may_come_next_is_known(setting: Setting) -> None:
+    scheduled = SchedulerOutput.make_empty()
+    scheduled.num_scheduled_tokens, scheduled.has_structured_output_requests = {"a": 1}, True
+    setting.head.execute_model(scheduled, non_block=True)
+    computed = setting.heard()
+    assert computed.method == "compute_batch"
+    grammar = GrammarOutput(["a"], np.array([[5]], np.int32), [0])
+    step = setting.head.sample_tokens(grammar, non_block=True)
+    sampled = setting.heard()
+    assert sampled.method == "sample_batch"
+    assert sampled.args[0].structured_output_request_ids == ["a"]
+    assert sampled.args[0].grammar_bitmask.tolist() == [[5]]
+    setting.say(CallResult(computed.number, None))
+    setting.say(CallResult(sampled.number, output(3)))
+    assert step.result().sampled_token_ids == [[3]]
+    assert setting.step() is not None
+    assert setting.heard().method == "run_batch"
 
 
 def test_a_lone_request_under_way_makes_no_empty_batches() -> None:

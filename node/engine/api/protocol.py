@@ -1,0 +1,143 @@
+"""The protocol between a node's agent and its API process: frames as in `engine.protocol`, over a Unix socket pair.
+
+    API process     ApiSubmit, ApiCancel, ApiQuestion   -> agent
+    agent           ServiceState, ApiAnswers, ApiRefused, ApiReply -> API process
+
+Sockets travel beside it on a second, packet-preserving pair, named by the packet's bytes: `LISTENER`, which the agent
+has opened, and `STREAM`, one connection of somebody whom the agent vouches for.
+
+This module imports neither torch nor vLLM: the agent loads it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from ....coordinator.bounds import Count, Figure
+from ...web.keys import MAX_KEYS
+from ..protocol import EngineMessage, NewTokens, Sampling, Spawn, StartFailed
+
+LISTENER: Final = b"listener"
+STREAM: Final = b"stream"
+MAX_NAMES: Final = 64
+DIGEST_BYTES: Final = 32
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+RequestId = Annotated[str, msgspec.Meta(max_length=256)]
+Line = Annotated[str, msgspec.Meta(max_length=4096)]
+Status = Annotated[int, msgspec.Meta(ge=400, le=599)]
+
+
+class KeyDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One key that lets in: whose it is, and SHA-256 of it."""
+
+    name: Name
+    digest: Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+
+
+class ApiConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an API process is started with. `options` are of vLLM's own command line."""
+
+    model: str  # a local folder with configuration and tokenizer
+    names: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]  # that requests may give
+    options: tuple[str, ...] = ()
+    keys: Annotated[tuple[KeyDigest, ...], msgspec.Meta(max_length=MAX_KEYS)] = ()  # none: whoever reaches it
+    is_open: bool = False  # without keys: under any name, and not this machine's alone
+    max_body_bytes: int = 16 << 20
+    deadline_s: float = 3600.0  # of a request that says nothing else, and the most that one may say
+    admin_token: str | None = None  # that admin API and dashboard ask for; None: they answer to this box alone
+    log_file: str | None = None
+
+
+class SpawnApi(EngineMessage, frozen=True, kw_only=True, tag="spawn-api"):
+    """To the fork server, with two descriptors: message socket and descriptor socket of the new process."""
+
+    engine: int
+    config: ApiConfig
+
+
+class ApiReady(EngineMessage, frozen=True, kw_only=True, tag="api-ready"):
+    """It serves. `seconds`: that it took from its fork."""
+
+    pid: int
+    version: str
+    seconds: float
+
+
+class ApiSubmit(EngineMessage, frozen=True, kw_only=True, tag="api-submit"):
+    """Run a request: prompt and answer are tokens. `exchange`: the HTTP request that it is part of; `key`: whose."""
+
+    request: RequestId
+    exchange: RequestId
+    key: Name
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    deadline_s: float
+
+
+class ApiCancel(EngineMessage, frozen=True, kw_only=True, tag="api-cancel"):
+    """Nobody waits for these any more. Each is answered with what it was, as far as it came."""
+
+    requests: tuple[RequestId, ...]
+
+
+class ApiQuestion(EngineMessage, frozen=True, kw_only=True, tag="api-question"):
+    """Ask the agent; answered by the `ApiReply` of the same number."""
+
+    number: int
+    what: Name
+    body: bytes = b""
+
+
+class ServiceState(EngineMessage, frozen=True, kw_only=True, tag="api-network"):
+    """What the network can do now: whether somebody serves this model (else `reason`), and how long requests may be."""
+
+    serving: bool
+    reason: Line = ""
+    max_model_len: Count = 0  # 0: not known
+    kv_usage: Figure = 0.0  # of this box's engine
+
+
+class ApiOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a request was: where it ran, the KV bytes that it moved, and what it cost."""
+
+    request: RequestId
+    prefill_node: Name = ""
+    decode_node: Name = ""
+    kv_bytes: Count = 0
+    usd: Figure = 0.0
+    attempts: Count = 0
+
+
+class ApiAnswers(EngineMessage, frozen=True, kw_only=True, tag="api-answers"):
+    """What has come since the last. What a request was comes with its last tokens."""
+
+    outputs: tuple[NewTokens, ...] = ()
+    served: tuple[ApiOutcome, ...] = ()
+
+
+class ApiRefused(EngineMessage, frozen=True, kw_only=True, tag="api-refused"):
+    """A request has no answer, or no more of it, for this reason; `status` is what HTTP calls it."""
+
+    request: RequestId
+    status: Status
+    reason: Line
+    retry_after_s: float | None = None
+
+
+class ApiReply(EngineMessage, frozen=True, kw_only=True, tag="api-reply"):
+    """The answer to a question; with `error`, a line, there is none."""
+
+    number: int
+    body: bytes = b""
+    error: Line = ""
+
+
+FromApi = ApiReady | StartFailed | ApiSubmit | ApiCancel | ApiQuestion
+ToApi = ServiceState | ApiAnswers | ApiRefused | ApiReply
+
+from_api = msgspec.msgpack.Decoder(FromApi)
+to_api = msgspec.msgpack.Decoder(ToApi)
+spawn = msgspec.msgpack.Decoder(Spawn | SpawnApi)

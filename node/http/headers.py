@@ -1,0 +1,48 @@
+"""Header fields on their way through the network: which pass, and what is read of them. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from ..web.fields import CLIENT, REQUEST_ID, RawHeaders
+from .messages import HttpHeader
+
+HOP_BY_HOP: Final = frozenset(
+    {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"proxy-connection", b"te"}
+    | {b"trailer", b"transfer-encoding", b"upgrade"}
+)
+"""RFC 9110, 7.6.1: what is said between two neighbours only."""
+KEYS: Final = frozenset({b"authorization", b"x-api-key"})
+OURS: Final = b"x-p2p-"  # how the names of fields begin that boxes add; nobody else may say them
+
+
+def drop_hop_by_hop(headers: RawHeaders) -> RawHeaders:
+    """Without the fields that are for this hop alone: those of HOP_BY_HOP, and those that `Connection` names."""
+    named = {
+        name.strip().lower() for field, value in headers if field.lower() == b"connection" for name in value.split(b",")
+    }
+    return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP and name.lower() not in named]
+
+
+def pass_request(headers: RawHeaders, request_id: bytes) -> tuple[HttpHeader, ...]:
+    """What of a request's fields goes to a box: no keys, which are the front's own, and nothing that boxes add."""
+    kept = [
+        HttpHeader(name.lower(), value)
+        for name, value in drop_hop_by_hop(headers)
+        if name.lower() not in {*KEYS, b"host", b"expect", REQUEST_ID} and not name.lower().startswith(OURS)
+    ]
+    return (*kept, HttpHeader(REQUEST_ID, request_id))
+
+
+def to_api_server(headers: Iterable[HttpHeader], peer: str) -> list[tuple[bytes, bytes]]:
+    """What of a peer's fields goes to the API server; that it is this peer stands beside them."""
+    passed = drop_hop_by_hop([(header.name, header.value) for header in headers])
+    kept = [(name, value) for name, value in passed if name not in KEYS and not name.lower().startswith(OURS)]
+    own = {b"host", b"connection"}
+    return [
+        (b"host", b"p2pserve"),
+        *((name, value) for name, value in kept if name.lower() not in own),
+        (CLIENT, peer.encode()),
+        (b"connection", b"close"),
+    ]

@@ -1,0 +1,49 @@
+"""What nodes say to each other about plans: a manifest to all, and the plan itself in pieces."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from ...coordinator.bounds import Counter, ModelName, Name
+from ..messages import Message
+
+MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
+INLINE_PLAN_BYTES: Final = 32 << 10  # a plan up to this size is in its manifest: everybody is told it at once
+PLAN_PIECE_BYTES: Final = 256 << 10
+MAX_HOLDERS: Final = 8  # of a plan, that one answer names
+PLAN_DIGEST_BYTES: Final = 32  # SHA-256
+
+PlanDigest = Annotated[bytes, msgspec.Meta(min_length=PLAN_DIGEST_BYTES, max_length=PLAN_DIGEST_BYTES)]
+
+
+class PlanManifest(Message, frozen=True, kw_only=True):
+    """What a coordinator publishes of a plan: which one it is, its size and SHA-256, and `plan` itself where it is
+    small; else it is fetched with `plan.piece`."""
+
+    epoch: Counter
+    version: Counter
+    service: ModelName
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_PLAN_BYTES)]
+    digest: PlanDigest
+    plan: Annotated[bytes, msgspec.Meta(max_length=INLINE_PLAN_BYTES)] = b""
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """`(epoch, version)`, as of the plan."""
+        return (self.epoch, self.version)
+
+
+class PlanPieceQuery(Message, frozen=True, kw_only=True):
+    """Ask for the bytes of a plan from `offset` on, at most PLAN_PIECE_BYTES."""
+
+    digest: PlanDigest
+    offset: Annotated[int, msgspec.Meta(ge=0, lt=MAX_PLAN_BYTES)]
+
+
+class PlanPiece(Message, frozen=True, kw_only=True):
+    """These bytes; none from who does not have the plan, or gives it to others now. `holders` have got it there."""
+
+    data: Annotated[bytes, msgspec.Meta(max_length=PLAN_PIECE_BYTES)] = b""
+    holders: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)] = ()

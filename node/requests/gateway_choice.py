@@ -1,0 +1,124 @@
+"""Which gateway a request goes to: ready engines first, then the nearest. For clients and for fronts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, final
+
+import trio
+
+from ...bootstrap import NetworkError, PeerId, Role
+from ...bootstrap.members.states import MemberState
+from ...bootstrap.network import Network
+from ..adverts import AdvertBook
+from ..messages import ADVERT, PLAN, Advert, Status, StatusQuery
+from ..methods import STATUS
+from ..planning.manifest import read_manifest
+
+STATUS_TIMEOUT_S: Final = 5.0
+RACERS: Final = 3  # a client knows how far its bootstrap is; of the rest it tries so many at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayCandidate:
+    """A living node as a client sees it."""
+
+    peer: PeerId
+    advert: Advert | None
+    rtt_s: float | None
+
+    @property
+    def service(self) -> str | None:
+        """The one that it offers."""
+        return self.advert.model.service if self.advert is not None and self.advert.model is not None else None
+
+
+def gateways(candidates: Iterable[GatewayCandidate], service: str | None, planned: str | None = None) -> list[PeerId]:
+    """Gateways, best first: ready engines, then the nearest. A request that names no `service` goes
+    to the `planned` one where any node offers it."""
+    offers = [candidate for candidate in candidates if candidate.service is not None]
+    if service is None and any(candidate.service == planned for candidate in offers):
+        service = planned
+    ranked = []
+    for candidate in offers:
+        advert = candidate.advert
+        if advert is None or advert.model is None or advert.draining:
+            continue
+        if service is not None and service not in (advert.model.service, advert.model.name):
+            continue
+        state = advert.engine.state if advert.engine is not None else ""
+        if state == "failed":
+            continue
+        rtt = candidate.rtt_s if candidate.rtt_s is not None else float("inf")
+        ranked.append((state != "ready", rtt, candidate.peer))
+    return [peer for _, _, peer in sorted(ranked)]
+
+
+@final
+class GatewayFinder:
+    """The gateways of a network that has been entered, as one of its members or clients sees them."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._book = AdvertBook()
+        self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
+        self._planned: str | None = None  # its service
+        self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
+
+    def candidates(self) -> list[GatewayCandidate]:
+        """The nodes that are alive."""
+        self._book.update(self._network.entries(ADVERT))
+        return [
+            GatewayCandidate(
+                peer=member.peer_id,
+                advert=self._book.adverts.get(member.peer_id),
+                rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
+            )
+            for member in self._network.members()
+            if member.state is MemberState.ALIVE and member.role is not Role.CLIENT
+        ]
+
+    def rank(self, service: str | None) -> list[PeerId]:
+        """Those that offer it, best first."""
+        return gateways(self.candidates(), service, self.planned_service())
+
+    def planned_service(self) -> str | None:
+        """The service that the coordinator has a plan for, as far as it has been heard of here."""
+        leader = self._network.coordinator
+        entry = self._network.entries(PLAN).get(leader[0]) if leader is not None else None
+        if leader is not None and entry is not None and (leader, entry) != self._considered:
+            self._considered = leader, entry
+            manifest = read_manifest(entry)
+            if manifest is not None and manifest.epoch == leader[1]:
+                self._planned = manifest.service
+        return self._planned
+
+    async def ask_status(self, peer: PeerId) -> Status:
+        """The network as one node sees it. Raises NetworkError."""
+        return await self._network.request(peer, STATUS, StatusQuery(), STATUS_TIMEOUT_S)
+
+    async def pick(self, usable: list[PeerId], service: str | None) -> PeerId:
+        """The best of these, which are ranked. Finds out first which is near, where none has been measured yet."""
+        await self._race(usable)
+        return next((peer for peer in self.rank(service) if peer in usable), usable[0])
+
+    async def _race(self, usable: list[PeerId]) -> None:
+        """The first to answer ends it."""
+        known = {candidate.peer for candidate in self.candidates() if candidate.rtt_s is not None}
+        if len(usable) < 2 or not known.isdisjoint(usable):
+            return
+        async with trio.open_nursery() as nursery:
+
+            async def ask(peer: PeerId) -> None:
+                began = trio.current_time()
+                try:
+                    await self.ask_status(peer)
+                except NetworkError:
+                    return  # whoever comes first is asked; if nobody does, the request itself finds out why
+                self._measured[peer] = trio.current_time() - began
+                nursery.cancel_scope.cancel()
+
+            for peer in random.sample(usable, min(RACERS, len(usable))):
+                nursery.start_soon(ask, peer)

@@ -1,0 +1,78 @@
+"""What a node shows: to those who ask over the network, and to doors on this box (the API, the dashboard)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import final
+
+import trio
+
+from ..bootstrap import PeerId, Role
+from ..coordinator.plan import Deadlines
+from . import methods
+from .joined import Joined
+from .observing.desk import EventDesk
+from .observing.metrics import NodeCounts, Snapshot, render_metrics
+from .observing.queries import EventPage, EventQuery, MetricsPage, MetricsQuery
+from .observing.summaries import summarise_links, summarise_nodes, summarise_requests
+from .observing.values import LinkSummary, NodeSummary, RequestSummary
+from .serving import Serving
+
+
+@final
+class Showing:
+    """One per node; `serving` where it has a model. `clock` has unix seconds."""
+
+    def __init__(self, joined: Joined, serving: Serving | None, clock: Callable[[], float] = time.time) -> None:
+        self._joined = joined
+        self._serving = serving
+        self._clock = clock
+        self._began = trio.current_time()
+        self.desk = EventDesk(joined.log, joined.network, lambda: joined.present, clock)
+        self.counts = NodeCounts()
+        joined.log.followers.append(self.counts.on_event)
+        joined.network.handle(methods.METRICS, self._on_metrics)
+
+    def __repr__(self) -> str:
+        return f"<Showing {self._joined.log}>"
+
+    def nodes(self) -> tuple[NodeSummary, ...]:
+        """The boxes, as this node sees them."""
+        return summarise_nodes(self._joined.status())
+
+    def links(self) -> tuple[LinkSummary, ...]:
+        """The links between them."""
+        return summarise_links(self._joined.status(), self._clock())
+
+    def requests(self) -> tuple[RequestSummary, ...]:
+        """The requests of this gateway, oldest first, as far as its log goes back."""
+        return summarise_requests(self._joined.log.events)
+
+    def events(self, query: EventQuery) -> EventPage:
+        """What happened here."""
+        return self._joined.log.select(query)
+
+    def metrics(self) -> str:
+        """In Prometheus's text format; to be put behind those of vLLM."""
+        joined, now = self._joined, trio.current_time()
+        status, plan = joined.status(), joined.view.plan
+        self.follow_plan()
+        snapshot = Snapshot(
+            node=joined.own,
+            nodes=summarise_nodes(status),
+            links=summarise_links(status, self._clock()),
+            plan=plan.number if plan is not None else (0, 0),
+            is_coordinator=status.coordinator == joined.own,
+            waiting=self._serving.gateway.open_requests if self._serving is not None else 0,
+            up_s=now - self._began,
+        )
+        return render_metrics(self.counts, snapshot)
+
+    def follow_plan(self) -> None:
+        """Requests are judged by the deadlines of the plan that is followed."""
+        plan = self._joined.view.plan
+        self.counts.deadlines = plan.deadlines if plan is not None else Deadlines()
+
+    async def _on_metrics(self, peer: PeerId, role: Role, query: MetricsQuery) -> MetricsPage:
+        return MetricsPage(text=self.metrics())

@@ -1,0 +1,1 @@
+"""What all that serves HTTP here keeps to: errors, paths, header fields, where it may listen. No I/O."""

@@ -1,0 +1,48 @@
+"""Header fields of requests: which key is shown, and what a request is called. No I/O."""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Sequence
+from typing import Final
+
+REQUEST_ID: Final = b"x-request-id"
+CLIENT: Final = b"x-p2p-client"
+"""Who asks: a box adds it for its API server, which counts and limits by it instead of a key."""
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+
+def find_header(headers: RawHeaders, name: bytes) -> bytes | None:
+    """The first field of that name."""
+    return next((value for field, value in headers if field.lower() == name), None)
+
+
+def pick_request_id(headers: RawHeaders) -> bytes:
+    """The request's own id if it may be printed anywhere, else a new one."""
+    given = find_header(headers, REQUEST_ID)
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given
+    return secrets.token_hex(16).encode()
+
+
+def shown_keys(headers: RawHeaders) -> list[bytes]:
+    """What a request shows as its key, as OpenAI's clients do or as Anthropic's."""
+    shown = [find_header(headers, b"x-api-key") or b""]
+    scheme, _, secret = (find_header(headers, b"authorization") or b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        shown.append(secret.strip())
+    return shown
+
+
+def is_allowed(headers: RawHeaders, keys: Sequence[str]) -> bool:
+    """Whether the request shows one of these keys, as OpenAI's clients do or as Anthropic's; anybody may where there
+    are none. Takes as long for each wrong one."""
+    if not keys:
+        return True
+    matches = [hmac.compare_digest(one, key.encode()) for one in shown_keys(headers) for key in keys]
+    return any(matches)

@@ -1,0 +1,166 @@
+"""What the commands do that run a node on this box."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import trio
+
+from ...bootstrap import parse_address
+from ...bootstrap.trust.targets import parse_member
+from ...coordinator import Phase
+from ...kvtransport.probing.figures import BoxFigures
+from ...node.agent import Started, run_node
+from ...node.box.hardware import probe
+from ...node.box.home import leave_node
+from ...node.engine.api.options import OptionRefused, check_options
+from ...node.messages import MAX_DEADLINE_S
+from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
+from ..environment import network_address
+from ..errors import UsageError
+from ..options.values import settings_of
+from ..printing import printable
+from .http_options import read_admin_token, read_http, read_keys
+
+SWITCH_S: Final = 0.0005
+"""Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""
+
+
+def bootstrap(arguments: SimpleNamespace) -> int:
+    """`p2pserve bootstrap`."""
+    return _run_node(_settings(arguments, arguments.home.expanduser() / "bootstrap", None), arguments)
+
+
+def join(arguments: SimpleNamespace) -> int:
+    """`p2pserve join`."""
+    where = network_address(arguments.bootstrap, arguments.token)[0]
+    return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
+
+
+def leave(arguments: SimpleNamespace) -> int:
+    """`p2pserve leave`."""
+    leave_node(arguments.home.expanduser() / arguments.node, arguments.timeout_s)
+    if arguments.format == "json":
+        print(json.dumps({"node": arguments.node, "left": True}))
+    return 0
+
+
+_GREETINGS: Final = (  # those that lead keep the network going when this box is lost
+    ("leader", "trusted boxes join with:", "join --bootstrap {token}"),
+    ("worker", "other boxes join with:", "join --bootstrap {token}"),
+    ("client", "clients ask with:", 'generate --bootstrap {token} "def fibonacci(n):"'),
+)
+
+
+def _check_tp(arguments: SimpleNamespace) -> None:
+    """Refuse more GPUs than this box has before it joins. Raises UsageError."""
+    if arguments.tp is None or arguments.tp == 1 or arguments.model is None or arguments.emulate is not None:
+        return
+    gpus = len(probe().gpus)
+    if not gpus:
+        raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has none; leave --tp out")
+    if arguments.tp > gpus:
+        raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has {gpus}")
+
+
+def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
+    """Where this node serves HTTP, and how. Raises UsageError."""
+    http, options, model = arguments.http, arguments.vllm_options, getattr(arguments, "model", None)
+    if options and model is None:
+        raise UsageError(f"model: {options[0]} is for the API of a model; say which with --model")
+    try:
+        passed = check_options(options)
+    except OptionRefused as error:
+        raise UsageError(str(error)) from error
+    given = arguments.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY", "")]))
+    api = ApiSettings(
+        keys=read_keys(given, arguments.api_key_file) if http is not None else (),
+        admin_token=read_admin_token(arguments.admin_token, arguments.admin_token_file),
+        needs_no_key=arguments.no_api_key,
+        names=arguments.served_model_name,
+        options=passed,
+        max_body_bytes=arguments.max_body_mib << 20,
+        deadline_s=min(arguments.request_timeout_s, MAX_DEADLINE_S),
+    )
+    return {"http": read_http(http) if http is not None else None, "api": api}
+
+
+def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> NodeSettings:
+    _check_tp(arguments)
+    listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
+    return replace(
+        settings_of(NodeSettings, arguments),
+        home=home,
+        listen=parse_address(listen),
+        bootstrap=where,
+        **_http_of(arguments),
+        also=tuple(parse_member(text, "also") for text in getattr(arguments, "also", ())),
+        links=replace(settings_of(BoxLinkSettings, arguments), box=settings_of(BoxFigures, arguments)),
+        engine=settings_of(BoxEngineSettings, arguments),
+        phase=Phase(arguments.phase) if arguments.phase is not None else None,
+    )
+
+
+def _run_node(settings: NodeSettings, arguments: SimpleNamespace) -> int:
+    greet = _greet_json if arguments.format == "json" else _greet
+    sys.setswitchinterval(SWITCH_S)
+    return trio.run(_serve_until_signal, settings, greet)
+
+
+async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:
+    """Run a node. The first signal drains it; a second, or one before it has joined, ends it."""
+    stop = trio.Event()
+    code = 0
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            joined = False
+
+            async def watch() -> None:
+                nonlocal code
+                async for _ in signals:
+                    if not joined or stop.is_set():
+                        code = 130
+                        nursery.cancel_scope.cancel()
+                    else:
+                        stop.set()
+                        _say("leaving; once more to leave at once")
+
+            async def serve(*, task_status: trio.TaskStatus[Started]) -> None:
+                await run_node(settings, say=_say, stop=stop, task_status=task_status)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch)
+            started: Started = await nursery.start(serve)
+            joined = True
+            greet(started)
+    return code
+
+
+def _greet(started: Started) -> None:
+    print(f"node {started.peer} at {started.address}")
+    if started.http is not None:
+        print(f"{'OpenAI clients ask at:':<27}http://{started.http}/v1")
+    for word, who, command in _GREETINGS:
+        token = started.tokens.get(word)
+        if token is not None:
+            print(f"{who:<27}p2pserve {command.format(token=token)}")
+    sys.stdout.flush()
+
+
+def _greet_json(started: Started) -> None:
+    greeting: dict[str, Any] = {"peer": started.peer, "address": str(started.address), "tokens": started.tokens}
+    if started.http is not None:
+        greeting["http"] = f"http://{started.http}"
+    print(json.dumps(greeting), flush=True)
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)

@@ -1,0 +1,192 @@
+"""`p2pserve plan`: what the planner would do with a described cluster, and why."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from math import inf
+from types import SimpleNamespace
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ...coordinator import Phase, Replica
+from ...coordinator.planning.lower.evaluator import LowerLevel
+from ...coordinator.planning.model.problem import Percentiles, Problem, Proposal
+from ...coordinator.planning.model.workload import Service
+from ...coordinator.planning.upper.search import SearchResult, search
+from .plan_options import problem_of
+from .status_view import open_console
+
+FLOWS_SHOWN: Final = 12
+
+
+def run_plan(arguments: SimpleNamespace) -> int:
+    """Search, and print the best plan found. Returns the exit code."""
+    problem = problem_of(arguments)
+    started = time.monotonic()
+    evaluator = LowerLevel(problem)
+    console = Console(stderr=True)
+    quiet = arguments.format == "json" or not console.is_terminal
+
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, disable=quiet,
+        transient=True,
+    ) as bar:  # fmt: skip
+        task = bar.add_task(f"planning {problem.cluster.gpus} GPUs")
+
+        def progress(step: int, steps: int, objective: float) -> None:
+            of = f" of {steps}" if arguments.budget_s is None else ""
+            about = f"step {step}{of}, objective {objective:.4f}"
+            bar.update(task, description=f"planning {problem.cluster.gpus} GPUs: {about}")
+
+        found = search_plan(problem, evaluator, arguments, progress)
+    proposals = evaluator.propose(found.solution, epoch=0, version=1)
+    seconds = time.monotonic() - started
+    if arguments.format == "json":
+        print(json.dumps(plan_json(problem, found, proposals, seconds, arguments.seed)))
+    else:
+        out = open_console()
+        print_proposals(problem, found, proposals, out)
+        out.print(f"planned in {seconds:.2f} s, {found.steps} steps, seed {arguments.seed}")
+    sys.stdout.flush()
+    return 0
+
+
+def search_plan(
+    problem: Problem,
+    evaluator: LowerLevel,
+    arguments: SimpleNamespace,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> SearchResult:
+    """The best plan by the options' seed, within their budget of time."""
+    until = time.monotonic() + (arguments.budget_s or inf)
+    return search(
+        problem,
+        evaluator,
+        rng=np.random.default_rng(arguments.seed),
+        spent=lambda: time.monotonic() > until,
+        progress=progress,
+        anytime=arguments.budget_s is not None,
+    )
+
+
+def plan_json(
+    problem: Problem, found: SearchResult, proposals: tuple[Proposal, ...], seconds: float, seed: int
+) -> dict[str, Any]:
+    """Everything, for programs."""
+    return {
+        "gpus": problem.cluster.gpus,
+        "specs": _specs(problem),
+        "objective": found.score.objective,
+        "attainment": found.score.attainment,
+        "capacity": found.score.capacity,
+        "seconds": seconds,
+        "steps": found.steps,
+        "seed": seed,
+        "services": [
+            {
+                "service": service.name,
+                "lengths": service.workload.name,
+                "rate": service.workload.rate,
+                "arrivals": f"CV {service.workload.arrival_cv:g}",
+                "slo": msgspec.to_builtins(service.slo),
+                **msgspec.to_builtins(proposal),
+            }
+            for service, proposal in zip(problem.services, proposals, strict=True)
+        ],
+    }
+
+
+def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Proposal, ...], console: Console) -> None:
+    """For people: per service its replicas, who sends to whom, what to expect, and why."""
+    cluster = problem.cluster
+    boxes = "1 box" if len(cluster.boxes) == 1 else f"{len(cluster.boxes)} boxes"
+    console.print(
+        f"{cluster.gpus} GPUs in {boxes}, ${cluster.usd_per_hour:.2f}/h, "
+        f"GPU figures: {_specs(problem)}; estimates, not measurements"
+    )
+    for service, proposal in zip(problem.services, proposals, strict=True):
+        print_service(service, problem, proposal, console)
+    console.print(
+        f"objective {found.score.objective:.4f}: attainment {found.score.attainment:.1%}, "
+        f"capacity {found.score.capacity:.2f} x the rate"
+    )
+
+
+def print_service(
+    service: Service, problem: Problem, proposal: Proposal, console: Console, named: Callable[[str], str] = str
+) -> None:
+    """One service: replicas, flows, figures and reasons. `named` rewrites ids for display."""
+    workload, slo = service.workload, service.slo
+    console.print(
+        f"\n{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "
+        f"(mean {workload.mean_prompt:.0f} in, {workload.mean_output:.0f} out), "
+        f"arrivals with CV {workload.arrival_cv:g}, KV as {service.codec}"
+    )
+    gpu_of = {box.id: box.gpu.name for box in problem.cluster.boxes}
+    table = Table("replica", "phase", "TP,PP", "stages", "requests/s", "busy", "batch", box=None, pad_edge=False)
+    expected = {item.id: item for item in proposal.replicas}
+    for replica in sorted(proposal.plan.replicas, key=_by_phase):
+        about = expected[replica.id]
+        table.add_row(
+            named(replica.id),
+            replica.phase.value,
+            f"{max(stage.tp for stage in replica.stages)},{len(replica.stages)}",
+            "; ".join(
+                f"{stage.tp} x {gpu_of[stage.peer]} {named(stage.peer)} [{stage.first_layer},{stage.last_layer})"
+                for stage in replica.stages
+            ),
+            f"{about.requests_s:.2f}",
+            f"{about.utilisation:.0%}",
+            f"{about.batch:.1f}",
+        )
+    console.print(table)
+    _print_flows(proposal, console, named)
+    console.print(
+        f"TTFT {_times(proposal.ttft_s)}, TPOT {_times(proposal.tpot_s)}, E2E {_times(proposal.e2e_s)} (p50/p90/p99); "
+        f"deadlines {slo.ttft_s:.3g}, {slo.tpot_s:.3g}, {slo.e2e_s:.3g} s"
+    )
+    console.print(
+        f"attainment {proposal.attainment:.1%}; {proposal.tokens_s:.0f} output tokens/s at this rate, at most "
+        f"{proposal.max_rate:.2f} requests/s; ${proposal.usd_per_hour:.2f}/h, "
+        f"${proposal.usd_per_million_tokens:.2f} per million output tokens"
+    )
+    for line in proposal.plan.why:
+        console.print(f"  why: {named(line)}")
+
+
+def _print_flows(proposal: Proposal, console: Console, named: Callable[[str], str]) -> None:
+    """X: what part of the requests each replica prefills; Y: where those go on to."""
+    share: defaultdict[str, float] = defaultdict(float)
+    for pair in proposal.plan.pairings:
+        share[pair.prefill] += pair.weight
+    pairs = sorted(proposal.plan.pairings, key=lambda pair: -pair.weight)
+    for pair in pairs[:FLOWS_SHOWN]:
+        x, y = share[pair.prefill], pair.weight / share[pair.prefill] if share[pair.prefill] else 0.0
+        route = f"on {pair.decode}" if pair.prefill == pair.decode else f"{pair.prefill} -> {pair.decode}"
+        console.print(f"  {pair.weight:5.1%} {named(route)} (X {x:.3f}, Y {y:.3f})")
+    if len(pairs) > FLOWS_SHOWN:
+        rest = sum(pair.weight for pair in pairs[FLOWS_SHOWN:])
+        console.print(f"  {rest:5.1%} over {len(pairs) - FLOWS_SHOWN} more pairs (--format json has all)")
+
+
+def _by_phase(replica: Replica) -> tuple[int, str]:
+    return ((Phase.PREFILL, Phase.MIXED, Phase.DECODE).index(replica.phase), replica.id)
+
+
+def _specs(problem: Problem) -> str:
+    return ", ".join(sorted({box.gpu.specs.value for box in problem.cluster.boxes}))
+
+
+def _times(figures: Percentiles) -> str:
+    if max(figures) < 10.0:
+        return "/".join(f"{value * 1e3:.0f}" for value in figures) + " ms"
+    return "/".join(f"{value:.3g}" for value in figures) + " s"

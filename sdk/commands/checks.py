@@ -1,0 +1,42 @@
+"""`p2pserve demo` and `selftest`: whether it all works on this machine. Running one imports engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from ..options.command import combine, command, option
+from ..options.shared import codec_option
+from ..options.values import FILE, POSITIVE, SECONDS
+
+
+@command("demo", example="p2pserve demo --nodes 4 --codec kv4 --format json", formats=("table", "json"))
+@combine(
+    option("--nodes", type=int, default=4, metavar="N", help="engines to start, 1 to 16 (default: 4)"),
+    option("--prompt", metavar="TEXT", help="instead of Python code from the standard library"),
+    codec_option,
+    option("--max-tokens", type=POSITIVE, default=64, metavar="N", help="for each answer (default: 64)"),
+    option("--model", default="bundled", metavar="MODEL", help="a folder, a Hugging Face id, or `bundled` (default)"),
+    option("--timeout-s", type=SECONDS, default=120.0, metavar="S", help="give up after this long (default: 120)"),
+)
+def demo(arguments: SimpleNamespace) -> int:
+    from ..demo.demo import run_demo
+
+    return run_demo(arguments)
+
+
+@command("selftest", example="p2pserve selftest", formats=("text", "json"))
+@combine(
+    option("--full", is_flag=True, help="all that is checked once on a GPU: tests, kernels, engines; half an hour"),
+    option(
+        "--report",
+        type=FILE,
+        default=Path("gpu-check.json"),
+        metavar="FILE",
+        help="where --full writes what it found (default: gpu-check.json)",
+    ),
+)
+def selftest(arguments: SimpleNamespace) -> int:
+    from ..actions.selftest import selftest as run
+
+    return run(arguments)

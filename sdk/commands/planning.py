@@ -1,0 +1,37 @@
+"""`p2pserve plan` and `sim`: what a cluster would do. Running one imports the planner, with scipy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from ..options.command import combine, command
+from ..options.planning import live_option, plan_options, sim_options
+from ..options.shared import network_options, timeout_option
+
+
+@command(
+    "plan",
+    example="p2pserve plan --cluster thunderserve-cloud-32 --model llama-30b \\\n      --workload coding --rate 10",
+    formats=("table", "json"),
+)
+@combine(plan_options, live_option, network_options("p2p_client_..."), timeout_option)
+def plan(arguments: SimpleNamespace) -> int:
+    if arguments.live:
+        from ..live.plan import run_live_plan
+
+        return run_live_plan(arguments)
+    from ..actions.plan import run_plan  # nothing of the network
+
+    return run_plan(arguments)
+
+
+@command(
+    "sim",
+    example="p2pserve sim --cluster thunderserve-cloud-32 --model llama-30b \\\n      --workload coding --rate 3",
+    formats=("table", "json"),
+)
+@sim_options
+def sim(arguments: SimpleNamespace) -> int:
+    from ..actions.sim import run_sim
+
+    return run_sim(arguments)

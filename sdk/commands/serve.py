@@ -1,0 +1,38 @@
+"""`p2pserve serve`: a network of this one box, with an OpenAI API at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import click
+
+from ..options.command import combine, command, option
+from ..options.engine import engine_options, link_options
+from ..options.shared import api_options, http_options, place_options
+from ..options.values import COUNT
+
+
+@command(
+    "serve",
+    example=(
+        "p2pserve serve Qwen/Qwen3-0.6B",
+        "p2pserve serve ~/models/llama --port 8001 --tool-call-parser hermes",
+    ),
+    formats=("text", "json"),
+    passes_unknown=True,
+)
+@combine(
+    click.argument("model", metavar="MODEL"),
+    click.argument("vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF vllm serve]"),
+    http_options("127.0.0.1:8000"),
+    api_options,
+    option("--host", metavar="HOST", help="short for --http HOST:8000, as vLLM has it"),
+    option("--port", type=COUNT, metavar="PORT", help="short for --http 127.0.0.1:PORT"),
+    place_options(port=4001, folder="bootstrap", has_short=False),
+    link_options,
+    engine_options,
+)
+def serve(arguments: SimpleNamespace) -> int:
+    from ..actions.serve import serve as run
+
+    return run(arguments)

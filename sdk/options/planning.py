@@ -1,0 +1,153 @@
+"""Options for planning and simulating. Imports nothing heavy, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Final
+
+import click
+
+from ...kernels.codecs import CODEC_NAMES
+from .command import combine, option
+from .values import ABOVE_ZERO, COUNT, FILE, Parsed
+
+SPECS: Final = ("measured", "dense", "thunderserve-table1")
+
+
+def _machines(text: str) -> tuple[int, int]:
+    prompt, _, token = text.partition(",")
+    if not (prompt.isdecimal() and token.isdecimal() and int(prompt) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like 15,25")
+    return int(prompt), int(token)
+
+
+_MACHINES: Final = Parsed("pair of numbers", _machines)
+
+plan_options: Final = combine(
+    option(
+        "--cluster", metavar="FILE", help="boxes and links: a JSON file, or the name of one that comes with p2pserve"
+    ),
+    option("--model", metavar="NAME", help="a known model like llama-30b, or a config.json (or its folder)"),
+    option(
+        "--workload", metavar="WHAT", help="coding, conversation (Azure's traces), or a CSV with prompt,output columns"
+    ),
+    option("--rate", type=float, metavar="R", help="requests per second"),
+    option(
+        "--slo",
+        default="5x",
+        help="multiples of a lone request on A100s, like 5x (default), or seconds: ttft=2,tpot=0.1,e2e=60",
+    ),
+    option(
+        "--services",
+        type=FILE,
+        metavar="FILE",
+        help="several models at once: a JSON list of {name, model, workload, rate, slo} instead of these",
+    ),
+    option(
+        "--specs",
+        type=click.Choice(SPECS),
+        default=SPECS[0],
+        help="which figures of the GPUs count (default: measured)",
+    ),
+    option("--codec", type=click.Choice(CODEC_NAMES), default="kv4", help="how KV travels (default: kv4)"),
+    option("--pin", multiple=True, metavar="BOX=PHASE", help="a box does only prefill, decode or mixed"),
+    option("--exclude", multiple=True, metavar="BOX", help="a box that may not be used"),
+    option(
+        "--price-weight",
+        type=float,
+        default=0.0,
+        metavar="W",
+        help="share of attainment that a dollar per hour is worth: 0.01 gives up a percent for it (default: 0)",
+    ),
+    option(
+        "--budget-s",
+        type=ABOVE_ZERO,
+        metavar="S",
+        help="stop after so long with the best plan so far (default: by size)",
+    ),
+    option("--seed", type=COUNT, default=0, metavar="N", help="the same seed gives the same plan (default: 0)"),
+)
+"""The options of `p2pserve plan`."""
+
+live_option: Final = option(
+    "--live",
+    is_flag=True,
+    help="the running network: its plan, and the best one for its boxes, links and traffic as they are now; takes "
+    "--model, --rate and --slo (whose multiples are then of a lone request on its fastest replica)",
+)
+"""What makes `p2pserve plan` look at a network instead of a file."""
+
+sim_options: Final = combine(
+    plan_options,
+    option(
+        "--plan", type=FILE, metavar="FILE", help="what `p2pserve plan --format json` printed, instead of planning now"
+    ),
+    option(
+        "--arrivals",
+        section="Requests",
+        type=click.Choice(("poisson", "bursty", "replay", "recorded")),
+        default="poisson",
+        help="poisson (default); bursty: with the trace's own variation; replay: Azure's own moments at --rate; "
+        "recorded: those of the file of --workload",
+    ),
+    option("--seconds", type=ABOVE_ZERO, metavar="S", help="of arrivals (default: 300)", section="Requests"),
+    option("--count", type=int, metavar="N", help="so many requests instead of --seconds", section="Requests"),
+    option(
+        "--serialised",
+        is_flag=True,
+        help="KV leaves when all of the prompt is read, not layer by layer",
+        section="Engines and network",
+    ),
+    option(
+        "--dispatch",
+        type=click.Choice(("plan", "random", "round-robin")),
+        default="plan",
+        help="who chooses (default: plan)",
+        section="Engines and network",
+    ),
+    option(
+        "--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section="Engines and network"
+    ),
+    option("--requests", type=FILE, metavar="FILE", help="write every request: .csv or .parquet", section="Output"),
+    option("--plots", type=FILE, metavar="FOLDER", help="write SLO attainment and timelines as PNG", section="Output"),
+    option(
+        "--chrome-trace",
+        type=FILE,
+        metavar="FILE",
+        help="write every step, to be looked at in chrome://tracing",
+        section="Output",
+    ),
+    option(
+        "--compat",
+        type=click.Choice(("splitwise",)),
+        help="by that simulator's own rules, with --setup, --trace, --model",
+        section="The public Splitwise simulator's setups",
+    ),
+    option(
+        "--measured",
+        is_flag=True,
+        help="the same setups with measured decode times and real KV sizes",
+        section="The public Splitwise simulator's setups",
+    ),
+    option(
+        "--setup",
+        metavar="NAME",
+        help="baseA, baseH, AA, HH, HHcap or HA",
+        section="The public Splitwise simulator's setups",
+    ),
+    option(
+        "--trace",
+        type=FILE,
+        metavar="FILE",
+        help="requests in that simulator's format",
+        section="The public Splitwise simulator's setups",
+    ),
+    option(
+        "--machines",
+        type=_MACHINES,
+        metavar="P,T",
+        help="machines for prompts and for tokens (default: the setup's)",
+        section="The public Splitwise simulator's setups",
+    ),
+)
+"""The options of `p2pserve sim`: those of the plan that is simulated, and the simulation's own."""

@@ -1,0 +1,121 @@
+"""Parsers of option values, for `argparse` and, as types, for `click`. Each function raises ArgumentTypeError or
+ValueError for bad text."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import click
+
+from ..errors import UsageError
+
+Settings = TypeVar("Settings")
+
+
+def positive(text: str) -> int:
+    """At least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def count(text: str) -> int:
+    """At least 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is negative")
+    return value
+
+
+def figure(text: str) -> float:
+    """From 0 to a million."""
+    value = float(text)
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to a million")
+    return value
+
+
+def seconds(text: str) -> float:
+    """Above 0."""
+    value = float(text)
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
+    return value
+
+
+def above_zero(text: str) -> float:
+    """Above 0, and below a billion."""
+    value = float(text)
+    if not 0.0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
+
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_LONGEST_S = 10 * 365 * 86400.0
+
+
+def duration(text: str) -> float:
+    """Seconds of `90s`, `30m`, `12h`, `7d` or `2w`."""
+    number, unit = text[:-1], _UNITS.get(text[-1:])
+    try:
+        value = float(number) * (unit or 0.0)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _LONGEST_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no time from now; write a number and its unit: 90s, 30m, 12h, 7d or 2w, at most ten years"
+        )
+    return value
+
+
+def settings_of(kind: type[Settings], arguments: argparse.Namespace | SimpleNamespace) -> Settings:
+    """Settings from the options that are called as their fields are; the other fields keep their defaults."""
+    given = vars(arguments)
+    return kind(**{name: given[name] for name in inspect.signature(kind).parameters if name in given})
+
+
+def check_writable(field: str, path: Path | None) -> None:
+    """Raise UsageError if there is no folder for a file that is to be written."""
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"{field}: {path.parent} is no folder; make it first")
+
+
+class Parsed(click.ParamType[Any]):
+    """A value that one of the functions above makes of a text."""
+
+    def __init__(self, name: str, parse: Callable[[str], object]) -> None:
+        self.name = name
+        self._parse = parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value; what is wrong with the text otherwise."""
+        if not isinstance(value, str):
+            return value  # a default
+        try:
+            return self._parse(value)
+        except argparse.ArgumentTypeError as error:
+            return self.fail(str(error), param, ctx)
+        except ValueError:
+            return self.fail(f"{value!r} is not a {self.name}", param, ctx)
+
+
+POSITIVE = Parsed("whole number", positive)
+COUNT = Parsed("whole number", count)
+FIGURE = Parsed("number", figure)
+SECONDS = Parsed("number of seconds", seconds)
+ABOVE_ZERO = Parsed("number", above_zero)
+DURATION = Parsed("time from now", duration)
+FILE = click.Path(path_type=Path)
+
+
+# argparse names the function in its message when it raises ValueError.
+positive.__name__ = count.__name__ = "whole number"
+seconds.__name__ = "number of seconds"
+figure.__name__ = above_zero.__name__ = "number"

@@ -1,0 +1,1 @@
+"""`p2pserve rent`: what to rent, and how."""

@@ -1,0 +1,33 @@
+"""One pair of servers for all tests of this folder: `p2pserve serve`, and vLLM's own over the same kind of engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .servers import Server, start_p2pserve, start_vllm, wait_ready
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Ours and vLLM's."""
+    folder = tmp_path_factory.mktemp("api")
+    with ExitStack() as stack:
+        theirs = stack.enter_context(start_vllm(folder))
+        ours = stack.enter_context(start_p2pserve(folder / "home"))
+        wait_ready(ours)
+        wait_ready(theirs)
+        yield ours, theirs
+
+
+@pytest.fixture(scope="session")
+def ours(pair: tuple[Server, Server]) -> Server:
+    return pair[0]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"

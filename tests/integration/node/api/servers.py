@@ -1,0 +1,139 @@
+"""Servers in processes of their own, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from p2pserve.node.engine.vllm_program.backend import VLLM
+
+ROOT = Path(__file__).resolve().parents[4]
+MODEL = ROOT / "node" / "bundled"
+START_S = 110.0  # both import vLLM, perhaps on a busy machine
+END_S = 20.0
+PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+LIMITS = ("--max-num-batched-tokens", "512")
+
+
+@dataclass
+class Server:
+    """One that runs. `log`: what it has said."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    home: Path | None = None
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return httpx.request(method, f"{self.url}{path}", timeout=60.0, **options)
+
+    def post(self, path: str, body: object, **headers: str) -> httpx.Response:
+        return self.ask("POST", path, json=body, headers={key.replace("_", "-"): text for key, text in headers.items()})
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def pids(self, what: str) -> list[int]:
+        """Processes below this one whose command line or file of output names `what`."""
+        below = {self.process.pid}
+        for _ in range(3):
+            below |= {pid for pid, parent in _parents().items() if parent in below}
+        return [pid for pid in below if _output_of(pid).endswith(what)]
+
+
+def _parents() -> dict[int, int]:
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    return found
+
+
+def _output_of(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/fd/1").readlink())
+    except OSError:
+        return ""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _running(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def start_p2pserve(home: Path, *options: str, model: str = "bundled", port: int | None = None) -> Iterator[Server]:
+    """`p2pserve serve`."""
+    home.mkdir(exist_ok=True)
+    port = port or free_port()
+    where = ["--home", str(home), "--listen", "127.0.0.1:0", "--port", str(port)]
+    command = [sys.executable, "-m", "p2pserve.sdk.cli", "serve", model, *where, *LIMITS, *PARSERS, *options]
+    environment = {"PYTHONPATH": str(ROOT), "P2PSERVE_SERVE_KV_CACHE_MIB": "64", "P2PSERVE_SERVE_THREADS": "1"}
+    with _running(command, environment, home / "said.txt") as process:
+        yield Server(f"http://127.0.0.1:{port}", process, home / "said.txt", home)
+
+
+@contextmanager
+def start_vllm(folder: Path) -> Iterator[Server]:
+    """vLLM's own server; its command `vllm` needs a package that not every build of it has."""
+    port = free_port()
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(MODEL)]
+    command += ["--served-model-name", "bundled", "--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--max-num-seqs", "64", *LIMITS, *PARSERS]
+    environment = {name: text for name, text in VLLM.environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    environment |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    with _running(command, environment, folder / "vllm.txt") as process:
+        yield Server(f"http://127.0.0.1:{port}", process, folder / "vllm.txt")
+
+
+def wait_ready(server: Server, status: int = 200) -> None:
+    """Wait until `/health` answers so."""
+    give_up = time.monotonic() + START_S
+    while time.monotonic() < give_up:
+        assert server.process.poll() is None, server.said
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5.0).status_code == status:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    raise AssertionError(f"not ready after {START_S:g} s:\n{server.said}")
+
+
+def events_of(response: httpx.Response) -> list[Any]:
+    """The events of a stream, without comments."""
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) if line != "[DONE]" else line for line in lines]

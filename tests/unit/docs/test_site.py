@@ -1,0 +1,101 @@
+"""The pages as a site, and the commands in them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from p2pserve.sdk.cli import PROGRAM_GROUP
+
+from .test_pages import PAGES, ROOT
+
+LOADED_FROM_ELSEWHERE = re.compile(r"""(?:<script[^>]*\ssrc|<link[^>]*\shref|<img[^>]*\ssrc)=["']?https?://[^"'> ]+""")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built as `make docs` does; a page that the navigation lacks, or the other way round, fails it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) > len(PAGES)
+    found = {page.name: LOADED_FROM_ELSEWHERE.findall(page.read_text("utf-8")) for page in pages}
+    # What says which page is the first of several with one text is followed by search engines alone.
+    assert {name: urls for name, urls in found.items() if any('rel="canonical"' not in url for url in urls)} == {}
+
+
+def test_the_reference_has_every_command_and_every_public_name(site: Path) -> None:
+    import p2pserve
+
+    cli = (site / "reference/cli.html").read_text("utf-8")
+    for name in PROGRAM_GROUP.list_commands(click.Context(PROGRAM_GROUP)):
+        assert f">{name}<" in cli, name
+    sdk = (site / "reference/sdk.html").read_text("utf-8")
+    assert [name for name in p2pserve.__all__ if name[0].isupper() and name not in sdk] == []
+    admin = (site / "reference/admin.html").read_text("utf-8")
+    paths = ("/nodes", "/nodes/{name}", "/links", "/links/{source}/{target}", "/plan", "/requests", "/events")
+    assert [text for text in (*paths, "NodeSummary", "RequestTrace", "Last-Event-ID") if text not in admin] == []
+
+
+def commands_in(text: str) -> Iterator[str]:
+    """What stands behind a prompt in the console blocks of a page, continued lines as one."""
+    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
+            if line.startswith("$ "):
+                yield line.removeprefix("$ ")
+
+
+def of_ours(line: str) -> list[str] | None:
+    """The arguments of a line that runs `p2pserve`, without variables before it and without comments."""
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"\w+=.*", words[0]):
+        words.pop(0)
+    if not words or Path(words[0]).name != "p2pserve":
+        return None
+    end = next((index for index, word in enumerate(words) if word in {"|", ">", "&&", "&", ";"}), len(words))
+    return words[1:end]
+
+
+EVERYTHING = sorted(
+    {
+        (str(page.relative_to(ROOT)), line)
+        for page in PAGES
+        for line in commands_in(page.read_text("utf-8"))
+        if of_ours(line) is not None
+    }
+)
+
+
+@pytest.mark.parametrize(("page", "line"), EVERYTHING, ids=[f"{page}: {line}" for page, line in EVERYTHING])
+def test_a_command_in_a_page_is_one_that_is_understood(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("P2PSERVE_BOOTSTRAP", "p2p_client_ksTEs...")
+    arguments = of_ours(line)
+    assert arguments is not None
+    command: click.Command = PROGRAM_GROUP
+    context = PROGRAM_GROUP.make_context("p2pserve", list(arguments))
+    while isinstance(command, click.Group):
+        assert arguments, f"{line} names no command"
+        name = arguments.pop(0)
+        found = command.get_command(context, name)
+        assert found is not None, f"{name} is no command"
+        command, context = found, found.make_context(name, list(arguments), parent=context)
+
+
+def test_there_are_commands_in_the_pages() -> None:
+    assert len(EVERYTHING) >= 17
+    assert list(commands_in("```console\n$ p2pserve plan \\\n    --live\nplan\n```\n")) == ["p2pserve plan --live"]
+    assert of_ours("A=b .venv/bin/p2pserve status | less") == ["status"]
+    assert of_ours("make test") is None

@@ -1,0 +1,76 @@
+"""An option that may be given several times, and settings made from options."""
+
+import argparse
+import inspect
+
+import pytest
+
+from p2pserve.kvtransport.probing.figures import BoxFigures
+from p2pserve.node.settings import BoxEngineSettings, BoxLinkSettings
+from p2pserve.sdk.demo.demo import DemoSettings
+from p2pserve.sdk.live.comparison import parser as comparison_parser
+from p2pserve.sdk.live.network import LiveSettings
+from p2pserve.sdk.options.values import duration, settings_of
+
+from .parsing import parse
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "expected"),
+    [
+        ([], "", None),
+        ([], "env", "env"),
+        (["--bootstrap", "a"], "env", "a"),
+        (["--bootstrap", "a,b", "--bootstrap", "c"], "env", "a,b,c"),
+    ],
+)
+def test_values_are_listed_and_replace_the_environment(
+    arguments: list[str], variable: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("P2PSERVE_BOOTSTRAP", variable)
+    assert parse(["status", *arguments]).bootstrap == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("30m", 1800), ("12h", 43_200), ("7d", 604_800), ("2w", 1_209_600), ("0.5h", 1800)],
+)
+def test_a_time_from_now_has_a_unit(text: str, seconds: float) -> None:
+    assert duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "d", "7", "7 years", "-1d", "0s", "nand", "infd", "11000d", "d7"])
+def test_what_is_no_time_from_now(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is no time from now; write a number and its unit: 90s"):
+        duration(text)
+
+
+OPTIONS = (
+    "--up-gbps 2 --usd-per-gb-up 0.1 --usd-per-gb-down 0.2 --relay-gbps 0 --site here --usd-per-s 3 "
+    "--max-num-batched-tokens 1024 --tp 2 --emulate 4xA40"
+)
+JOIN = parse(["join", *OPTIONS.split()])
+
+
+def test_options_become_the_settings_of_the_same_name() -> None:
+    box = settings_of(BoxFigures, JOIN)
+    assert box == BoxFigures(up_gbps=2.0, up_usd_per_gb=0.1, down_usd_per_gb=0.2, relay_gbps=0.0)
+    assert settings_of(BoxLinkSettings, JOIN) == BoxLinkSettings(site="here", usd_per_s=3.0)
+    engine = BoxEngineSettings(
+        backend="emulated", max_batched_tokens=1024, tp=2, emulate="4xA40", emulate_specs="dense"
+    )
+    assert settings_of(BoxEngineSettings, JOIN) == engine
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "others"),
+    [
+        (BoxEngineSettings, JOIN, {"fitting"}),
+        (BoxFigures, JOIN, {"relay_budget_bytes"}),
+        (DemoSettings, parse(["demo"]), set()),
+        (LiveSettings, comparison_parser().parse_args([]), set()),
+    ],
+)
+def test_every_setting_has_an_option(kind: type, arguments: argparse.Namespace, others: set[str]) -> None:
+    """One that is renamed in one place alone would silently keep its default."""
+    assert set(inspect.signature(kind).parameters) - set(vars(arguments)) == others

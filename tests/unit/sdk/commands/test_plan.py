@@ -1,0 +1,170 @@
+"""`p2pserve plan` and `p2pserve sim`: what they print, and what they say of wrong input."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.sdk.cli import main
+from p2pserve.sdk.options.planning import SPECS
+
+CLUSTER = ["--cluster", "thunderserve-8xa100"]
+SERVICE = ["--model", "llama-30b", "--workload", "conversation", "--rate", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan as JSON, made once."""
+    from contextlib import redirect_stdout
+
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    with path.open("w", encoding="utf-8") as file, redirect_stdout(file):
+        assert main(["plan", *CLUSTER, *SERVICE, "--format", "json"]) == 0
+    return path
+
+
+def test_the_parser_knows_every_column() -> None:
+    assert set(SPECS) == {specs.value for specs in Specs} - {Specs.ENGINE.value}
+
+
+def test_a_plan_for_programs(planned: Path) -> None:
+    found = json.loads(planned.read_text(encoding="utf-8"))
+    (service,) = found["services"]
+    assert found["gpus"] == 8
+    assert found["specs"] == "measured"
+    assert service["lengths"] == "Azure 2023 conversation"
+    assert 0.9 < found["attainment"] <= 1.0
+    assert service["max_rate"] > 2
+    assert service["ttft_s"]["p50"] <= service["ttft_s"]["p99"] if isinstance(service["ttft_s"], dict) else True
+    assert sum(pair["weight"] for pair in service["plan"]["pairings"]) == pytest.approx(1.0)
+    gpus = sum(stage["tp"] for replica in service["plan"]["replicas"] for stage in replica["stages"])
+    assert gpus <= 8
+
+
+def test_the_same_seed_gives_the_same_plan(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *CLUSTER, *SERVICE, "--format", "json"]) == 0
+    first, again = json.loads(planned.read_text(encoding="utf-8")), json.loads(capsys.readouterr().out)
+    assert {**first, "seconds": 0} == {**again, "seconds": 0}
+
+
+def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *CLUSTER, *SERVICE]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "8 GPUs in 1 box, $14.02/h",
+        "estimates, not measurements",
+        "TTFT",
+        "why: ",
+        "limit: ",
+        "attainment",
+    ):
+        assert part in text
+
+
+def test_a_plan_is_simulated(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    requests, trace = tmp_path / "requests.csv", tmp_path / "trace.json"
+    code = main(["sim", *CLUSTER, *SERVICE, "--plan", str(planned), "--seconds", "60", "--format", "json",
+                 "--requests", str(requests), "--chrome-trace", str(trace)])  # fmt: skip
+    assert code == 0
+    found = json.loads(capsys.readouterr().out)
+    (service,) = found["services"]
+    assert found["simulated"] is True
+    assert service["completed"] == service["requests"] > 60
+    assert service["lengths"] == "Azure 2023 conversation"
+    assert service["arrivals"].startswith("Poisson")
+    assert len(requests.read_text(encoding="utf-8").splitlines()) == service["requests"] + 1
+    assert json.loads(trace.read_text(encoding="utf-8"))
+
+
+def test_a_lost_box_leaves_its_requests_undone(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["sim", *CLUSTER, *SERVICE, "--plan", str(planned), "--seconds", "60", "--format", "json"]
+    assert main([*arguments, "--lose", "a100@30"]) == 0
+    (service,) = json.loads(capsys.readouterr().out)["services"]
+    assert 0 < service["completed"] < service["requests"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (CLUSTER, "model: give --model and --workload and --rate, or --services FILE"),
+        (SERVICE, "cluster: give --cluster FILE, or --live for the running network"),
+        ([*SERVICE, "--cluster", "x"], "cluster 'x' is neither a file nor one of cronus-a100-a10"),
+        ([*SERVICE, "--cluster", "x.json"], "cluster: x.json cannot be read: No such file or directory"),
+        ([*CLUSTER, *SERVICE, "--model", "llama-31b"], "model 'llama-31b' is not known"),
+        ([*CLUSTER, *SERVICE, "--workload", "x"], "workload: 'x' is neither a file nor one of coding, conversation"),
+        ([*CLUSTER, *SERVICE, "--rate", "nan"], "rate is nan; it must be above 0"),
+        ([*CLUSTER, *SERVICE, "--slo", "fast"], "slo: 'fast' is neither like 5x nor like ttft=2"),
+        ([*CLUSTER, *SERVICE, "--pin", "x=prefill"], "box 'x' of --pin or --exclude is not in the cluster: a100"),
+        ([*CLUSTER, *SERVICE, "--pin", "a100=fast"], "pin: 'a100=fast' is not like BOX=prefill"),
+        ([*CLUSTER, *SERVICE, "--pin", "a100=prefill"], "nobody decodes"),
+        ([*CLUSTER, *SERVICE, "--pin", "a100=mixed", "--pin", "a100=decode"], "pinned to mixed and to decode"),
+        ([*CLUSTER, *SERVICE, "--pin", "a100=mixed", "--exclude", "a100"], "box a100 is excluded as well"),
+        ([*CLUSTER, *SERVICE, "--exclude", "a100"], "every box of the cluster is excluded"),
+        ([*CLUSTER, *SERVICE, "--price-weight", "-1"], "price-weight: -1.0 is not a number from 0 up"),
+        ([*CLUSTER, *SERVICE, "--budget-s", "0"], "--budget-s: 0 is not a number above 0"),
+        (["--cluster", "thunderserve-2xa5000", *SERVICE], "the cluster does not hold llama-30b"),
+        ([*CLUSTER, *SERVICE, "--services", "x"], "model: it is in the file of --services already"),
+        ([*CLUSTER, "--services", "x"], "services: x cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.startswith("p2pserve: error: ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--compat", "splitwise", "--setup", "HH"], "model: give --model and --workload and --trace with"),
+        (["--compat", "splitwise", "--setup", "HH", "--model", "llama2-70b", "--workload", "conv", "--trace", "x"],
+         "x: No such file or directory"),
+        ([*CLUSTER, *SERVICE, "--plan", "x"], "plan: x cannot be read"),
+        ([*CLUSTER, *SERVICE, "--plan", str(Path(__file__))], "is not what `p2pserve plan --format json` prints"),
+        ([*CLUSTER, *SERVICE, "--lose", "x@3"], "lose: 'x@3' is not like BOX@60"),
+        ([*CLUSTER, *SERVICE, "--lose", "a100@x"], "lose: 'x' in 'a100@x' is not a number of seconds"),
+        ([*CLUSTER, *SERVICE, "--count", "5", "--seconds", "5"], "count: give either --count or --seconds"),
+        ([*CLUSTER, *SERVICE, "--arrivals", "recorded"], "arrivals: `recorded` needs a file of requests"),
+        ([*CLUSTER, *SERVICE, "--requests", "/nowhere/x.csv"], "/nowhere is no folder; make it first"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_simulated_is_said_in_one_line(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sim", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
+
+
+def test_services_of_several_models_share_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "services.json"
+    entry = {"model": "llama-7b", "workload": "coding", "rate": 1}
+    file.write_text(json.dumps([{"name": "a", **entry}, {"name": "b", **entry, "model": "llama-13b"}]))
+    assert main(["plan", "--cluster", "thunderserve-16xa5000", "--services", str(file), "--format", "json"]) == 0
+    services = json.loads(capsys.readouterr().out)["services"]
+    assert [service["service"] for service in services] == ["a", "b"]
+    boxes = [{(s["peer"], s["first_gpu"]) for r in service["plan"]["replicas"] for s in r["stages"]}
+             for service in services]  # fmt: skip
+    assert boxes[0].isdisjoint(boxes[1])
+    together = sum(service["attainment"] * service["rate"] for service in services)
+    assert services[0]["score"][1] == pytest.approx(together / sum(service["rate"] for service in services))
+    file.write_text(json.dumps([{"name": "a", **entry}, {"name": "a", **entry}]))
+    assert main(["plan", *CLUSTER, "--services", str(file)]) == 2
+    assert "each with a name of its own" in capsys.readouterr().err
+
+
+def test_help_says_which_command_looks_at_the_running_network(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--help"]) == 0
+    assert "plan --live" in " ".join(capsys.readouterr().out.split())
