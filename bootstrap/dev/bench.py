@@ -2,7 +2,7 @@
 
     python -m p2pserve.bootstrap.bench [--parts join,loss,idle,strangers,calm,churn] [--format json]
 
-BoxNetwork are processes of this machine with emulated engines: agents, sockets and plans are real, GPUs
+Boxes are processes of this machine with emulated engines: agents, sockets and plans are real, GPUs
 are not. Seconds are from the event to the last box that has said so. `churn` is simulated: the same
 machines, on a simulated network.
 """

@@ -117,7 +117,7 @@ class Schedule:
                 network.leave(rng.choice(names))
             case "restart" if stopped:
                 self._start(int(rng.choice(stopped)))
-            case "pause":
+            case "pause" if names:
                 name, seconds = rng.choice(names), rng.choice((0.3, 1.5, 4.0, 12.0))
                 network.pause(name, seconds)
                 self._touch(name, seconds)
