@@ -6,8 +6,6 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, final
 
-from ...admin.source import SourceError
-
 _log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
@@ -22,12 +20,13 @@ NEGOTIATED: Final = frozenset({b"accept", b"accept-encoding"})
 
 @final
 class NodeMetrics:
-    """An ASGI app around another: puts what `render` returns behind the page of metrics. Where the agent does not
-    answer, that page is vLLM's alone, and says so in a comment."""
+    """An ASGI app around another: puts what `render` returns behind the page of metrics. Where it raises `silent`,
+    since the agent does not answer, that page is vLLM's alone, and says so in a comment."""
 
-    def __init__(self, app: App, render: Callable[[], Awaitable[str]]) -> None:
+    def __init__(self, app: App, render: Callable[[], Awaitable[str]], silent: type[Exception]) -> None:
         self._app = app
         self._render = render
+        self._silent = silent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "GET":
@@ -56,6 +55,6 @@ class NodeMetrics:
     async def _text(self) -> str:
         try:
             return await self._render()
-        except SourceError as error:
+        except self._silent as error:
             _log.warning("no metrics of the node: %s", error)
             return f"# p2pserve: {' '.join(str(error).split())}\n"

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...admin.access import Access
 from ...admin.asking import AskedNode
+from ...admin.source import SourceError
 from ...dashboard.mounting import OWN_ACCESS
 from ...dashboard.mounting import mount as mount_dashboard
 from .agent_link import AgentLink, AgentRefused
@@ -20,4 +21,4 @@ def mount(app: Any, link: AgentLink, config: ApiConfig) -> tuple[App, tuple[str,
     does: API keys do not count there."""
     node = AskedNode(link.ask, AgentRefused)
     mount_dashboard(app, node, Access(config.admin_token))
-    return NodeMetrics(app, node.metrics), OWN_ACCESS
+    return NodeMetrics(app, node.metrics, SourceError), OWN_ACCESS

@@ -28,7 +28,7 @@ def client_of(said: str | Exception, status: int = 200) -> TestClient:
         Route("/metrics", page if status == 200 else lambda request: PlainTextResponse("no", status)),
         Route("/other", lambda request: PlainTextResponse("other")),
     ]
-    return TestClient(NodeMetrics(Starlette(routes=routes), render))
+    return TestClient(NodeMetrics(Starlette(routes=routes), render, SourceError))
 
 
 def test_the_nodes_families_are_behind_those_of_vllm() -> None:
