@@ -62,12 +62,12 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
 def fit_status(status: Status) -> Status:
     """What of a status fits one message. In a network that is too large for that, or whose members say too much, all
     members are in it still: without their links, and those that say most without their adverts."""
-    excess = _encoded_bytes(status) - MAX_STATUS_BYTES
+    excess = 1 + _cost(status) - MAX_STATUS_BYTES
     if excess <= 0:
         return status
     nodes = {node.peer: msgspec.structs.replace(node, links=None) for node in status.nodes}
-    excess -= sum(_encoded_bytes(node.links) for node in status.nodes if node.links is not None)
-    adverts = {peer: _encoded_bytes(node.advert) for peer, node in nodes.items() if node.advert is not None}
+    excess -= sum(_cost(node.links) for node in status.nodes if node.links is not None)
+    adverts = {peer: _cost(node.advert) for peer, node in nodes.items() if node.advert is not None}
     for peer in sorted(adverts, key=lambda peer: -adverts[peer]):
         if excess > 0:
             nodes[peer] = msgspec.structs.replace(nodes[peer], advert=None)
@@ -75,8 +75,9 @@ def fit_status(status: Status) -> Status:
     return msgspec.structs.replace(status, nodes=tuple(nodes.values()), plan=status.plan if excess <= 0 else None)
 
 
-def _encoded_bytes(message: msgspec.Struct) -> int:
-    return len(msgspec.msgpack.encode(message))
+def _cost(message: msgspec.Struct) -> int:
+    """So many bytes it takes more than None."""
+    return len(msgspec.msgpack.encode(message)) - 1
 
 
 @final

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap.streams.frames import MAX_FRAME
-from p2pserve.coordinator import Phase, Plan, Replica, Stage
+from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node.messages import LinkTable, NodeStatus, Status
 from p2pserve.node.view import MAX_STATUS_BYTES, fit_status
@@ -12,13 +12,15 @@ from p2pserve.node.view import MAX_STATUS_BYTES, fit_status
 from .test_view import advert
 
 LINK = LinkFigures(rtt_s=0.01, one_stream_gbps=0.2, capacity_gbps=8.0)
+ALONE = Replica(id="a", phase=Phase.MIXED, stages=(Stage(peer="a", tp=1, first_layer=0, last_layer=4),))
 PLAN = Plan(
     epoch=1,
     version=1,
     service="tiny",
-    replicas=(
-        Replica(id="a", phase=Phase.MIXED, stages=(Stage(peer="a", tp=1, first_layer=0, last_layer=4),)),
-    ),
+    replicas=(ALONE,),
+    pairings=(Pairing(prefill="a", decode="a", weight=1.0),),
+    codec="kv4",
+    why=(),
 )
 
 
