@@ -11,7 +11,7 @@ from ...bootstrap import NetworkError, Role
 from ..joined import Joined
 from ..observing.queries import EventQuery, TraceQuery
 from ..showing import Showing
-from .asking import LINKS, SNAPSHOT, TRACE, TraceTold
+from .asking import LINKS, METRICS, SNAPSHOT, TRACE, TraceTold
 from .source import MAX_REQUESTS, NetworkSnapshot
 
 _queries = msgspec.msgpack.Decoder(TraceQuery)
@@ -27,7 +27,7 @@ class NodeAnswers:
 
     def by_name(self) -> dict[str, Callable[[bytes], Awaitable[bytes]]]:
         """What answers each question."""
-        return {SNAPSHOT: self.snapshot, LINKS: self.links, TRACE: self.trace}
+        return {SNAPSHOT: self.snapshot, LINKS: self.links, TRACE: self.trace, METRICS: self.metrics}
 
     async def snapshot(self, body: bytes) -> bytes:
         """As AskedNode.snapshot."""
@@ -47,6 +47,10 @@ class NodeAnswers:
     async def links(self, body: bytes) -> bytes:
         """As AskedNode.links."""
         return msgspec.msgpack.encode(self._showing.links())
+
+    async def metrics(self, body: bytes) -> bytes:
+        """As AskedNode.metrics."""
+        return self._showing.metrics().encode()
 
     async def trace(self, body: bytes) -> bytes:
         """As AskedNode.trace."""

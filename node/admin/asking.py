@@ -17,6 +17,7 @@ from .source import NetworkSnapshot, SourceError
 SNAPSHOT: Final = "admin.snapshot"
 LINKS: Final = "admin.links"
 TRACE: Final = "admin.trace"
+METRICS: Final = "admin.metrics"
 
 
 class TraceTold(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +54,10 @@ class AskedNode:
         if told.error:
             raise SourceError(told.error)
         return told.trace
+
+    async def metrics(self) -> str:
+        """The node's metrics in Prometheus's text format. Raises SourceError."""
+        return (await self._get(METRICS)).decode("utf-8", "replace")
 
     async def _get(self, what: str, body: bytes = b"") -> bytes:
         try:

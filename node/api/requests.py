@@ -183,7 +183,7 @@ def _usage(update: AnswerUpdate) -> KeyUsage:
         prompt_tokens=figures.prompt_tokens,
         completion_tokens=figures.completion_tokens,
         kv_bytes=wire_bytes,
-        usd=getattr(figures, "usd", 0.0),
+        usd=figures.usd,
     )
 
 

@@ -92,7 +92,7 @@ def inspect() -> None:
     """
 
 
-@command("node", about="say all that is known of a box", example="p2pserve inspect node ..x7Gk2P", formats=FORMATS)
+@command("node", about="say all that is known of a box", example="p2pserve inspect node amber-otter", formats=FORMATS)
 @combine(click.argument("box", help="its id, or the end of it as `p2pserve status` shows it"), network)
 def inspect_node(arguments: SimpleNamespace) -> int:
     from ..seeing.actions import inspect_node as run

@@ -43,8 +43,8 @@ async def _serve(config: ApiConfig, sockets: AgentSockets) -> int:
     started = time.monotonic()
     link = AgentLink(sockets)
     app, llm = await build_server(config, link)
-    open_paths = mount(app, link, config)
-    server = _Server(app, partial(Door, app, config, llm, open_paths))
+    whole, open_paths = mount(app, link, config)
+    server = _Server(app, partial(Door, whole, config, llm, open_paths))
     link.on_socket = server.take
     await link.open()
     link.send(ApiReady(pid=os.getpid(), version=VERSION, seconds=time.monotonic() - started))

@@ -1,0 +1,60 @@
+"""`/metrics` of an API process: vLLM's families untouched, and behind them those of the node, `p2pserve:*`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Final, final
+
+_log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+PATHS: Final = frozenset({"/metrics", "/metrics/"})
+NEGOTIATED: Final = frozenset({b"accept", b"accept-encoding"})
+"""Headers by which vLLM's page would be compressed, or in a format that says where it ends."""
+
+
+@final
+class NodeMetrics:
+    """An ASGI app around another: puts what `render` returns behind the page of metrics. Where it raises `silent`,
+    since the agent does not answer, that page is vLLM's alone, and says so in a comment."""
+
+    def __init__(self, app: App, render: Callable[[], Awaitable[str]], silent: type[Exception]) -> None:
+        self._app = app
+        self._render = render
+        self._silent = silent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in PATHS or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        plain = {**scope, "headers": [field for field in scope["headers"] if field[0] not in NEGOTIATED]}
+        started: MutableMapping[str, Any] = {}
+
+        async def extend(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                started.update(message)
+            elif message.get("more_body"):
+                started["body"] = started.get("body", b"") + message.get("body", b"")
+            else:
+                await self._send_whole(started, started.pop("body", b"") + message.get("body", b""), send)
+
+        await self._app(plain, receive, extend)
+
+    async def _send_whole(self, started: MutableMapping[str, Any], body: bytes, send: Send) -> None:
+        if started["status"] == 200:
+            body += (await self._text()).encode()
+        fields = [field for field in started["headers"] if field[0].lower() != b"content-length"]
+        await send({**started, "headers": [*fields, (b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _text(self) -> str:
+        try:
+            return await self._render()
+        except self._silent as error:
+            _log.warning("no metrics of the node: %s", error)
+            return f"# p2pserve: {' '.join(str(error).split())}\n"
