@@ -131,6 +131,13 @@ class Repository:
         else:
             self._fetch(self._files, wanted, report)
 
+    def count_missing(self, checkpoint: Checkpoint, layers: StageLayers) -> int:
+        """Bytes that `fetch_weights` would fetch; 0 where the hub is not asked."""
+        if self._files is None:
+            return 0
+        wanted = [self._files[shard.file] for shard in checkpoint.needed(layers)]
+        return self._count_lacking(file for file in wanted if not is_whole(self._blob(file), file))
+
     def checkpoint(self, *, tied: bool) -> Checkpoint:
         """Sizes of all weights, from the headers of the shards; kept for when the hub is away. Raises ModelError."""
         kept = self._repository / "p2pserve" / f"{self.commit}.json"
@@ -208,17 +215,22 @@ class Repository:
         return self._repository / "blobs" / file.hash
 
     def _check_space(self, files: Iterable[RemoteFile]) -> None:
-        """Raise ModelError when the files do not fit the disk; what has come of them counts."""
-        lacking = 0
-        for file in files:
-            partial = self._blob(file).with_name(f"{file.hash}.incomplete")
-            lacking += file.size - (partial.stat().st_size if partial.is_file() else 0)
+        """Raise ModelError when the files do not fit the disk."""
+        lacking = self._count_lacking(files)
         free = shutil.disk_usage(self._repository).free
         if lacking > 0 and lacking + self._settings.reserve_bytes > free:
             raise ModelError(
                 f"model {self.name}: {lacking / 1e9:.1f} GB are to be fetched and {free / 1e9:.1f} GB are free on the "
                 f"disk of {constants.HF_HUB_CACHE}; make room, or set HF_HOME to a folder on another disk"
             )
+
+    def _count_lacking(self, files: Iterable[RemoteFile]) -> int:
+        """Bytes that are still to be fetched of files that are not whole; what has come of them counts."""
+        lacking = 0
+        for file in files:
+            partial = self._blob(file).with_name(f"{file.hash}.incomplete")
+            lacking += file.size - (partial.stat().st_size if partial.is_file() else 0)
+        return lacking
 
     def _link(self, file: RemoteFile) -> None:
         """Make the file appear in the snapshot, as the cache's layout has it."""

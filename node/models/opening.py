@@ -49,6 +49,11 @@ class OpenedModel:
             self._source.fetch_weights(self._checkpoint, layers, report)
         return self.folder
 
+    def count_missing(self, layers: int) -> int:
+        """Bytes of the first `layers` layers that `fetch` would fetch."""
+        stage = StageLayers(0, layers, self.info.layers)
+        return self._source.count_missing(self._checkpoint, stage) if self._source is not None else 0
+
 
 def open_model(name: str, downloads: DownloadSettings | None = None) -> OpenedModel:
     """Resolve `name` (a folder, `bundled`, or a Hugging Face id) and check it. Raises ModelError.

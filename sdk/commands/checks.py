@@ -1,4 +1,4 @@
-"""`p2pserve demo` and `selftest`: whether it all works on this machine. Running one imports engines."""
+"""`p2pserve demo`, `doctor` and `selftest`: whether it all works on this machine. Running one imports much."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from ..options.command import combine, command, option
-from ..options.shared import codec_option
-from ..options.values import FILE, POSITIVE, SECONDS
+from ..options.shared import codec_option, home_option, network_options, timeout_option
+from ..options.values import FILE, PORT, POSITIVE, SECONDS
 
 
 @command("demo", example="p2pserve demo --nodes 4 --codec kv4 --format json", formats=("table", "json"))
@@ -23,6 +23,25 @@ def demo(arguments: SimpleNamespace) -> int:
     from ..demo.demo import run_demo
 
     return run_demo(arguments)
+
+
+@command(
+    "doctor",
+    example=["p2pserve doctor", "p2pserve doctor --bootstrap p2p_client_... --model Qwen/Qwen3-0.6B --port 4002"],
+    formats=("table", "json"),
+)
+@combine(
+    network_options("p2p_worker_... or p2p_client_..."),
+    option("--model", metavar="MODEL", help="a folder, a Hugging Face id, or `bundled`: whether it fits here"),
+    option("--port", type=PORT, default=4002, metavar="PORT", help="where the node would listen (default: 4002)"),
+    option("--announce", metavar="HOST:PORT", help="where others would reach it, as with `join`"),
+    home_option("the node's own folder would be inside it"),
+    timeout_option,
+)
+def doctor(arguments: SimpleNamespace) -> int:
+    from ..doctor.doctor import run_doctor
+
+    return run_doctor(arguments)
 
 
 @command("selftest", example="p2pserve selftest", formats=("text", "json"))

@@ -47,6 +47,7 @@ COMMANDS: Final[dict[str, Declared]] = {
     "rent": Declared(
         "renting", "say which offers of vast.ai or RunPod to rent for a model, within a budget, and with which commands"
     ),
+    "doctor": Declared("checks", "say whether this box is fit to join, and what to do where it is not"),
     "selftest": Declared(
         "checks",
         "check that the vLLM of this box works with p2pserve; a node does so by itself with versions it does not know",

@@ -33,6 +33,14 @@ def count(text: str) -> int:
     return value
 
 
+def port(text: str) -> int:
+    """From 0, for any that is free, to 65535."""
+    value = int(text)
+    if not 0 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"{value} is no port; take one from 1 to 65535")
+    return value
+
+
 def figure(text: str) -> float:
     """From 0 to a million."""
     value = float(text)
@@ -108,6 +116,7 @@ class Parsed(click.ParamType[Any]):
 
 POSITIVE = Parsed("whole number", positive)
 COUNT = Parsed("whole number", count)
+PORT = Parsed("port", port)
 FIGURE = Parsed("number", figure)
 SECONDS = Parsed("number of seconds", seconds)
 ABOVE_ZERO = Parsed("number", above_zero)

@@ -1,0 +1,1 @@
+"""`p2pserve doctor`: whether this box is fit to join."""

@@ -1,0 +1,288 @@
+"""Whether a box is fit to join, decided from what was found on it and heard from the network. No I/O, no clock."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ...bootstrap import Address, JoinToken, Role
+from ...bootstrap.addresses import plain_ip
+from ...bootstrap.trust.tokens import Bootstrap
+from ...coordinator.names import name_of
+from ...node.box.hardware import Hardware
+from ...node.box.prerequisites import Prerequisites, list_complaints
+from ...node.box.shares import Share
+from ...node.box.start_checks import SHARED_MEMORY, Build, contradiction, wanted_bytes
+from ...node.messages import Status
+from ...node.models import ModelInfo
+from ...node.observing.values import BoxClock
+
+OLDEST_PYTHON: Final = (3, 11)
+KEPT_FREE_BYTES: Final = 1 << 30
+"""Of the disk, beside a model: logs, and what engines compile."""
+ENGINE_BYTES: Final = 1 << 30  # of memory beside weights and KV: what the programs of a node and its engine take
+CPU_FLOAT_BYTES: Final = 4  # of a weight in an engine on a processor
+CLOCK_S: Final = 2.0  # so far apart, times of two boxes in one trace mislead
+SOON_S: Final = 86400.0
+_MAPPED: Final = re.compile(r"(?:VAST|RUNPOD)_TCP_PORT_(\d{1,5})")
+
+
+class Fitness(StrEnum):
+    """How a check ended. A warning keeps no box from joining."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
+    """One check: what was found, and what to do about it where it is not as it should be."""
+
+    check: str
+    fitness: Fitness
+    found: str
+    fix: str = ""
+
+
+class MemberFound(NamedTuple):
+    """What became of asking an address: the round trip of a packet there in seconds, who has proved to be there, or
+    why nobody."""
+
+    member: Bootstrap
+    rtt_s: float | None = None
+    peer: str | None = None
+    problem: str = ""
+
+
+class ModelFound(NamedTuple):
+    """A model that can be served, what the box has room for, and bytes of it that are not on its disk."""
+
+    info: ModelInfo
+    share: Share | str
+    missing_bytes: int
+
+
+def check_python(version: Sequence[int], system: str, machine: str) -> Diagnosis:
+    """Whether nodes run with this Python, on this system."""
+    found = f"Python {'.'.join(map(str, version[:3]))} on {system} {machine}"
+    if system != "linux":
+        return _failed("python", found, "nodes run on Linux; clients, `generate` and `gateway` run here as well")
+    if tuple(version[:2]) < OLDEST_PYTHON:
+        return _failed("python", found, f"install Python {'.'.join(map(str, OLDEST_PYTHON))} or newer")
+    return _ok("python", found)
+
+
+def check_engine(build: Build | None, hardware: Hardware, environ: Mapping[str, str], pinned: str) -> Diagnosis:
+    """Whether the installed vLLM serves from this hardware, and is of the minor version that is tested."""
+    complaint = contradiction(build, hardware, environ)
+    if build is None or complaint is not None:
+        return fail("vllm", complaint or "")
+    if not build.version.startswith(pinned):
+        return _warning(
+            "vllm", f"{build}; tested is {pinned}x", "run p2pserve selftest; a node does so before it serves"
+        )
+    return _ok("vllm", str(build))
+
+
+def check_gpus(hardware: Hardware, box: Prerequisites) -> Diagnosis:
+    """Whether engines can use the GPUs: driver, CUDA, and what is compiled with while an engine starts."""
+    complaint = next(list_complaints(box, "cuda" if hardware.gpus else "cpu"), None)
+    driver = f", driver {box.driver}" if box.driver else ""
+    found = f"{hardware.summary()}{driver}" if hardware.gpus else f"CPU only: {hardware.summary()}{driver}"
+    if complaint is not None:
+        return fail("gpu", f"{found}: {complaint}")
+    if not hardware.gpus and box.driver:
+        return _warning("gpu", found, "engines see no GPU: start the container with them (docker run --gpus all)")
+    return _ok("gpu", found)
+
+
+def check_shared_memory(hardware: Hardware, tp: int, free_bytes: int | None) -> Diagnosis:
+    """Whether GPUs that share layers have the shared memory that they want."""
+    wanted = wanted_bytes(hardware, tp)
+    if free_bytes is None:
+        return (_failed if wanted else _ok)("shm", f"no {SHARED_MEMORY}", "mount it, or serve with --tp 1")
+    found = f"{SHARED_MEMORY} has {free_bytes >> 20} MiB free, {wanted >> 20} MiB wanted for {tp} GPU(s) a layer"
+    if free_bytes < wanted:
+        return _failed("shm", found, "start the container with docker run --shm-size=2g, or serve with --tp 1")
+    return _ok("shm", found if wanted else f"{SHARED_MEMORY} has {free_bytes >> 20} MiB free; one device needs none")
+
+
+def check_home(home: Path, running: int | None, problem: str | None) -> Diagnosis:
+    """Whether a node can keep its keys and logs in `home`; `running` is the pid of one that does."""
+    if problem is not None:
+        return _failed("home", f"{home}: {problem}", "give another folder with --home")
+    if running is not None:
+        return _failed(
+            "home", f"{home}: a node is running there (pid {running})", "stop it with p2pserve leave, or give --home"
+        )
+    return _ok("home", f"{home} can be written")
+
+
+def check_disk(free_bytes: int, missing_bytes: int, folder: str) -> Diagnosis:
+    """Whether what is missing of the model fits the disk of the folder where it is kept."""
+    found = f"{folder} has {free_bytes / 1e9:.1f} GB free"
+    if missing_bytes:
+        found += f", {missing_bytes / 1e9:.1f} GB of the model are to be fetched"
+    fix = "make room, or set HF_HOME to a folder on another disk"
+    if missing_bytes and free_bytes < missing_bytes + KEPT_FREE_BYTES:
+        return _failed("disk", found, fix)
+    return _warning("disk", found, fix) if free_bytes < KEPT_FREE_BYTES else _ok("disk", found)
+
+
+def check_memory(hardware: Hardware, available_bytes: int, model: ModelFound | None) -> Diagnosis:
+    """Whether there is room for all layers of the model, or for some: then other boxes must have the rest."""
+    found = f"{available_bytes / 2**30:.1f} of {hardware.memory_gib:.1f} GiB available"
+    if model is not None and isinstance(model.share, str):
+        return _failed("memory", f"{found}: {model.share}", "take a smaller model, or a box with more memory")
+    if available_bytes < ENGINE_BYTES:
+        return _warning("memory", found, "end what else runs here: a node and its engine take 1 GiB beside the model")
+    if model is None or isinstance(model.share, str):
+        return _ok("memory", found)
+    weights = model.info.weights.of_stage(0, model.share.layers, CPU_FLOAT_BYTES)
+    if not hardware.gpus and weights + ENGINE_BYTES > available_bytes:
+        return _failed(
+            "memory",
+            f"{found}; {weights / 2**30:.1f} GiB are the weights, and 1 GiB the engine",
+            "end what else runs here, or say with --memory-gib what the model may take",
+        )
+    fits = f"{found}; {model.share.layers} of {model.info.layers} layers of {model.info.name} fit"
+    if model.share.layers < model.info.layers:
+        return _warning("memory", fits, "other boxes must hold the rest of the layers before this one serves")
+    return _ok("memory", fits)
+
+
+def check_port(listen: Address, problem: str | None) -> Diagnosis:
+    """Whether a node can listen there."""
+    if problem is None:
+        return _ok("port", f"{listen} is free")
+    return fail("port", problem)
+
+
+def check_announced(announced: Address | str, listen: Address, environ: Mapping[str, str]) -> Diagnosis:
+    """What others would be told to dial, and whether that can be. A text is why there is no such address."""
+    if isinstance(announced, str):
+        return fail("announce", announced)
+    mapped = sorted({int(match[1]) for name in environ if (match := _MAPPED.fullmatch(name))})
+    found = f"others are told {announced}"
+    is_own = announced.port == listen.port
+    if mapped and listen.port not in mapped and is_own:
+        ports = ", ".join(map(str, mapped))
+        return _failed("announce", f"{found}, and the provider maps only {ports}", f"listen on one: --port {mapped[0]}")
+    ip = plain_ip(announced.host)
+    if ip is not None and not ip.is_global:
+        where = "this machine" if ip.is_loopback else "its own private network"
+        return _warning("announce", f"{found}: only {where} reaches it", "name the public one: --announce HOST:PORT")
+    return _ok("announce", found if is_own else f"{found}, mapped to port {listen.port}")
+
+
+def check_token(token: JoinToken | str, now: float) -> Diagnosis:
+    """Whether a box may join by it at unix time `now`, as far as the token itself says; a text is why it is none."""
+    if isinstance(token, str):
+        return fail("token", token)
+    grant = token.grant
+    left_s = grant.expires_at - now
+    lead = ", may lead" if grant.lead else ""
+    found = f"{grant.certificate}, {grant.role.value}{lead}, for {grant.uses}, {_describe_days(left_s)}"
+    if left_s <= 0:
+        return _failed("token", found, f"ask the owner for another (p2pserve token renew {grant.certificate})")
+    if grant.role is Role.CLIENT:
+        return _warning("token", found, "clients ask with it; to join, this box needs a worker's (p2p_worker_...)")
+    if left_s < SOON_S:
+        return _warning("token", found, f"join before, or have it renewed (p2pserve token renew {grant.certificate})")
+    return _ok("token", found)
+
+
+def check_members(found: Iterable[MemberFound]) -> Iterator[Diagnosis]:
+    """Who can be reached, address by address. That one is away fails only where all are."""
+    members = list(found)
+    reached = any(not each.problem for each in members)
+    for each in members:
+        if each.problem:
+            problem, _, fix = each.problem.partition("; ")
+            fix = fix or "check the address, the firewall, and that its node is up"
+            yield (_warning if reached else _failed)("member", f"{each.member}: {problem}", fix)
+            continue
+        rtt = f"{each.rtt_s * 1000:.1f} ms away" if each.rtt_s is not None else "it answers"
+        yield _ok("member", f"{each.member}: {rtt}, {name_of(each.peer or '')} answers")
+    if not members:
+        yield _failed("member", "the token names no member to ask", "give one's address: --bootstrap TOKEN,HOST:PORT")
+
+
+def check_clock(clocks: Sequence[BoxClock]) -> Diagnosis:
+    """How far this box's clock is off from those of members, which are as far ahead as they say."""
+    if not clocks:
+        return note_unseen("clock", "no member has told its own", "let members run the same p2pserve release")
+    furthest = max(clocks, key=lambda clock: abs(clock.offset_s))
+    offset, error = -furthest.offset_s, furthest.error_s or 0.0
+    way = "ahead of" if offset > 0 else "behind"
+    found = f"{abs(offset):.3f} s {way} {name_of(furthest.node)}, give or take {error:.3f} s; {len(clocks)} compared"
+    if abs(offset) - error > CLOCK_S:
+        fix = "set one of the clocks (timedatectl set-ntp true): ends of tokens and times in traces go by them"
+        return _warning("clock", found, fix)
+    return _ok("clock", found)
+
+
+def check_network(status: Status, model: ModelFound | None) -> Iterator[Diagnosis]:
+    """How many members there are, and whether the model is served."""
+    alive = [node for node in status.nodes if node.state == "alive" and node.role != Role.CLIENT.value]
+    boxes = "1 box" if len(alive) == 1 else f"{len(alive)} boxes"
+    yield _ok("network", f"{boxes} alive, {'a' if status.coordinator else 'no'} coordinator is elected")
+    if model is None:
+        return
+    offers = [node.advert.model for node in alive if node.advert is not None and node.advert.model is not None]
+    same = sum(offer.service == model.info.service for offer in offers)
+    if same:
+        yield _ok("served", f"{same} box{'es' * (same != 1)} with {model.info.service}")
+    else:
+        others = ", ".join(sorted({offer.service for offer in offers})) or "no model"
+        yield _warning(
+            "served",
+            f"nobody offers {model.info.service}; the network offers {others}",
+            "this box would be the first of its model; to help another, give that with --model",
+        )
+
+
+def check_model(model: ModelFound | str) -> Diagnosis:
+    """Whether it can be served; a text is why not."""
+    if isinstance(model, str):
+        return fail("model", model, "give the folder that holds config.json, or an id such as Qwen/Qwen3-0.6B")
+    return _ok("model", f"{model.info.name}: {model.info.service}, {model.info.layers} layers")
+
+
+def is_fit(found: Iterable[Diagnosis]) -> bool:
+    """Whether no check has failed."""
+    return all(each.fitness is not Fitness.FAILED for each in found)
+
+
+def note_unseen(check: str, why: str, fix: str) -> Diagnosis:
+    """A check that could not be made has not passed."""
+    return _warning(check, why, fix)
+
+
+def fail(check: str, problem: str, fix: str = "") -> Diagnosis:
+    """A check that ended with this line: what is wrong, and after a semicolon the fix, where it is not `fix`."""
+    found, _, said = problem.partition("; ")
+    return _failed(check, found, said or fix)
+
+
+def _describe_days(left_s: float) -> str:
+    if left_s <= 0:
+        return f"ended {-left_s / 86400:.1f} days ago"
+    return f"ends in {left_s / 86400:.1f} days"
+
+
+def _ok(check: str, found: str, fix: str = "") -> Diagnosis:
+    return Diagnosis(check=check, fitness=Fitness.OK, found=found)
+
+
+def _warning(check: str, found: str, fix: str) -> Diagnosis:
+    return Diagnosis(check=check, fitness=Fitness.WARNING, found=found, fix=fix)
+
+
+def _failed(check: str, found: str, fix: str) -> Diagnosis:
+    return Diagnosis(check=check, fitness=Fitness.FAILED, found=found, fix=fix)

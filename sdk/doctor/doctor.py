@@ -1,0 +1,121 @@
+"""`p2pserve doctor`: looks at this box and its network, and says what keeps it from joining."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Final
+
+import msgspec
+import trio
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ...bootstrap import Role, parse_address
+from ...node.box.errors import NodeError
+from ...node.box.hardware import Hardware, probe
+from ...node.box.prerequisites import inspect_box
+from ...node.box.start_checks import installed_build
+from ...node.engine.trials.selftest import PINNED
+from .. import environment
+from ..actions.status_view import open_console
+from . import checks, probing
+from .checks import Diagnosis, Fitness, ModelFound
+
+STYLES: Final = {Fitness.OK: "green", Fitness.WARNING: "yellow", Fitness.FAILED: "bold red"}
+
+
+def run_doctor(arguments: SimpleNamespace) -> int:
+    """Make all checks, and print them. Returns the exit code."""
+    found = list(_examine(arguments))
+    if arguments.format == "json":
+        print(json.dumps({"fit": checks.is_fit(found), "checks": msgspec.to_builtins(found)}))
+    else:
+        print_found(found, open_console())
+    return 0 if checks.is_fit(found) else 1
+
+
+def print_found(found: Sequence[Diagnosis], console: Console) -> None:
+    """A line for each check, the fix under it, and what it comes to."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for each in found:
+        says = each.found + (f"\n-> {each.fix}" if each.fix else "")
+        table.add_row(Text(each.fitness, STYLES[each.fitness]), each.check, says)
+    console.print(table)
+    counts = {fitness: sum(each.fitness is fitness for each in found) for fitness in Fitness}
+    verdict = "this box is fit to join" if checks.is_fit(found) else "this box is not fit to join"
+    console.print(f"{verdict}: {', '.join(f'{count} {fitness}' for fitness, count in counts.items() if count)}")
+
+
+def _examine(arguments: SimpleNamespace) -> Iterator[Diagnosis]:
+    yield checks.check_python(sys.version_info[:3], sys.platform, platform.machine())
+    try:
+        hardware = probe()
+    except NodeError as error:
+        yield checks.fail("gpu", str(error))
+        return
+    model = probing.find_model(arguments.model, hardware) if arguments.model is not None else None
+    yield from _examine_box(arguments, hardware, model)
+    where = arguments.bootstrap or os.environ.get(environment.BOOTSTRAP)
+    if where:
+        yield from _examine_network(arguments, where, model)
+
+
+def _examine_box(arguments: SimpleNamespace, hardware: Hardware, model: ModelFound | str | None) -> Iterator[Diagnosis]:
+    known = None if isinstance(model, str) else model
+    tp = max(1, len(hardware.gpus))
+    if known is not None and not isinstance(known.share, str):
+        tp = known.share.tp
+    yield checks.check_engine(installed_build(), hardware, os.environ, PINNED)
+    yield checks.check_gpus(hardware, inspect_box())
+    yield checks.check_shared_memory(hardware, tp, probing.free_shared_memory())
+    home: Path = arguments.home.expanduser() / "node"
+    yield checks.check_home(home, *probing.find_home(home))
+    if model is not None:
+        yield checks.check_model(model)
+    folder = probing.nearest_folder(_cache() if known is not None and known.missing_bytes else home)
+    missing = known.missing_bytes if known is not None else 0
+    yield checks.check_disk(shutil.disk_usage(folder).free, missing, str(folder))
+    yield checks.check_memory(hardware, probing.available_memory(), known)
+    listen = parse_address(f"0.0.0.0:{arguments.port}")
+    yield checks.check_port(listen, trio.run(probing.find_port_problem, listen))
+    yield checks.check_announced(probing.find_announced(arguments.announce, os.environ, listen), listen, os.environ)
+
+
+def _examine_network(arguments: SimpleNamespace, where: str, model: ModelFound | str | None) -> Iterator[Diagnosis]:
+    token, members = probing.read_token(where, arguments.token)
+    now = time.time()
+    yield checks.check_token(token, now)
+    if isinstance(token, str) and not members:
+        return
+    yield from checks.check_members(trio.run(probing.ask_members, members, arguments.timeout_s))
+    if isinstance(token, str):
+        return
+    if token.role is not Role.CLIENT:
+        yield checks.note_unseen(
+            "network",
+            "clock, served models, and whether the token was revoked or is used up were not looked at",
+            "a worker's token would join and take a place; run this again with a client's (p2p_client_...)",
+        )
+        return
+    answer = probing.ask_network(where, arguments.token, arguments.timeout_s)
+    if isinstance(answer, str):
+        yield checks.fail("network", answer)
+        return
+    status, clocks = answer
+    yield from checks.check_network(status, None if isinstance(model, str) else model)
+    yield checks.check_clock(clocks)
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants  # half a second, which only a model of a hub pays
+
+    return Path(constants.HF_HUB_CACHE)
