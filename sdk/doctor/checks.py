@@ -230,7 +230,8 @@ def check_clock(clocks: Sequence[BoxClock]) -> Diagnosis:
 def check_network(status: Status, model: ModelFound | None) -> Iterator[Diagnosis]:
     """How many members there are, and whether the model is served."""
     alive = [node for node in status.nodes if node.state == "alive" and node.role != Role.CLIENT.value]
-    yield _ok("network", f"{len(alive)} box{'es' * (len(alive) != 1)} alive, {'a' if status.coordinator else 'no'} coordinator is elected")
+    boxes = f"{len(alive)} box{'es' * (len(alive) != 1)}"
+    yield _ok("network", f"{boxes} alive, {'a' if status.coordinator else 'no'} coordinator is elected")
     if model is None:
         return
     offers = [node.advert.model for node in alive if node.advert is not None and node.advert.model is not None]
