@@ -22,7 +22,7 @@ from .observing.event_log import EventLog
 from .observing.values import EventKind
 from .planning.plan_intake import PlanIntake
 from .settings import NodeSettings
-from .view import NetworkView
+from .view import NetworkView, fit_status
 
 Say = Callable[[str], None]
 Leader = tuple[PeerId, int]
@@ -197,7 +197,7 @@ class Joined:
         ]
 
     async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
-        return self.status()
+        return fit_status(self.status())
 
     def status(self) -> messages.Status:
         """The network as this node sees it."""

@@ -32,6 +32,7 @@ UNMEASURED_GPU = (100.0, 1000.0)
 UNMEASURED_CPU = (0.5, 10.0)
 """TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
 
+MAX_STATUS_BYTES = 3 << 20  # below the control stream's frame bound
 UNKNOWN_LONGEST = 32_768  # tokens of a request, where no engine has told what it has room for
 
 _tables = msgspec.msgpack.Decoder(LinkTable)
@@ -56,6 +57,27 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
         requests, tokens = queues[PeerId(peer)]
         queues[PeerId(peer)] = Queue(requests + 1, tokens + unread)
     return queues
+
+
+def fit_status(status: Status) -> Status:
+    """What of a status fits one message. In a network that is too large for that, or whose members say too much, all
+    members are in it still: without their links, and those that say most without their adverts."""
+    excess = 1 + _cost(status) - MAX_STATUS_BYTES
+    if excess <= 0:
+        return status
+    nodes = {node.peer: msgspec.structs.replace(node, links=None) for node in status.nodes}
+    excess -= sum(_cost(node.links) for node in status.nodes if node.links is not None)
+    adverts = {peer: _cost(node.advert) for peer, node in nodes.items() if node.advert is not None}
+    for peer in sorted(adverts, key=lambda peer: -adverts[peer]):
+        if excess > 0:
+            nodes[peer] = msgspec.structs.replace(nodes[peer], advert=None)
+            excess -= adverts[peer]
+    return msgspec.structs.replace(status, nodes=tuple(nodes.values()), plan=status.plan if excess <= 0 else None)
+
+
+def _cost(message: msgspec.Struct) -> int:
+    """So many bytes it takes more than None."""
+    return len(msgspec.msgpack.encode(message)) - 1
 
 
 @final

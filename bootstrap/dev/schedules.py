@@ -16,6 +16,7 @@ once it has been quiet for a while, in each part of the network:
 """
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -70,6 +71,7 @@ class Schedule:
         self._network = Simulation(settings=settings, weather=scenario.weather, seed=seed)
         self._network.on_tick = self._check_node
         self._epochs: dict[tuple[str, int], int] = {}
+        self._joined: dict[tuple[str, int], float] = {}  # node and birth -> when it was first seen to be in
         self._touched: dict[str, float] = {}  # when something last happened to a node
         self._started = 0
         self._leading = {str(number): number == 1 or self._rng.random() < 0.7 for number in range(1, 40)}
@@ -147,6 +149,11 @@ class Schedule:
 
     # -- what must hold -----------------------------------------------------------------------------------------------
 
+    def _is_calm(self, node: SimulatedNode) -> bool:
+        """Whether it has been in for a while, and untouched. Joining may take as long as the network is bad."""
+        since = max(self._touched[node.name], self._joined.get((node.name, node.born), math.inf))
+        return self._network.now >= since + GRACE_S
+
     def _check_node(self, node: SimulatedNode) -> None:
         now = self._network.now
         key = (node.name, node.born)
@@ -154,10 +161,12 @@ class Schedule:
         self._require(epoch >= self._epochs.get(key, 0), f"{node.name} went back to epoch {epoch}")
         self._epochs[key] = epoch
         self._require(not node.peering.table.lies, f"{node.name} expelled somebody")
-        if self._network.weather.loss or now < self._touched[node.name] + GRACE_S:
+        if node.is_joined:
+            self._joined.setdefault(key, now)
+        if self._network.weather.loss or not self._is_calm(node):
             return
         for other in self._network.running():
-            calm = now >= self._touched[other.name] + GRACE_S and other.is_joined and node.is_joined
+            calm = self._is_calm(other)
             if other is not node and calm and self._network.passes(node, other) and not other.peering.is_leaving:
                 seen = node.peering.liveness.is_living(other.peer) or node.peering.is_leaving
                 # Of one that nobody here was ever told of, nobody can know.

@@ -26,6 +26,7 @@ _DATA, _WINDOW_UPDATE, _PING, _GO_AWAY = range(4)
 _SYN, _ACK, _FIN, _RST = 1, 2, 4, 8
 _FIRST_WINDOW: Final = 256 * 1024
 _WINDOW: Final = 16 * 1024 * 1024  # the most that py-libp2p's own muxer takes
+_MAX_ANSWERS: Final = 16 * 1024  # a thousand pings that wait to be answered
 _MAX_BODY: Final = 65519 - _HEADER.size  # with its header it fits one Noise message
 
 
@@ -81,6 +82,8 @@ class Frames:
             raise ProtocolError(f"a yamux frame of version {version} and type {kind}")
         if kind == _PING:
             if flags & _SYN:
+                if len(self.answers) >= _MAX_ANSWERS:
+                    raise ProtocolError("more yamux pings than the peer takes answers to")
                 self.answers += _HEADER.pack(0, _PING, _ACK, 0, length)
             return
         if kind == _GO_AWAY:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
 from ...coordinator.names import name_of
-from ...node.messages import RequestFigures
+from ...node.messages import RequestFigures, Status
 from ..client import Client
 from ..environment import network_address
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
-from .status_view import print_status
+from .status_view import list_models, open_console, print_models, print_status
+
+WATCH_S: Final = 2.0
 
 
 def generate(arguments: SimpleNamespace) -> int:
@@ -46,14 +49,35 @@ def generate(arguments: SimpleNamespace) -> int:
 def status(arguments: SimpleNamespace) -> int:
     """`p2pserve status`."""
     with client_of(arguments) as client:
-        found = client.status()
+        _print_status(client.status(), arguments)
+        while arguments.watch:
+            time.sleep(WATCH_S)
+            _print_status(client.status(), arguments)
+    return 0
+
+
+def _print_status(found: Status, arguments: SimpleNamespace) -> None:
+    """As a table or, on one line, as JSON; one that is watched begins at the top of the terminal."""
+    if arguments.format == "json":
+        print(json.dumps(msgspec.to_builtins(found)), flush=arguments.watch)
+        return
+    _write_any_text()
+    console = open_console()
+    if arguments.watch and console.is_terminal:
+        console.clear()
+    print_status(found, console, wide=arguments.wide)
+    if arguments.links:
+        print_links(found, console)
+
+
+def models(arguments: SimpleNamespace) -> int:
+    """`p2pserve models`."""
+    with client_of(arguments) as client:
+        found = list_models(client.status())
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(found)))
     else:
-        _write_any_text()
-        print_status(found)
-        if arguments.links:
-            print_links(found)
+        print_models(found, open_console())
     return 0
 
 

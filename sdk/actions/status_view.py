@@ -1,10 +1,11 @@
-"""`p2pserve status` for people."""
+"""`p2pserve status` and `models` for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +18,10 @@ from ...node.replica.place import Place
 from ..printing import printable
 
 COLUMNS = ("node", "role", "phase", "state", "address", "rtt", "hardware", "engine", "model", "load")
+NARROW = ("node", "phase", "state", "hardware", "load")
+"""What fits 80 columns."""
+
+MODEL_COLUMNS = ("model", "name", "boxes", "ready", "tokens", "KV tokens")
 CLIENT = Role.CLIENT.value
 WIDE = 200  # columns for a table that goes to a file: nothing is cut off
 
@@ -42,21 +47,32 @@ def open_console(*, stderr: bool = False) -> Console:
     return console
 
 
-def print_status(status: Status, console: Console | None = None) -> None:
+def print_status(status: Status, console: Console | None = None, *, wide: bool = False) -> None:
     """Print the table of nodes, the coordinator and the plan."""
     console = console or open_console()
-    console.print(status_table(status))
-    for line in (*plan_lines(status), *worth_lines(status)):
+    console.print(status_table(status, COLUMNS if wide else NARROW))
+    for line in (*engine_lines(status), *plan_lines(status), *worth_lines(status)):
         console.print(line)
 
 
-def status_table(status: Status) -> Table:
-    """One line for each node; clients come and go, and are only counted."""
-    table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
+def status_table(status: Status, columns: Sequence[str] = COLUMNS) -> Table:
+    """One line for each node, with these of COLUMNS; clients come and go, and are only counted."""
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for node in status.nodes:
         if node.role != CLIENT:
-            table.add_row(*node_row(node, status))
+            cells = dict(zip(COLUMNS, node_row(node, status), strict=True))
+            table.add_row(*(cells[column] for column in columns))
     return table
+
+
+def engine_lines(status: Status) -> list[str]:
+    """One line for each engine that does not serve, with the reason."""
+    engines = [(node.peer, node.advert.engine) for node in status.nodes if node.advert is not None]
+    return [
+        f"engine of {name_of(peer)}: {engine.state}" + (f", {engine.detail}" if engine.detail else "")
+        for peer, engine in engines
+        if engine is not None and engine.state != "ready"
+    ]
 
 
 def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
@@ -155,3 +171,53 @@ def _load(advert: Advert) -> str:
     if stats is None:
         return "-"
     return f"{stats.running} running, {stats.waiting} waiting, KV {stats.kv_usage:.0%}"
+
+
+class OfferedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that boxes of a network offer. `service` is what a request calls it, or `name`; `longest`: tokens of a
+    prompt with its answer; `kv_tokens`: that fit on all ready boxes together."""
+
+    service: str
+    name: str
+    boxes: int
+    ready: int
+    longest: int
+    kv_tokens: int
+
+
+def list_models(status: Status) -> list[OfferedModel]:
+    """The models of all living boxes, in order of name."""
+    adverts = [
+        node.advert
+        for node in status.nodes
+        if node.role != CLIENT and node.state == "alive" and node.advert is not None and node.advert.model is not None
+    ]
+    found = []
+    for service in sorted({advert.model.service for advert in adverts if advert.model is not None}):
+        offers = [advert for advert in adverts if advert.model is not None and advert.model.service == service]
+        engines = [each.engine for each in offers if each.engine is not None and each.engine.state == "ready"]
+        first = offers[0].model
+        assert first is not None
+        found.append(
+            OfferedModel(
+                service=service,
+                name=first.name,
+                boxes=len(offers),
+                ready=len(engines),
+                longest=max((engine.max_model_len for engine in engines), default=0),
+                kv_tokens=sum(engine.kv_tokens for engine in engines),
+            )
+        )
+    return found
+
+
+def print_models(models: Sequence[OfferedModel], console: Console) -> None:
+    """One line for each, or that there is none."""
+    if not models:
+        console.print("models: no box of this network offers one; start one with `p2pserve join --model ...`")
+        return
+    table = Table(*MODEL_COLUMNS, box=None, pad_edge=False, header_style="bold")
+    for each in models:
+        figures = (str(value) if value else "-" for value in (each.longest, each.kv_tokens))
+        table.add_row(each.service, each.name, str(each.boxes), str(each.ready), *figures)
+    console.print(table)

@@ -59,3 +59,10 @@ def selftest(arguments: SimpleNamespace) -> int:
     from ..actions.selftest import selftest as run
 
     return run(arguments)
+
+
+@command("version", example="p2pserve version --format json", formats=("text", "json"))
+def version(arguments: SimpleNamespace) -> int:
+    from ..actions.version import print_versions
+
+    return print_versions(arguments)

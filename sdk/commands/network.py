@@ -53,10 +53,35 @@ def generate(arguments: SimpleNamespace) -> int:
 @combine(
     network_options("p2p_client_..."),
     option("--links", is_flag=True, help="also what is known of each link between two nodes"),
+    option("--wide", is_flag=True, help="all columns; without it, what fits 80"),
+    option("--watch", is_flag=True, help="again every two seconds, until Ctrl-C"),
     timeout_option,
 )
 def status(arguments: SimpleNamespace) -> int:
     from ..actions.network import status as run
+
+    return run(arguments)
+
+
+@command("models", example="p2pserve models --format json", formats=("table", "json"))
+@combine(network_options("p2p_client_..."), timeout_option)
+def models(arguments: SimpleNamespace) -> int:
+    from ..actions.network import models as run
+
+    return run(arguments)
+
+
+@command("chat", example='p2pserve chat --system "You answer in one sentence."', formats=None)
+@combine(
+    option("--system", metavar="TEXT", help="what the conversation begins with"),
+    option("--max-tokens", type=int, metavar="N", help="at most this many new tokens of each answer"),
+    option("--temperature", type=float, default=0.7, metavar="T", help="0 takes the likeliest token (default: 0.7)"),
+    option("--service", metavar="NAME", help="which of several models of the network"),
+    network_options("p2p_client_..."),
+    timeout_option,
+)
+def chat(arguments: SimpleNamespace) -> int:
+    from ..actions.chat import chat as run
 
     return run(arguments)
 

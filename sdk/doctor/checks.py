@@ -230,7 +230,7 @@ def check_clock(clocks: Sequence[BoxClock]) -> Diagnosis:
 def check_network(status: Status, model: ModelFound | None) -> Iterator[Diagnosis]:
     """How many members there are, and whether the model is served."""
     alive = [node for node in status.nodes if node.state == "alive" and node.role != Role.CLIENT.value]
-    boxes = f"{len(alive)} box{'es' * (len(alive) != 1)}"
+    boxes = "1 box" if len(alive) == 1 else f"{len(alive)} boxes"
     yield _ok("network", f"{boxes} alive, {'a' if status.coordinator else 'no'} coordinator is elected")
     if model is None:
         return

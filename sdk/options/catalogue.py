@@ -28,6 +28,8 @@ COMMANDS: Final[dict[str, Declared]] = {
         "network", "continue a prompt or a conversation; the text goes to stdout as it comes, figures to stderr"
     ),
     "status": Declared("network", "show nodes, coordinator and plan of a network"),
+    "chat": Declared("network", "talk with a model of a network, in the terminal"),
+    "models": Declared("network", "show which models a network serves, and on how many boxes"),
     "path": Declared("network", "explain by which path KV would go from one node to another, and why"),
     "topology": Declared("seeing", "show sites, boxes, links and KV flows, as a table, a drawing or a live view"),
     "inspect": Declared("seeing", "say all that is known of a request, a box, a link, a path or the plan, and why"),
@@ -51,6 +53,7 @@ COMMANDS: Final[dict[str, Declared]] = {
         "checks",
         "check that the vLLM of this box works with p2pserve; a node does so by itself with versions it does not know",
     ),
+    "version": Declared("checks", "show the versions of p2pserve, vLLM, torch and Python"),
     "completion": Declared("completion", "print what makes a shell complete commands and options"),
 }
 """In the order of the help."""

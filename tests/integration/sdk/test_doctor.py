@@ -27,8 +27,9 @@ def examine(*arguments: str) -> tuple[int, dict[str, dict[str, str]]]:
 
 def test_a_client_sees_members_models_and_clocks(network: Running) -> None:
     _, found = examine("--bootstrap", network.tokens["client"], "--model", "bundled", "--port", "0")
-    seen = ("python", "model", "member", "network", "clock")
-    assert {found[name]["fitness"] for name in seen} == {"ok"}
+    assert {
+        name: found[name]["fitness"] for name in ("python", "model", "member", "network", "clock")
+    } == dict.fromkeys(("python", "model", "member", "network", "clock"), "ok")
     assert found["served"]["fitness"] == "warning"
     assert "1 box alive" in found["network"]["found"]
     assert "ms away" in found["member"]["found"]

@@ -124,6 +124,43 @@ def test_when_nobody_is_left_the_error_names_whom_it_asked() -> None:
     simulate(main)
 
 
+def left_s(said: list[str]) -> list[int]:
+    """How long each line says that is still waited, for what is away."""
+    assert all("192.0.2.1:4000" in line and "\n" not in line for line in said)
+    return [int(line.removeprefix("waiting for the network, for ").split(" s more: ")[0]) for line in said]
+
+
+def test_joining_goes_on_until_the_bootstrap_comes_and_says_what_it_waits_for() -> None:
+    async def main() -> None:
+        async with world() as w:
+            said: list[str] = []
+
+            async def come_back() -> None:
+                await elapse(25)
+                await w.start(0)
+
+            w.nursery.start_soon(come_back)
+            await w.start(5, settings=NetworkSettings(join_s=60.0), say=said.append)
+            assert 25.0 <= trio.current_time() < 28.0
+            soon, later = left_s(said)
+            assert 55 <= soon <= 57
+            assert 43 <= later <= 47
+
+    simulate(main)
+
+
+def test_joining_gives_up_when_its_time_is_over() -> None:
+    async def main() -> None:
+        async with world() as w:
+            said: list[str] = []
+            with pytest.raises(Unreachable, match=r"nobody listens at 192\.0\.2\.1:4000"):
+                await w.start(5, settings=NetworkSettings(join_s=60.0), say=said.append)
+            assert trio.current_time() == pytest.approx(60.0, abs=0.1)
+            assert len(left_s(said)) == 6
+
+    simulate(main)
+
+
 def test_an_address_of_another_network_lets_nobody_in_and_is_not_believed() -> None:
     """Who answers at an address without a peer id must show a credential of our network."""
 

@@ -11,12 +11,16 @@ from p2pserve.bootstrap.members.election import Election, ElectionResult, Electi
 from p2pserve.bootstrap.members.liveness import Liveness
 
 BLOCK = 25
-ALL_ARE_LOST = 2027  # of this schedule's nodes all have left, or were killed, before its end
+ALL_ARE_LOST = 2748  # of this schedule's nodes all have left, or were killed, before its end
 
 
 @pytest.mark.parametrize("first", range(0, 20 * BLOCK, BLOCK))
 def test_what_must_hold_does(first: int) -> None:
     assert run_schedules(range(first, first + BLOCK)) > BLOCK * schedules.SETTLE_S
+
+
+def test_a_schedule_goes_on_when_nobody_is_left() -> None:
+    assert Schedule(ALL_ARE_LOST).run() > schedules.SETTLE_S
 
 
 def test_the_same_seed_is_the_same_schedule() -> None:
@@ -52,8 +56,8 @@ def test_an_epoch_that_goes_back_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_view_with_the_living_among_the_dead_is_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole: Any = vars(Liveness)["living"]
-    monkeypatch.setattr(Liveness, "living", property(lambda self: frozenset(sorted(whole.fget(self))[1:])))
+    living: Any = vars(Liveness)["living"]
+    monkeypatch.setattr(Liveness, "living", property(lambda self: frozenset(sorted(living.fget(self))[1:])))
     assert main(["--count", "5"]) == 1
     out = capsys.readouterr().out
     assert "sees" in out

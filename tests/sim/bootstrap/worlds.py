@@ -9,7 +9,7 @@ import msgspec
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import Address, Bootstrap, Identity, Network, NetworkKey, PeerId, Role
+from p2pserve.bootstrap import Address, Bootstrap, Identity, Network, NetworkKey, NetworkSettings, PeerId, Role
 from p2pserve.bootstrap.methods import EVERYONE, MEMBERS, Method, Notice
 from p2pserve.bootstrap.state_file import StateFile
 from p2pserve.bootstrap.streams.transport import Transport
@@ -72,6 +72,8 @@ class World:
         remembered: tuple[Bootstrap, ...] = (),
         state_file: StateFile | None = None,
         wrap: Callable[[Transport], Transport] = lambda transport: transport,
+        settings: NetworkSettings | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> Network:
         address = Address("192.0.2.1", 4000 + index if port is None else port)
         network = Network(
@@ -86,6 +88,8 @@ class World:
             state_file=state_file,
             rng=random.Random(self.seed * 100 + address.port),
             clock=lambda: 1000.0 + trio.current_time(),
+            settings=settings or NetworkSettings(),
+            say=say,
         )
 
         async def echo(peer: PeerId, role: Role, body: Echo) -> Echo:

@@ -53,6 +53,6 @@ def test_the_status_of_a_box_that_says_anything_of_itself() -> None:
     )
     node = NodeStatus(peer="p" * 20, role="worker", state="alive", address=CLEAR, rtt_s=0.1, advert=advert)
     out, file = console()
-    print_status(Status(answered_by="q", coordinator=CLEAR, epoch=1, nodes=(node,), plan=None), out)
+    print_status(Status(answered_by="q", coordinator=CLEAR, epoch=1, nodes=(node,), plan=None), out, wide=True)
     assert "worker" in file.getvalue()
     assert not {"\x1b", "\x07"} & set(file.getvalue())

@@ -88,6 +88,20 @@ def test_what_is_against_the_rules_is_refused(frame: bytes) -> None:
             side.feed(frame)
 
 
+def test_who_pings_and_takes_no_answers_is_cut_off() -> None:
+    """Or what is to be answered would grow, and growing it would hold up everything else of this process."""
+    _, listener = pair()
+    pings = header(PING, SYN, 0, 7) * 1000
+    for _ in range(3):
+        listener.feed(pings)
+        assert len(listener.answers) == 12_000
+        listener.answers = b""
+    listener.feed(pings)
+    with pytest.raises(ProtocolError, match="more yamux pings"):
+        listener.feed(pings)
+    assert len(listener.answers) < 20_000
+
+
 def test_a_stream_is_opened_by_the_dialler_and_first() -> None:
     with pytest.raises(ProtocolError):
         Frames(dialler=False).feed(header(DATA, 0, 1, 5))
