@@ -1,6 +1,7 @@
 """`p2pserve bench` against a network of emulated nodes: real processes, sockets and KV, modelled GPUs."""
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -89,7 +90,9 @@ def test_an_interruption_reports_what_there_is(network: Running) -> None:
     assert process.stderr is not None
     seen = b""
     while b"tokens/s" not in seen:  # an answer has come
-        seen += process.stderr.read1(4096)
+        more = os.read(process.stderr.fileno(), 4096)
+        assert more, seen  # it has ended by itself
+        seen += more
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130
