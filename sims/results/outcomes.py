@@ -197,18 +197,19 @@ def summarise(outcome: ServiceOutcome, result: SimResult) -> ServiceSummary:
         completed_s=float(done.sum()) / span,
         output_tokens_s=float(trace.output[done].sum()) / span,
         prompt_tokens_s=float(trace.prompt[done].sum()) / span,
-        ttft_s=_distribution(outcomes.ttft_s[done]),
+        ttft_s=distribution_of(outcomes.ttft_s[done]),
         # An answer of one token has no time between tokens, which 0 would pass off as a good one.
-        tpot_s=_distribution(outcomes.tpot_s[done & (trace.output > 1)]),
-        e2e_s=_distribution(outcomes.e2e_s[done]),
-        kv_visible_s=_distribution(outcome.kv_s[split]),
+        tpot_s=distribution_of(outcomes.tpot_s[done & (trace.output > 1)]),
+        e2e_s=distribution_of(outcomes.e2e_s[done]),
+        kv_visible_s=distribution_of(outcome.kv_s[split]),
         attainment=float(met.mean()),
         goodput_s=float(met.sum()) / span,
         slo={"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "e2e_s": slo.e2e_s, "target": slo.target},
     )
 
 
-def _distribution(values: Floats) -> Distribution:
+def distribution_of(values: Floats) -> Distribution:
+    """Mean and percentiles."""
     if not len(values):
         return Distribution(mean=nan, p50=nan, p90=nan, p99=nan)
     p50, p90, p99 = (float(figure) for figure in np.percentile(values, PERCENTILES))
