@@ -9,7 +9,7 @@ import click
 
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
-from ..options.shared import api_options, home_option, http_options, network_options, place_options
+from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
 from ..options.values import COUNT, SECONDS
 
 vllm_options: Final = click.argument(
@@ -32,6 +32,7 @@ vllm_options: Final = click.argument(
         help="another address that join tokens name, of this box or of a member that stays; may be given several times",
     ),
     http_options(None),
+    admin_options,
     api_options,
     vllm_options,
     link_options,
@@ -66,6 +67,7 @@ def bootstrap(arguments: SimpleNamespace) -> int:
         help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default)",
     ),
     http_options(None),
+    admin_options,
     api_options,
     vllm_options,
     option("--engine-channel", type=COUNT, hidden=True),

@@ -8,7 +8,7 @@ import click
 
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
-from ..options.shared import api_options, http_options, place_options
+from ..options.shared import admin_options, api_options, http_options, place_options
 from ..options.values import COUNT
 
 
@@ -25,6 +25,7 @@ from ..options.values import COUNT
     click.argument("model", metavar="MODEL"),
     click.argument("vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF vllm serve]"),
     http_options("127.0.0.1:8000"),
+    admin_options,
     api_options,
     option("--host", metavar="HOST", help="short for --http HOST:8000, as vLLM has it"),
     option("--port", type=COUNT, metavar="PORT", help="short for --http 127.0.0.1:PORT"),

@@ -138,16 +138,20 @@ def http_options(default: str | None) -> Decorated:
             "may reach the port",
         ),
         option("--api-key-file", type=FILE, metavar="FILE", help="the same from a file, a key in each line"),
-        option(
-            "--admin-token",
-            envvar=environment.ADMIN_TOKEN,
-            metavar="TOKEN",
-            help="what /dashboard and /p2p/v1 ask for, at least 16 characters; without it they answer to this machine "
-            "alone",
-        ),
-        option("--admin-token-file", type=FILE, metavar="FILE", help="the same from a file"),
         option("--no-api-key", is_flag=True, help="let whoever reaches the port ask, also from other machines"),
     )
+
+
+admin_options: Final = combine(
+    option(
+        "--admin-token",
+        envvar=environment.ADMIN_TOKEN,
+        metavar="TOKEN",
+        help="what /dashboard and /p2p/v1 ask for, at least 16 characters; without it they answer to this machine "
+        "alone",
+    ),
+    option("--admin-token-file", type=FILE, metavar="FILE", help="the same from a file"),
+)
 
 
 api_options: Final = combine(
