@@ -169,7 +169,8 @@ def request_table(reports: tuple[RequestReport, ...]) -> Table:
     table = Table("", *(report.name for report in reports), box=None, pad_edge=False, header_style="bold")
     rows: list[tuple[str, list[str]]] = [
         ("tokens in + out", [f"{r.prompt_tokens} + {r.completion_tokens}" for r in reports]),
-        ("prefill -> decode", [_replicas(r) for r in reports]),
+        ("prefill", ["-" if r.prefill_node is None else name_of(r.prefill_node) for r in reports]),
+        ("decode", [name_of(r.decode_node) for r in reports]),
         ("first token (TTFT)", [f"{r.ttft_s * 1000:.0f} ms" for r in reports]),
         ("each next (TPOT)", [f"{r.tpot_s * 1000:.1f} ms" for r in reports]),
         ("KV in the engine", [_size(r.kv_bytes_raw) for r in reports]),
@@ -181,12 +182,6 @@ def request_table(reports: tuple[RequestReport, ...]) -> Table:
     for name, cells in rows:
         table.add_row(name, *cells)
     return table
-
-
-def _replicas(report: RequestReport) -> str:
-    if report.prefill_node is None:
-        return name_of(report.decode_node)
-    return f"{name_of(report.prefill_node)} -> {name_of(report.decode_node)}"
 
 
 def _size(size: int | None) -> str:
