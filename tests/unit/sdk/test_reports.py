@@ -233,8 +233,9 @@ def test_problems_are_named() -> None:
 
 def test_the_table_and_the_line_have_the_figures() -> None:
     page = io.StringIO()
-    Console(file=page, width=200).print(request_table((reported((1, 2, 3)), reported((), transfer=None))))
-    for part in ("500 ms", "10.0 ms", "solar-deer -> vast-goat", "0.01 MB", "4.50", "75%", "3 of 3 tokens"):
+    reports = (reported((1, 2, 3)), reported((), transfer=None), reported((1, 2, 3)))
+    Console(file=page, width=80).print(request_table(reports))
+    for part in ("500 ms", "10.0 ms", "solar-deer", "vast-goat", "0.01 MB", "4.50", "75%", "3 of 3 tokens"):
         assert part in page.getvalue()
     line = figures_line(FIGURES)
     assert "prefill on solar-deer, decode on vast-goat" in line
