@@ -12,8 +12,8 @@ from ..bootstrap import PeerId, Role
 from ..coordinator.plan import Deadlines
 from . import methods
 from .joined import Joined
+from .observing.counts import NodeCounts
 from .observing.desk import EventDesk
-from .observing.metrics import NodeCounts, Snapshot, render_metrics
 from .observing.queries import EventPage, EventQuery, MetricsPage, MetricsQuery
 from .observing.summaries import summarise_links, summarise_nodes, summarise_requests
 from .observing.values import LinkSummary, NodeSummary, RequestSummary
@@ -55,6 +55,8 @@ class Showing:
 
     def metrics(self) -> str:
         """In Prometheus's text format; to be put behind those of vLLM."""
+        from .observing.metrics import Snapshot, render_metrics  # 12 MB that few nodes are asked for
+
         joined, now = self._joined, trio.current_time()
         status, plan = joined.status(), joined.view.plan
         self.follow_plan()

@@ -12,7 +12,7 @@ from ...coordinator import Plan
 from ...coordinator.bounds import Counter, Name
 from ...coordinator.plan import Deadlines
 from ...kvtransport.probing.figures import gbps_of
-from ..observing.metrics import NO_DEADLINES
+from ..observing.counts import NO_DEADLINES
 from ..observing.values import (
     MAX_EVENTS,
     LinkSummary,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...coordinator.plan import Deadlines
-from ..observing.metrics import NO_DEADLINES
+from ..observing.counts import NO_DEADLINES
 from ..observing.values import RequestSummary
 
 RATE_S: Final = 60.0

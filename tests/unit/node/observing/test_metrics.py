@@ -10,16 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from p2pserve.coordinator.plan import Deadlines
-from p2pserve.node.observing.metrics import (
-    PREFIX,
-    Histogram,
-    NodeCounts,
-    Snapshot,
-    are_met,
-    family_names,
-    reason_label,
-    render_metrics,
-)
+from p2pserve.node.observing.counts import Histogram, NodeCounts, are_met, reason_label
+from p2pserve.node.observing.metrics import PREFIX, Snapshot, family_names, render_metrics
 from p2pserve.node.observing.values import EventKind, LinkSummary, NodeSummary
 
 from .logs import ENDED, GATEWAY, REQUEST, event, request_events
