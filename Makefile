@@ -81,6 +81,9 @@ setup:
 			echo "setup: torch does not start on this system (see above); it wants Linux on x86-64 with glibc 2.28" >&2; \
 		fi; \
 		exit 1; }; \
+	: 'Engines on a CPU load it; by themselves they build it after 64 MiB of KV, and a demo has less.'; \
+	[ "$$device" != cpu ] || { echo "setup: the kv4 codec in C++"; P2PSERVE_KERNELS=compiled $(PY) -c \
+		'from p2pserve.kernels.codec import load_built; load_built("kv4")'; }; \
 	$(CONTENT) > $(STAMP); \
 	echo "setup: done, for $$device; next: make demo, or .venv/bin/p2pserve --help"
 

@@ -3,9 +3,9 @@ the plain code.
 
 Three modes, from the environment variable P2PSERVE_KERNELS or `set_mode`:
 
-- `auto` (the default): nothing is built until 64 MiB of KV have gone through this process; then each codec's library
-  is built in a background thread when it is first needed, and takes over when it is ready. Both give the same
-  bytes, so it may do so at any moment.
+- `auto` (the default): what was built on this machine before is loaded when it is first needed. Else nothing is built
+  until 64 MiB of KV have gone through this process. Both happen in a background thread, and the library takes over
+  when it is ready. Both ways give the same bytes, so it may do so at any moment.
 - `eager`: only the reference.
 - `compiled`: build at the first call and wait for it (some seconds for each codec, once per machine).
 
@@ -69,18 +69,21 @@ def restart() -> None:
         _PROCESS.mode, _PROCESS.coded_bytes = None, 0
 
 
-def ready(nbytes: int) -> bool:
-    """Whether a block of `nbytes` of 16-bit KV, now counted, should ask for the built code."""
-    chosen = mode()
+def count_coded(nbytes: int) -> None:
+    """A block of `nbytes` of 16-bit KV is coded."""
     with _PROCESS.lock:
         _PROCESS.coded_bytes += nbytes
-        return chosen is not KernelMode.EAGER and (
-            chosen is KernelMode.COMPILED or _PROCESS.coded_bytes >= AUTO_AFTER_BYTES
-        )
+
+
+def is_worth_building() -> bool:
+    """Whether to build a library that is not there yet."""
+    chosen = mode()
+    with _PROCESS.lock:
+        return chosen is KernelMode.COMPILED or (chosen is KernelMode.AUTO and _PROCESS.coded_bytes >= AUTO_AFTER_BYTES)
 
 
 def build_beside(build: Callable[[], None]) -> threading.Thread:
-    """A thread that builds while others go on, no two of them at once. The process may end before."""
+    """A thread that builds or loads while others go on, no two of them at once. The process may end before."""
 
     def run() -> None:
         with _PROCESS.building:

@@ -104,6 +104,13 @@ def decode_into(
     return _decode_into(codec, payload, k, v, layout, layer)
 
 
+def load_built(codec: Codec | str) -> None:
+    """Have the code for CPUs that was built on this machine loaded, beside whatever goes on: before the first block."""
+    native = _known(codec).native
+    if native is not None:
+        native().available()
+
+
 def warm_up(codec: Codec | str, *, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     """Compile what a GPU needs for blocks of any length of such heads (seconds), and make its
     constants."""

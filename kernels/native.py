@@ -15,13 +15,14 @@ import stat
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 
-from .accelerate import KernelMode, build_beside, mode
+from .accelerate import KernelMode, build_beside, is_worth_building, mode
 from .format import BlockLayout
 
 _log = logging.getLogger(__name__)
@@ -40,34 +41,52 @@ _WORTH_THREADS = 1 << 22
 
 
 class Library:
-    """One C++ source, built when it is first wanted."""
+    """One C++ source. What was built of it on this machine is looked for when it is first wanted."""
 
     def __init__(self, source: Path) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._asked = False
+        self._looked = self._asked = False  # for what is there; to build it
         self._loaded: ctypes.CDLL | None = None
 
     def __repr__(self) -> str:
         return f"<Library {self._source.name} {'loaded' if self._loaded else 'not loaded'}>"
 
     def get(self) -> ctypes.CDLL | None:
-        """The library. None while it is being built, in mode `eager`, or where it cannot be built."""
+        """The library. None while it is being loaded or built, in mode `eager`, where it cannot be built, and as long
+        as that is not worth it."""
         chosen = mode()
         if chosen is KernelMode.EAGER:
             return None
         if self._loaded is None:
             with self._lock:
-                building = None if self._asked else build_beside(self._build)
-                self._asked = True
-            if building is not None and chosen is KernelMode.COMPILED:
-                building.join()
+                thread = self._begin()
+            if thread is not None and chosen is KernelMode.COMPILED:
+                thread.join()
         return self._loaded
+
+    def _begin(self) -> threading.Thread | None:
+        """Under the lock: what is to be done next, each once."""
+        if not self._asked and is_worth_building():
+            self._looked = self._asked = True
+            return build_beside(self._build)
+        if not self._looked:
+            self._looked = True
+            return build_beside(self._look)
+        return None
+
+    def _look(self) -> None:
+        # Why it cannot be loaded is said when it is to be built.
+        with suppress(OSError, RuntimeError, subprocess.SubprocessError):
+            library = _place(self._source, _compiler())
+            if library.exists():
+                _require_own(library.parent)
+                self._loaded = ctypes.CDLL(str(library))
 
     def _build(self) -> None:
         try:
             self._loaded = ctypes.CDLL(str(_built(self._source)))
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             text = getattr(error, "stderr", None) or str(error)
             reason = next((line for line in text.splitlines() if line.strip()), type(error).__name__)
             _log.warning("%s: KV codecs stay with plain torch: %s", self._source.name, reason)
@@ -95,15 +114,23 @@ def threads(elements: int) -> int:
     return torch.get_num_threads() if elements >= _WORTH_THREADS else 1
 
 
-def _built(source: Path) -> Path:
-    """The built library. Raises OSError or SubprocessError when there is no compiler or it fails."""
-    compiler = _compiler()
+def _place(source: Path, compiler: str) -> Path:
+    """Where the library is, or is to be. Raises OSError, RuntimeError or SubprocessError where the compiler does not
+    start or the user has no folder."""
     key = hashlib.sha256(source.read_bytes())
     for header in sorted((*source.parent.glob("*.h"), *_HEADERS.glob("*.h"))):
         key.update(header.read_bytes())
     for part in (*_FLAGS, compiler, _version(compiler), _processor()):
         key.update(part.encode() + b"\0")
-    library = _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"
+    return _folder() / f"{source.stem}-{key.hexdigest()[:24]}.so"
+
+
+def _built(source: Path) -> Path:
+    """The built library. Raises as `_place`, and where there is no compiler or it fails."""
+    compiler = _compiler()
+    library = _place(source, compiler)
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_own(library.parent)
     if not library.exists():
         handle, name = tempfile.mkstemp(suffix=".so", dir=library.parent)
         os.close(handle)
@@ -141,11 +168,15 @@ def _processor() -> str:
 
 
 def _folder() -> Path:
-    """A folder of this user alone: what lies in it is run."""
+    """Not in the temporary folder, which each process may have of its own."""
     named = os.environ.get(CACHE_VARIABLE)
-    folder = Path(named) if named else Path(tempfile.gettempdir()) / f"p2pserve-kernels-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "p2pserve" / "kernels"
+
+
+def _require_own(folder: Path) -> None:
+    """Raises PermissionError unless it is this user's alone: what lies in it is run."""
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{folder} can be written by others; name a folder of your own in {CACHE_VARIABLE}")
-    return folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from .accelerate import ready
+from .accelerate import count_coded
 from .blocks import all_within, has_triton, header, known, new_flag, read_header
 from .format import HEADER_BYTES, BlockLayout, Codec, ReferencePath
 
@@ -72,7 +72,8 @@ def _quantise(codec: Codec, k: torch.Tensor, v: torch.Tensor, payload: torch.Ten
         flag = new_flag(k.device)
         codec.triton().quantise(k, v, payload, layout, flag)
         return flag
-    if codec.native is not None and k.device.type == "cpu" and ready(4 * k.numel()):
+    if codec.native is not None and k.device.type == "cpu":
+        count_coded(4 * k.numel())
         sound = codec.native().quantise(k, v, payload, layout)
         if sound is not None:
             return not sound
@@ -84,7 +85,8 @@ def _dequantise(codec: Codec, payload: torch.Tensor, k: torch.Tensor, v: torch.T
         flag = new_flag(k.device)
         codec.triton().dequantise(payload, k, v, layout, flag)
         return flag
-    if codec.native is not None and k.device.type == "cpu" and ready(4 * k.numel()):
+    if codec.native is not None and k.device.type == "cpu":
+        count_coded(4 * k.numel())
         sound = codec.native().dequantise(payload, k, v, layout)
         if sound is not None:
             return not sound

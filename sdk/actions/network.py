@@ -106,10 +106,11 @@ def figures_line(figures: RequestFigures) -> str:
         parts.append(f"prefill on {name_of(figures.prefill_node)}, decode on {name_of(figures.decode_node)}")
     transfer = figures.transfer
     if transfer is not None:
-        parts.append(
-            f"KV {transfer.raw_bytes / 1e6:.2f} MB sent as {transfer.wire_bytes / 1e6:.2f} MB ({figures.codec}),"
-            f" {transfer.hidden_fraction:.0%} of it hidden behind prefill"
-        )
+        sent = f"KV {transfer.raw_bytes / 1e6:.2f} MB sent as {transfer.wire_bytes / 1e6:.2f} MB ({figures.codec})"
+        if transfer.mode == "serialised":
+            parts.append(f"{sent}, all at once in {transfer.span_s * 1000:.0f} ms after prefill")
+        else:
+            parts.append(f"{sent}, {transfer.hidden_fraction:.0%} of it hidden behind prefill")
         relays = [name for name in transfer.paths if name != "direct"]
         if relays:
             parts.append("relayed by " + " and ".join(map(name_of, relays)))

@@ -392,6 +392,8 @@ def show_report(report: DemoReport, console: Console) -> None:
         console.print(f"plan: {shortened(reason, (node.peer_id for node in report.nodes))}")
     console.print()
     console.print(request_table(report.requests))
+    if any(request.kv_send_mode == "serialised" for request in report.requests):
+        console.print("all at once: an engine tries both ways first, then keeps to the better one")
     _show_agreement(report.requests, console)
     if report.model_bits_per_byte is not None:
         console.print(f"model: {report.model_bits_per_byte:.3f} bits per byte, {report.model_bits_per_byte_source}")

@@ -13,6 +13,7 @@ from ...node.messages import NodeStatus, RequestFigures, Status
 from ...node.models import ModelInfo
 from ..requests import Generation
 
+SEND_MODES = {"layerwise": "layer by layer", "serialised": "all at once"}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -28,7 +29,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One request over the network and on a single engine. KV figures None if none travelled."""
+    """One request over the network and on a single engine. KV figures None if none travelled. `kv_visible_s`: from the
+    end of prefill until the decode box had all of it."""
 
     name: str
     prompt_tokens: int
@@ -45,7 +47,9 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_raw: int | None
     kv_bytes_wire: int | None
     kv_bits_per_element: float | None
+    kv_send_mode: str | None
     kv_hidden_fraction: float | None
+    kv_visible_s: float | None
     kv_span_s: float | None
     identical_to_single_engine: bool
     tokens_agreeing: int
@@ -140,7 +144,9 @@ def report_request(
         kv_bytes_raw=transfer.raw_bytes if transfer is not None else None,
         kv_bytes_wire=transfer.wire_bytes if transfer is not None else None,
         kv_bits_per_element=bits,
+        kv_send_mode=transfer.mode if transfer is not None else None,
         kv_hidden_fraction=transfer.hidden_fraction if transfer is not None else None,
+        kv_visible_s=transfer.visible_s if transfer is not None else None,
         kv_span_s=transfer.span_s if transfer is not None else None,
         identical_to_single_engine=answer.tokens == single,
         tokens_agreeing=agreeing(answer.tokens, single),
@@ -171,12 +177,14 @@ def request_table(reports: tuple[RequestReport, ...]) -> Table:
         ("tokens in + out", [f"{r.prompt_tokens} + {r.completion_tokens}" for r in reports]),
         ("prefill", ["-" if r.prefill_node is None else name_of(r.prefill_node) for r in reports]),
         ("decode", [name_of(r.decode_node) for r in reports]),
-        ("first token (TTFT)", [f"{r.ttft_s * 1000:.0f} ms" for r in reports]),
+        ("first token (TTFT)", [_milliseconds(r.ttft_s) for r in reports]),
         ("each next (TPOT)", [f"{r.tpot_s * 1000:.1f} ms" for r in reports]),
         ("KV in the engine", [_size(r.kv_bytes_raw) for r in reports]),
         ("KV on the wire", [_size(r.kv_bytes_wire) for r in reports]),
         ("bits per element", [_number(r.kv_bits_per_element, "{:.2f}") for r in reports]),
+        ("KV leaves", [SEND_MODES.get(r.kv_send_mode or "", "-") for r in reports]),
         ("hidden behind prefill", [_number(r.kv_hidden_fraction, "{:.0%}") for r in reports]),
+        ("visible after prefill", [_milliseconds(r.kv_visible_s) for r in reports]),
         ("as a single engine", [f"{r.tokens_agreeing} of {r.completion_tokens} tokens" for r in reports]),
     ]
     for name, cells in rows:
@@ -186,6 +194,10 @@ def request_table(reports: tuple[RequestReport, ...]) -> Table:
 
 def _size(size: int | None) -> str:
     return "-" if size is None else f"{size / 1e6:.2f} MB"
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from vllm.model_executor.models.utils import extract_layer_index
 
-from ....kernels.codec import warm_up
+from ....kernels.codec import load_built, warm_up
 from ....kvtransport.errors import TransferError
 from ..protocol import WorkerRank
 from ..settings import TRANSFER_DEFAULTS, TransferSettings
@@ -133,6 +133,8 @@ class WorkerSide:
         if self._device.kind == "cuda":
             sys.setswitchinterval(self._settings.thread_switch_s)
             warm_up_codec(self._codec, self._device, shard)
+        else:
+            load_built(self._codec)
         self._line = self._connect(shard, self._device, self.read_kv)
 
     def read_kv(self, layer: int, block_ids: list[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 from ....kvtransport.errors import TransferError
@@ -75,8 +76,8 @@ class TransferHub(OpenTransfers[PromptSender, PromptReceiver]):
         def make(link: SendLink, report: SendReport) -> PromptSender:
             if not self.shard.holds(outlet.slice):
                 raise TransferError(f"{outlet.slice} is not held by this worker, which holds {self.shard}")
-            pacing = self.pacer.decide(outlet.ticket.codec, tokens, outlet)
-            return PromptSender(outlet, link, self.shard, self._source, pacing, report)
+            decide = partial(self.pacer.decide, outlet.ticket.codec, tokens, outlet)
+            return PromptSender(outlet, link, self.shard, self._source, decide, report)
 
         def tell_if_last() -> None:
             if not self.outgoing(outlet.ticket.transfer):

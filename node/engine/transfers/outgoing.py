@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, final
 
 import torch
@@ -79,10 +79,16 @@ class PromptSender(TransferSender):
     """
 
     def __init__(
-        self, outlet: Outlet, link: SendLink, shard: Shard, source: KvSource, pacing: Pacing, report: SendReport
+        self,
+        outlet: Outlet,
+        link: SendLink,
+        shard: Shard,
+        source: KvSource,
+        decide_pacing: Callable[[], Pacing],
+        report: SendReport,
     ) -> None:
         super().__init__(outlet, link, report)
-        self.pacing = pacing
+        self._decide_pacing = decide_pacing
         self._slice = outlet.slice
         self._shard = shard
         self._source = source
@@ -96,6 +102,12 @@ class PromptSender(TransferSender):
         self._begin()
 
     # ---- for the model's thread -----------------------------------------------------------------------------
+
+    @cached_property
+    def pacing(self) -> Pacing:
+        """How its layers leave. Decided when the first of them has been computed, not when the transfer is opened: of
+        many prompts that come at once, the later ones then go by what the first have shown."""
+        return self._decide_pacing()
 
     def announce_layers(self, layers: range, computed: Prefilled) -> int:
         """These layers have been computed so far; those that are not of this end, or announced already, are no matter.

@@ -41,7 +41,8 @@ class TestModes:
     def test_the_environment_chooses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("P2PSERVE_KERNELS", "eager")
         assert accelerate.mode() is KernelMode.EAGER
-        assert not accelerate.ready(10 * AUTO_AFTER_BYTES)
+        accelerate.count_coded(10 * AUTO_AFTER_BYTES)
+        assert not accelerate.is_worth_building()
 
     def test_an_unknown_mode_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("P2PSERVE_KERNELS", "fast")
@@ -52,9 +53,13 @@ class TestModes:
 
     def test_auto_waits_for_enough_work(self) -> None:
         accelerate.set_mode("auto")
-        assert not accelerate.ready(AUTO_AFTER_BYTES - 1)
-        assert accelerate.ready(1)
-        assert accelerate.ready(1)
+        accelerate.count_coded(AUTO_AFTER_BYTES - 1)
+        assert not accelerate.is_worth_building()
+        accelerate.count_coded(1)
+        assert accelerate.is_worth_building()
+        accelerate.restart()
+        accelerate.set_mode("compiled")
+        assert accelerate.is_worth_building()
 
     def test_eager_builds_nothing(self) -> None:
         accelerate.set_mode("eager")
@@ -79,6 +84,7 @@ class TestLibrary:
 
     def test_auto_switches_when_it_is_ready(self) -> None:
         accelerate.set_mode("auto")
+        accelerate.count_coded(AUTO_AFTER_BYTES)
         library = native.Library(SOURCE)
         may_build = threading.Event()
 
@@ -89,9 +95,34 @@ class TestLibrary:
         assert library.get() is None
         assert library.get() is None, "asked for twice, built once"
         may_build.set()
-        for thread in [thread for thread in threading.enumerate() if thread.name == "kernels-build"]:
-            thread.join()
+        join_builds()
         assert library.get() is not None
+
+    def test_auto_takes_what_is_there_and_builds_nothing_before_it_is_worth_it(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """A small network, as the demo's, never codes so much KV."""
+        monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path / "new"))
+        source = tmp_path / "small.cpp"
+        source.write_text('extern "C" int answer() { return 42; }', encoding="utf-8")
+
+        def auto() -> native.Library:
+            accelerate.set_mode("auto")
+            library = native.Library(source)
+            library.get()
+            join_builds()
+            return library
+
+        nothing = auto()
+        assert nothing.get() is None
+        assert not (tmp_path / "new").exists()
+        accelerate.set_mode("compiled")
+        assert native.Library(source).get() is not None
+        found = auto().get()
+        assert found is not None
+        assert found.answer() == 42
+        (tmp_path / "new").chmod(0o777)  # others may have put it there
+        assert auto().get() is None
 
     def test_a_folder_that_others_can_write_is_refused(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -187,6 +218,12 @@ class TestCodecs:
                     encode(codec, k, v, start=100, layer=5)
                 texts.append(str(e.value))
             assert texts[0] == texts[1]
+
+
+def join_builds() -> None:
+    """Wait for what is built or loaded beside."""
+    for thread in [thread for thread in threading.enumerate() if thread.name == "kernels-build"]:
+        thread.join()
 
 
 def recorded(codec: str, monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:

@@ -202,6 +202,8 @@ FIGURES = RequestFigures(
         raw_bytes=6400, wire_bytes=900, frames=4, span_s=0.2, visible_s=0.05, hidden_fraction=0.75
     ),
 )
+assert FIGURES.transfer is not None
+AT_ONCE = msgspec.structs.replace(FIGURES.transfer, mode="serialised", visible_s=0.2, hidden_fraction=0.0)
 ASKED = Asked(name="code", prompt="x", messages=None, tokens=(1,))
 
 
@@ -233,13 +235,16 @@ def test_problems_are_named() -> None:
 
 def test_the_table_and_the_line_have_the_figures() -> None:
     page = io.StringIO()
-    reports = (reported((1, 2, 3)), reported((), transfer=None), reported((1, 2, 3)))
+    reports = (reported((1, 2, 3)), reported((), transfer=None), reported((1, 2, 3), transfer=AT_ONCE))
     Console(file=page, width=80).print(request_table(reports))
-    for part in ("500 ms", "10.0 ms", "solar-deer", "vast-goat", "0.01 MB", "4.50", "75%", "3 of 3 tokens"):
+    for part in ("500 ms", "10.0 ms", "solar-deer", "vast-goat", "0.01 MB", "4.50", "75%", "50 ms", "3 of 3 tokens"):
         assert part in page.getvalue()
+    assert page.getvalue().count("layer by layer") == 1
+    assert page.getvalue().count("all at once") == 1
     line = figures_line(FIGURES)
     assert "prefill on solar-deer, decode on vast-goat" in line
     assert "75% of it hidden" in line
+    assert "all at once in 200 ms after prefill" in figures_line(msgspec.structs.replace(FIGURES, transfer=AT_ONCE))
     alone = msgspec.structs.replace(FIGURES, prefill_node=None, transfer=None, recovered=("a death",))
     assert "computed on vast-goat; recovered: a death" in figures_line(alone)
 

@@ -78,6 +78,16 @@ def test_transfers_of_a_link_share_its_connections() -> None:
     assert len(hubs.reports.ends) == 5
 
 
+def test_how_layers_leave_is_decided_when_the_first_is_computed() -> None:
+    """Of two prompts that come together, the second is sent by what the first has shown."""
+    with two_hubs() as hubs:
+        one, two = hubs.open(ticket_of(1)), hubs.open(ticket_of(2))
+        assert hubs.finish(*one).mode == "layerwise"
+        hubs.sender.pacer.on_hold_up("raw", TOKENS, 1, 0.0)
+        hubs.sender.pacer.on_prefill([one[0].pacing], TOKENS, 10.0)
+        assert hubs.finish(*two).mode == "serialised"
+
+
 def test_one_of_two_transfers_of_a_link_may_fail_alone() -> None:
     with two_hubs() as hubs:
         one, two = hubs.open(ticket_of(1)), hubs.open(ticket_of(2))
