@@ -37,6 +37,8 @@ AGE = {
     "required": ["age"],
     "additionalProperties": False,
 }
+CALL = r'<tool_call>\{"name": "get_weather", "arguments": \{"city": "(Paris|Rome)", "days": [1-9]\}\}</tool_call>'
+END_TOKEN = "4095"  # of `make_thinking_model`
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": AGE}}
 
 Ask = Callable[[openai.OpenAI], Any]
@@ -58,6 +60,17 @@ def raw(method: str, path: str, body: object = None) -> Ask:
         return response.status_code, response.json()
 
     return ask
+
+
+def think(**options: Any) -> Ask:
+    """A chat whose answer begins with reasoning; the model ends it, since it likes to."""
+    wanted = {
+        "logit_bias": {END_TOKEN: 12},
+        "max_tokens": 24,
+        **more(chat_template_kwargs={"thinking": True}),
+        **options,
+    }
+    return chat(**wanted)
 
 
 def more(**options: Any) -> dict[str, Any]:
@@ -84,6 +97,13 @@ CASES: dict[str, Ask] = {
     "named tool": chat(tools=TOOLS, tool_choice=NAMED, max_tokens=60),
     "required tool": chat(tools=TOOLS, tool_choice="required", max_tokens=60),
     "auto tool": chat(tools=TOOLS),
+    "called tool": chat(tools=TOOLS, max_tokens=60, **more(structured_outputs={"regex": CALL})),
+    "called tool, stream": chat(tools=TOOLS, max_tokens=60, stream=True, **more(structured_outputs={"regex": CALL})),
+    "reasoning": think(),
+    "reasoning, stream": think(stream=True, stream_options={"include_usage": True}),
+    "reasoning without an end": think(logit_bias={}),
+    "reasoning, then a schema": think(response_format=SCHEMA, max_tokens=40),
+    "reasoning, then a tool": think(tools=TOOLS, tool_choice=NAMED, max_tokens=80),
     "schema": chat(max_tokens=30, response_format=SCHEMA),
     "json object": chat(max_tokens=12, response_format={"type": "json_object"}),
     "choice": complete("x", **more(structured_outputs={"choice": ["alpha", "beta"]})),
@@ -127,15 +147,22 @@ def normalise(answer: Any) -> Any:
 
 def join_chunks(chunks: list[Any]) -> Any:
     """What a stream says in all: how it is cut depends on time."""
-    text, finish, usage, logprobs = "", None, None, 0
+    text, reasoning, calls, finish, usage, logprobs = "", "", "", None, None, 0
     for chunk in chunks:
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            text += choice.text if hasattr(choice, "text") else choice.delta.content or ""
+            if hasattr(choice, "text"):
+                text += choice.text
+            else:
+                text += choice.delta.content or ""
+                reasoning += getattr(choice.delta, "reasoning", None) or ""
+                for call in choice.delta.tool_calls or ():
+                    calls += f"{call.function.name or ''}{call.function.arguments or ''}"
             finish = choice.finish_reason or finish
             found = getattr(choice, "logprobs", None)
             logprobs += len(found.content or ()) if found is not None and hasattr(found, "content") else 0
-    return {"text": text, "finish": finish, "usage": usage, "logprobs": logprobs}
+    said = {"text": text, "reasoning": reasoning, "calls": calls}
+    return {**said, "finish": finish, "usage": usage, "logprobs": logprobs}
 
 
 def answer_of(server: Server, ask: Ask) -> Any:
