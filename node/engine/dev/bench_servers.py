@@ -1,7 +1,9 @@
 """What the engine's bench measures of servers: `p2pserve serve` on one box beside vLLM's own API server.
 
 Both are started as a user would, with the same settings of the engine, and stay for the whole measurement. They are
-asked in turn, by the client of vLLM's own bench, in one process beside them.
+asked in turn, by the client of vLLM's own bench, in one process beside them. Between two turns both rest: on a CPU the
+processes of vLLM's server look for more work without a pause for a second after the last, on the cores of whoever is
+asked next.
 
 The memory of our box is what all its processes have together (proportional set sizes: a page that n of them share
 counts 1/n for each), without its weights, as the engine holds them, and without its KV cache. That is looked at in the
@@ -40,6 +42,7 @@ KV_CACHE_MIB: Final = 64  # all of it is written in the first two rounds of stre
 NAME: Final = "bench"
 START_S: Final = 300.0
 LOOK_S: Final = 0.05
+REST_S: Final = 2.0
 END_S: Final = 20.0
 _FREE_RUNNING: Final = ("skip_tokenizer_init", "disable_log_stats", "model")  # what a server chooses otherwise
 _MEASURED_FILES: Final = {"engine.log": "engine", "api.log": "API process"}
@@ -101,7 +104,11 @@ class ServerBench:
         return [EnginePair(ours=ours, vllm=vllm) for ours, vllm in await self._pairs(self._ask_alone, repeats)]
 
     async def _pairs(self, measure: Callable[[Server], Awaitable[T]], repeats: int) -> list[tuple[T, T]]:
-        pairs = [(await measure(self._ours), await measure(self._vllm)) for _ in range(1 + repeats)]
+        async def measure_rested(server: Server) -> T:
+            await asyncio.sleep(REST_S)
+            return await measure(server)
+
+        pairs = [(await measure_rested(self._ours), await measure_rested(self._vllm)) for _ in range(1 + repeats)]
         return pairs[1:]  # after the first, both are warm
 
     async def _stream_many(self, server: Server) -> tuple[float, float]:
