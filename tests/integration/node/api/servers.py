@@ -24,7 +24,7 @@ START_S = 110.0  # both import vLLM, perhaps on a busy machine
 END_S = 20.0
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 LIMITS = ("--max-num-batched-tokens", "512")
-THINKING = ("--reasoning-parser", "deepseek_r1")
+REASONING = ("--reasoning-parser", "deepseek_v3")  # as R1's where the template is told `thinking`, else none
 THINK, END_OF_THINKING = "<think>", "</think>"
 
 
@@ -81,10 +81,9 @@ def free_port() -> int:
 
 
 def make_thinking_model(folder: Path) -> Path:
-    """The bundled model with the two tokens of those that reason, in place of the two that its tokenizer learnt last.
-    It reasons where the template is told `thinking`; else the prompt ends the reasoning, as Qwen's does."""
+    """The bundled model with the two tokens of those that reason, in place of the last two that its tokenizer has."""
     folder.mkdir()
-    for name in ("config.json", "generation_config.json", "model.safetensors"):
+    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"):
         (folder / name).symlink_to(MODEL / name)
     tokenizer = json.loads((MODEL / "tokenizer.json").read_text())
     vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
@@ -93,10 +92,7 @@ def make_thinking_model(folder: Path) -> Path:
         vocabulary[token] = number
         plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
         tokenizer["added_tokens"].append({"id": number, "content": token, **plain})
-    settings = json.loads((MODEL / "tokenizer_config.json").read_text())
-    settings["chat_template"] += f"{{% if not thinking %}}{END_OF_THINKING}{{% endif %}}"
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
