@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import sys
 from typing import Any, Final
@@ -62,8 +61,6 @@ def preload() -> str:
 
     from . import process  # noqa: F401  (imported for the children)
 
-    gc.collect()
-    gc.freeze()  # children then share these pages instead of copying them at their first collection
     return str(vllm.__version__)
 
 
