@@ -1,8 +1,9 @@
 """A process that imports an engine once and forks engine processes from itself in under a second each.
 
-    python -m p2pserve.node.engine.forkserver BACKEND FD [FD ...]
+    python -m p2pserve.node.engine.forkserver BACKEND [with-api] FD [FD ...]
 
-BACKEND, one of `backends`, is what it imports ahead; engines of other backends import what they need themselves.
+BACKEND, one of `backends`, is what it imports ahead, and with `with-api` vLLM's API server; engines of other backends
+import what they need themselves, and so does an API process where it was not expected.
 
 Each FD is one end of a `SOCK_SEQPACKET` pair; an agent at the other end sends `Spawn` with the two sockets of the new
 engine and hears of `Preloaded` and `EngineExited`. Several agents on one box may share a server, each over its own
@@ -14,6 +15,9 @@ would inherit locks without the threads that hold them.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import logging
 import os
 import selectors
@@ -27,7 +31,7 @@ from pathlib import Path
 import msgspec
 
 from . import protocol
-from .api.protocol import ApiConfig, SpawnApi, spawn
+from .api.protocol import WITH_API, ApiConfig, SpawnApi, spawn
 from .backend import EngineBackend
 from .backends import find_backend
 from .process import AgentSockets, enter_process, redirect_output
@@ -41,8 +45,9 @@ REAP_INTERVAL_S = 0.1  # how late an exit may be reported; the engine's own sock
 class ForkServer:
     """The loop: spawn on request, report exits, end with the last channel."""
 
-    def __init__(self, backend: EngineBackend, channels: list[socket.socket]) -> None:
+    def __init__(self, backend: EngineBackend, channels: list[socket.socket], *, serves_api: bool = False) -> None:
         self._backend = backend
+        self._serves_api = serves_api
         self._selector = selectors.DefaultSelector()
         self._channels = set(channels)
         for channel in channels:
@@ -54,11 +59,16 @@ class ForkServer:
         started = time.monotonic()
         try:
             version = self._backend.preload()
+            if self._serves_api:
+                with contextlib.suppress(ImportError):  # the API process says so itself, and engines do without
+                    importlib.import_module(".api.preload", __package__)
         except ImportError as error:
             self._tell_all(
                 protocol.PreloadFailed(reason=f"the engine {self._backend.name} cannot be imported: {error}")
             )
             return
+        gc.collect()
+        gc.freeze()  # children then share these pages instead of copying them at their first collection
         seconds = time.monotonic() - started
         self._tell_all(protocol.Preloaded(pid=os.getpid(), version=version, seconds=seconds))
         while self._channels:
@@ -159,8 +169,11 @@ def main() -> None:
     if log:
         redirect_output(Path(log))
     name, *descriptors = sys.argv[1:]
+    serves_api = descriptors[0] == WITH_API
+    if serves_api:
+        del descriptors[0]
     channels = [socket.socket(fileno=int(text)) for text in descriptors]
-    ForkServer(find_backend(name), channels).run()
+    ForkServer(find_backend(name), channels, serves_api=serves_api).run()
 
 
 if __name__ == "__mp_main__":  # in a worker that vLLM spawns, since it must not fork (WSL): it inherits nothing

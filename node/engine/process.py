@@ -9,6 +9,7 @@ process ends (`mailbox`).
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
@@ -108,11 +109,21 @@ def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EnginePr
         outbox.send(protocol.StartFailed(reason=str(error)))
         outbox.flush()
         return 1
-    outbox.send(engine.ready(time.monotonic() - started))
+    ready = engine.ready(time.monotonic() - started)
+    return_freed_memory()
+    outbox.send(ready)
     engine.serve()
     outbox.flush()
     engine.close()
     return 0
+
+
+def return_freed_memory() -> None:
+    """Give memory that has been freed back to the system: loading a model leaves much behind that serving does not use
+    again. The C library's own doing; with another one than glibc it stays."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _accept(connections: socket.socket, attach: Callable[[bytes, socket.socket], None]) -> None:

@@ -23,7 +23,7 @@ from ...coordinator import Plan
 from .coordination import PlanningTask
 
 LENGTH: Final = struct.Struct("<I")
-IDLE_S: Final = 120.0  # it takes a second and 60 MB to start again
+IDLE_S: Final = 30.0  # it takes a second and 60 MB to start again
 
 
 class PlannerTask(msgspec.Struct, frozen=True, kw_only=True):

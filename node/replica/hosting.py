@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -19,7 +20,9 @@ from ..box.errors import NodeError
 from ..box.hardware import Hardware
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineStarter
+from ..engine.agent_side.fork_server import open_fork_server
 from ..engine.backend import ServedModel
+from ..engine.vllm_program.backend import VLLM
 from ..links.kv_outlets import KvOutlets
 from ..models import DownloadProgress, TerminalProgress
 from ..observing.event_log import Record, ignore
@@ -93,6 +96,7 @@ class Host:
         outlets.set_paths = self.worker.set_paths
         stages = Stages(service=info.service, messenger=network, where=where, random=secrets.token_bytes, tuning=tuning)
         self._own = network.peer_id
+        served_by_vllm = settings.engine.backend == VLLM.name
         self._supervisor = Supervisor(
             config,
             worker=self.worker,
@@ -101,6 +105,8 @@ class Host:
             channel=settings.engine_channel,
             on_change=on_change,
             tuning=tuning,
+            # Elsewhere the API process is started when somebody asks, which may be never.
+            open_server=partial(open_fork_server, serves_api=settings.http is not None and served_by_vllm),
         )
 
     async def run(self) -> None:

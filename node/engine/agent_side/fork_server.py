@@ -13,6 +13,7 @@ from pathlib import Path
 import trio
 
 from ...box.hardware import cuda_environment
+from ..api.protocol import WITH_API
 from ..backends import find_backend
 from .engine_link import EngineStarter, ForkServerClient
 
@@ -23,17 +24,19 @@ OpenForkServer = Callable[..., AbstractAsyncContextManager[EngineStarter]]
 
 @asynccontextmanager
 async def open_fork_server(
-    *, log: Path | None, threads: int, channel: int | None = None, backend: str = "vllm"
+    *, log: Path | None, threads: int, channel: int | None = None, backend: str = "vllm", serves_api: bool = False
 ) -> AsyncIterator[ForkServerClient]:
     """A fork server for the body: `channel` of a shared one that has preloaded this backend, or a
-    new one. Leaving ends every engine started through it."""
+    new one. `serves_api`: an API process is to be forked of it, too. Leaving ends every engine started through it."""
     if channel is not None:
         async with _connect(socket.socket(fileno=channel), log) as server:
             yield server
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        command, environment = fork_server_command([theirs], log=log, threads=threads, backend=backend)
+        command, environment = fork_server_command(
+            [theirs], log=log, threads=threads, backend=backend, serves_api=serves_api
+        )
         process = await trio.lowlevel.open_process(
             command,
             stdin=subprocess.DEVNULL,
@@ -53,7 +56,12 @@ async def open_fork_server(
 
 
 def fork_server_command(
-    channels: list[socket.socket], *, log: Path | None, threads: int, backend: str = "vllm"
+    channels: list[socket.socket],
+    *,
+    log: Path | None,
+    threads: int,
+    backend: str = "vllm",
+    serves_api: bool = False,
 ) -> tuple[list[str], dict[str, str]]:
     """Command line and environment of a fork server on the far ends of `channels`, which it must inherit."""
     environment = {**os.environ, **find_backend(backend).environment, **cuda_environment()}
@@ -63,7 +71,8 @@ def fork_server_command(
     if log is not None:
         environment["P2PSERVE_ENGINE_LOG"] = str(log)
     descriptors = [str(channel.fileno()) for channel in channels]
-    return [sys.executable, "-m", "p2pserve.node.engine.forkserver", backend, *descriptors], environment
+    what = [backend, WITH_API] if serves_api else [backend]
+    return [sys.executable, "-m", "p2pserve.node.engine.forkserver", *what, *descriptors], environment
 
 
 @asynccontextmanager

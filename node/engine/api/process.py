@@ -12,7 +12,7 @@ from typing import Any, final
 
 import uvicorn
 
-from ..process import AgentSockets, StartError
+from ..process import AgentSockets, StartError, return_freed_memory
 from ..protocol import StartFailed, frame
 from .agent_link import AgentLink
 from .door import Door
@@ -46,6 +46,7 @@ async def _serve(config: ApiConfig, sockets: AgentSockets) -> int:
     whole, open_paths = mount(app, link, config)
     server = _Server(app, partial(Door, whole, config, llm, open_paths))
     link.on_socket = server.take
+    return_freed_memory()
     await link.open()
     link.send(ApiReady(pid=os.getpid(), version=VERSION, seconds=time.monotonic() - started))
     await server.serve(sockets=[])

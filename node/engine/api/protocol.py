@@ -21,6 +21,8 @@ from ..protocol import EngineMessage, NewTokens, Sampling, Spawn, StartFailed
 
 LISTENER: Final = b"listener"
 STREAM: Final = b"stream"
+WITH_API: Final = "with-api"
+"""Has a fork server import what API processes need, too."""
 MAX_NAMES: Final = 64
 DIGEST_BYTES: Final = 32
 

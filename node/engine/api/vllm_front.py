@@ -7,7 +7,6 @@ here and is vLLM's own (templates, tools, detokenising, stop strings, n); the ne
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
 import time
@@ -57,19 +56,6 @@ NOBODY_RETRY_S: Final = 2.0
 _FINISH: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _NOT_STARTED: Final = (VLLMError, ValueError, TypeError, KeyError, OSError, ImportError, NotImplementedError)
 """What vLLM raises for options and models that it cannot serve."""
-_IMPORTED_LATE: Final = (
-    "vllm.entrypoints.anthropic.serving",
-    "vllm.entrypoints.generate.api_router",
-    "vllm.entrypoints.openai.chat_completion.batch_serving",
-    "vllm.entrypoints.openai.responses.serving",
-    "vllm.entrypoints.scale_out.factories",
-)
-
-
-def preload() -> None:
-    """Import what an API process would import only when it starts."""
-    for name in _IMPORTED_LATE:
-        importlib.import_module(name)
 
 
 def require_tested_version() -> None:

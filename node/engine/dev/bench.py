@@ -16,6 +16,9 @@ are medians over the pairs.
   that do nothing else.
 - step_beside_transfer_ratio: time per token of one request while KV comes in, or goes out, at full speed all the time,
   over the same without; the worse of the two.
+- api_throughput_ratio_32, api_ttft_added_ms_32: the same load as 32 streams of HTTP, of `p2pserve serve` and of vLLM's
+  own API server in turn, and the median of the times to their first tokens. `api_ttft_added_ms`: of a request alone.
+- box_memory_mib: what all processes of that `p2pserve serve` take beside weights and KV cache (`bench_servers`).
 
 On a GPU the model is, if none is named, one with random weights of the shape of Llama-3.2-1B, made on the spot.
 """
@@ -50,7 +53,9 @@ from ..process import redirect_output
 from ..settings import TransferSettings
 from ..trials.random_model import ONE_BILLION, make_model
 from ..trials.trial import Trial, TrialEngine, open_trial
+from .bench_servers import ServerReport, measure_servers
 from .bench_transfers import BesideTransfer, TransferBench, TransferRate
+from .pairs import EnginePair, describe_pairs, median_added, median_ratio
 
 THREADS: Final = 1
 LATER_ENGINES: Final = 3
@@ -65,13 +70,6 @@ SWEEP_TOKENS: Final = 24
 GPU_KV_CACHE_MIB: Final = 768  # of each engine: five share the card; 24,576 positions of the random model
 
 
-class EnginePair(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement of both, in the unit of the figure."""
-
-    ours: float
-    vllm: float
-
-
 class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
     """When both came, from when the request was made."""
 
@@ -79,10 +77,9 @@ class FirstTokens(msgspec.Struct, frozen=True, kw_only=True):
     second: EnginePair
 
 
-class EngineBenchReport(msgspec.Struct, frozen=True, kw_only=True):
+class EngineBenchReport(ServerReport, frozen=True, kw_only=True):
     """All figures, what they were computed from, and the profile of our engine's own steps."""
 
-    model: str
     engine: str
     throughput_ratio_32: float
     ttft_added_ms: float
@@ -252,8 +249,11 @@ class Bench:
         return [sample for told in engine.iterations for sample in told.samples]
 
 
-async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -> EngineBenchReport:
-    """Start the engines and measure. Raises ModelError, EngineError, TransferError, OSError."""
+async def run(
+    model: OpenedModel, repeats: int, config: protocol.EngineConfig, servers: ServerReport
+) -> EngineBenchReport:
+    """Start the engines and measure, for a report that also has what was found of servers. Raises ModelError,
+    EngineError, TransferError, OSError."""
     with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
         log = Path(folder) / "engine.log"
         config = msgspec.structs.replace(config, model=str(model.fetch()), log_file=str(log))
@@ -285,12 +285,12 @@ async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -
             book = SampleBook()
             book.add(samples)
             return EngineBenchReport(
-                model=model.info.name,
+                **msgspec.structs.asdict(servers),
                 engine=first.ready.engine,
-                throughput_ratio_32=statistics.median(pair.ours / pair.vllm for pair in throughput),
-                ttft_added_ms=_added([each.first for each in tokens]),
-                second_token_added_ms=_added([each.second for each in tokens]),
-                pipeline_step_added_ms=_added(step),
+                throughput_ratio_32=median_ratio(throughput),
+                ttft_added_ms=median_added([each.first for each in tokens]),
+                second_token_added_ms=median_added([each.second for each in tokens]),
+                pipeline_step_added_ms=median_added(step),
                 second_engine_s=statistics.median(seconds[1:]),
                 handoff_link_ratio_4000=statistics.median(pair.kv / pair.link for pair in rates_found),
                 step_beside_transfer_ratio=max(
@@ -312,41 +312,57 @@ async def run(model: OpenedModel, repeats: int, config: protocol.EngineConfig) -
             )
 
 
-def _added(pairs: Sequence[EnginePair]) -> float:
-    return statistics.median(pair.ours - pair.vllm for pair in pairs)
-
-
 def table(report: EngineBenchReport) -> str:
     """For people."""
-
-    def line(what: str, figure: str, target: str, beside: str) -> str:
-        return f"{what:32} {figure:>9}  {target:>8}   {beside}"
-
-    def both(pairs: Sequence[EnginePair], unit: str) -> str:
-        ours, vllm = (statistics.median(getattr(pair, name) for pair in pairs) for name in ("ours", "vllm"))
-        return f"ours {ours:.1f}, vLLM {vllm:.1f} {unit}"
-
     starts = ", ".join(f"{seconds:.2f}" for seconds in report.later_engines_s)
     before = f"the first {report.first_engine_s:.2f} s, after {report.preload_s:.1f} s of imports"
     ratio, ttft = f"{report.throughput_ratio_32:.3f}", f"{report.ttft_added_ms:.2f} ms"
     later = f"{report.second_token_added_ms:.2f} ms"
     step, second = f"{report.pipeline_step_added_ms:.2f} ms", f"{report.second_engine_s:.2f} s"
+    throughput = describe_pairs(report.throughput_tokens_s, "tokens/s")
     return "\n".join(
         [
             f"{report.model}, {report.engine}, medians of {len(report.ttft_ms)} pairs",
-            line("", "", "target", ""),
-            line(f"throughput of {STREAMS} streams", ratio, ">= 0.85", both(report.throughput_tokens_s, "tokens/s")),
-            line("added to the first token", ttft, "<= 10 ms", both(report.ttft_ms, "ms")),
-            line("added to the second token", later, "", both(report.second_token_ms, "ms")),
-            line("added to a step by two stages", step, "<= 3 ms", both(report.step_ms, "ms")),
-            line("another engine is ready after", second, "<= 2 s", f"{starts} s; {before}"),
-            line("of the link, by a KV transfer", f"{report.handoff_link_ratio_4000:.3f}", ">= 0.8", _rates(report)),
-            line("a step beside a transfer", f"{report.step_beside_transfer_ratio:.3f}", "<= 1.05", _beside(report)),
+            _line("", "", "target", ""),
+            _line(f"throughput of {STREAMS} streams", ratio, ">= 0.85", throughput),
+            _line("added to the first token", ttft, "<= 10 ms", describe_pairs(report.ttft_ms, "ms")),
+            _line("added to the second token", later, "", describe_pairs(report.second_token_ms, "ms")),
+            _line("added to a step by two stages", step, "<= 3 ms", describe_pairs(report.step_ms, "ms")),
+            _line("another engine is ready after", second, "<= 2 s", f"{starts} s; {before}"),
+            _line("of the link, by a KV transfer", f"{report.handoff_link_ratio_4000:.3f}", ">= 0.8", _rates(report)),
+            _line("a step beside a transfer", f"{report.step_beside_transfer_ratio:.3f}", "<= 1.05", _beside(report)),
+            *_server_lines(report),
             "profile of our engine's steps, in microseconds:",
             _phase("prefill", report.profile.prefill),
             _phase("decode", report.profile.decode),
         ]
     )
+
+
+def server_table(report: ServerReport) -> str:
+    """Of servers alone, for people."""
+    head = f"{report.model}, medians of {len(report.api_ttft_ms)} pairs"
+    return "\n".join([head, _line("", "", "target", ""), *_server_lines(report)])
+
+
+def _server_lines(report: ServerReport) -> list[str]:
+    ratio, added = f"{report.api_throughput_ratio_32:.3f}", f"{report.api_ttft_added_ms_32:.2f} ms"
+    alone, start = f"{report.api_ttft_added_ms:.2f} ms", report.api_start_s
+    each = ", ".join(f"{name} {size:.0f}" for name, size in report.box_processes_mib.items())
+    held = f"weights {report.box_weights_mib:.0f} MiB, KV cache {report.box_kv_cache_mib:.0f} MiB"
+    throughput = describe_pairs(report.api_throughput_tokens_s, "tokens/s")
+    return [
+        _line(f"{STREAMS} streams of HTTP, throughput", ratio, ">= 0.9", throughput),
+        _line("added to their first tokens", added, "<= 10 ms", describe_pairs(report.api_ttft_ms_32, "ms")),
+        _line("added to that of one alone", alone, "", describe_pairs(report.api_ttft_ms, "ms")),
+        _line("a server is ready after", f"{start.ours:.1f} s", "", f"vLLM {start.vllm:.1f} s"),
+        _line("memory beside weights and KV", f"{report.box_memory_mib:.0f} MiB", "<= 700", held),
+        f"  of all, in MiB: {each}",
+    ]
+
+
+def _line(what: str, figure: str, target: str, beside: str) -> str:
+    return f"{what:32} {figure:>9}  {target:>8}   {beside}"
 
 
 def _rates(report: EngineBenchReport) -> str:
@@ -383,10 +399,11 @@ def main(arguments: list[str] | None = None) -> int:
     pairs = f"pairs for each figure, {STEP_TIMES} times as many for a step (default: 9)"
     parser.add_argument("--repeats", type=int, default=9, help=pairs)
     parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--servers-only", action="store_true", help="measure the servers and the box's memory alone")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
-    report: EngineBenchReport | None = None
+    report: ServerReport | None = None
     on_gpu = has_gpu()
     config = protocol.EngineConfig(model="", threads=THREADS, kv_cache_mib=GPU_KV_CACHE_MIB if on_gpu else None)
     try:
@@ -396,14 +413,23 @@ def main(arguments: list[str] | None = None) -> int:
             _, environment = fork_server_command([], log=None, threads=THREADS)
             os.environ.update(environment)
             stack.enter_context(_quiet())
-            report = trio.run(run, model, options.repeats, config)
+            report = _measure(model, options.repeats, config, servers_only=options.servers_only)
     except* (ModelError, EngineError, TransferError, OSError) as errors:
         sys.stderr.write(f"bench: {first_error(errors)}\n")
     if report is None:
         return 1
-    text = msgspec.json.format(msgspec.json.encode(report)).decode() if options.format == "json" else table(report)
+    if options.format == "json":
+        text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    else:
+        text = table(report) if isinstance(report, EngineBenchReport) else server_table(report)
     sys.stdout.write(f"{text}\n")
     return 0
+
+
+def _measure(model: OpenedModel, repeats: int, config: protocol.EngineConfig, *, servers_only: bool) -> ServerReport:
+    with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
+        servers = measure_servers(model, repeats, config, Path(folder))
+    return servers if servers_only else trio.run(run, model, repeats, config, servers)
 
 
 @contextmanager

@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from .servers import Server, start_p2pserve, start_vllm, wait_ready
+from .servers import REASONING, Server, make_thinking_model, start_p2pserve, start_vllm, wait_ready
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
     """Ours and vLLM's."""
     folder = tmp_path_factory.mktemp("api")
+    model = make_thinking_model(folder / "thinking")
+    named = ("--served-model-name", "bundled", *REASONING)
     with ExitStack() as stack:
-        theirs = stack.enter_context(start_vllm(folder))
-        ours = stack.enter_context(start_p2pserve(folder / "home"))
+        theirs = stack.enter_context(start_vllm(folder, model, *REASONING))
+        ours = stack.enter_context(start_p2pserve(folder / "home", *named, model=str(model)))
         wait_ready(ours)
         wait_ready(theirs)
         yield ours, theirs

@@ -24,6 +24,8 @@ START_S = 110.0  # both import vLLM, perhaps on a busy machine
 END_S = 20.0
 PARSERS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 LIMITS = ("--max-num-batched-tokens", "512")
+REASONING = ("--reasoning-parser", "deepseek_v3")  # as R1's where the template is told `thinking`, else none
+THINK, END_OF_THINKING = "<think>", "</think>"
 
 
 @dataclass
@@ -78,6 +80,22 @@ def free_port() -> int:
         return port
 
 
+def make_thinking_model(folder: Path) -> Path:
+    """The bundled model with the two tokens of those that reason, in place of the last two that its tokenizer has."""
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"):
+        (folder / name).symlink_to(MODEL / name)
+    tokenizer = json.loads((MODEL / "tokenizer.json").read_text())
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    for token, learnt in zip((END_OF_THINKING, THINK), (merges.pop(), merges.pop()), strict=True):
+        number = vocabulary.pop("".join(learnt))
+        vocabulary[token] = number
+        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+        tokenizer["added_tokens"].append({"id": number, "content": token, **plain})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
 @contextmanager
 def _running(command: list[str], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as out:
@@ -106,12 +124,12 @@ def start_p2pserve(home: Path, *options: str, model: str = "bundled", port: int 
 
 
 @contextmanager
-def start_vllm(folder: Path) -> Iterator[Server]:
+def start_vllm(folder: Path, model: Path, *options: str) -> Iterator[Server]:
     """vLLM's own server; its command `vllm` needs a package that not every build of it has."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(MODEL)]
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
     command += ["--served-model-name", "bundled", "--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--max-num-seqs", "64", *LIMITS, *PARSERS]
+    command += ["--port", str(port), "--max-num-seqs", "64", *LIMITS, *PARSERS, *options]
     environment = {name: text for name, text in VLLM.environment.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     environment |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "fork", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment |= {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}

@@ -37,6 +37,7 @@ AGE = {
     "required": ["age"],
     "additionalProperties": False,
 }
+END_TOKEN = "4095"  # of `make_thinking_model`
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "p", "strict": True, "schema": AGE}}
 
 Ask = Callable[[openai.OpenAI], Any]
@@ -60,6 +61,17 @@ def raw(method: str, path: str, body: object = None) -> Ask:
     return ask
 
 
+def think(**options: Any) -> Ask:
+    """A chat whose answer begins with reasoning; the model ends it, since it likes to."""
+    wanted = {
+        "logit_bias": {END_TOKEN: 12},
+        "max_tokens": 24,
+        **more(chat_template_kwargs={"thinking": True}),
+        **options,
+    }
+    return chat(**wanted)
+
+
 def more(**options: Any) -> dict[str, Any]:
     """Options that are vLLM's own."""
     return {"extra_body": options}
@@ -81,9 +93,15 @@ CASES: dict[str, Ask] = {
     "chat": chat(logprobs=True, top_logprobs=3),
     "chat stream": chat(stream=True, logprobs=True, top_logprobs=2, stream_options={"include_usage": True}),
     "chat n": chat(n=2),
-    "named tool": chat(tools=TOOLS, tool_choice=NAMED, max_tokens=60),
+    "named tool": chat(tools=TOOLS, tool_choice=NAMED, max_tokens=90),
     "required tool": chat(tools=TOOLS, tool_choice="required", max_tokens=60),
+    "named tool, stream": chat(tools=TOOLS, tool_choice=NAMED, max_tokens=90, stream=True),
     "auto tool": chat(tools=TOOLS),
+    "reasoning": think(),
+    "reasoning, stream": think(stream=True, stream_options={"include_usage": True}),
+    "reasoning without an end": think(logit_bias={}),
+    "reasoning, then a schema": think(response_format=SCHEMA, max_tokens=40),
+    "reasoning, then a tool": think(tools=TOOLS, tool_choice=NAMED, max_tokens=80),
     "schema": chat(max_tokens=30, response_format=SCHEMA),
     "json object": chat(max_tokens=12, response_format={"type": "json_object"}),
     "choice": complete("x", **more(structured_outputs={"choice": ["alpha", "beta"]})),
@@ -127,15 +145,22 @@ def normalise(answer: Any) -> Any:
 
 def join_chunks(chunks: list[Any]) -> Any:
     """What a stream says in all: how it is cut depends on time."""
-    text, finish, usage, logprobs = "", None, None, 0
+    text, reasoning, calls, finish, usage, logprobs = "", "", "", None, None, 0
     for chunk in chunks:
         usage = chunk.usage or usage
         for choice in chunk.choices:
-            text += choice.text if hasattr(choice, "text") else choice.delta.content or ""
+            if hasattr(choice, "text"):
+                text += choice.text
+            else:
+                text += choice.delta.content or ""
+                reasoning += getattr(choice.delta, "reasoning", None) or ""
+                for call in choice.delta.tool_calls or ():
+                    calls += f"{call.function.name or ''}{call.function.arguments or ''}"
             finish = choice.finish_reason or finish
             found = getattr(choice, "logprobs", None)
             logprobs += len(found.content or ()) if found is not None and hasattr(found, "content") else 0
-    return {"text": text, "finish": finish, "usage": usage, "logprobs": logprobs}
+    said = {"text": text, "reasoning": reasoning, "calls": calls}
+    return {**said, "finish": finish, "usage": usage, "logprobs": logprobs}
 
 
 def answer_of(server: Server, ask: Ask) -> Any:
@@ -152,6 +177,24 @@ def answer_of(server: Server, ask: Ask) -> Any:
 def test_an_answer_is_that_of_vllm(pair: tuple[Server, Server], case: str) -> None:
     ours, theirs = (answer_of(server, CASES[case]) for server in pair)
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("case", "parts"),
+    [
+        ("named tool", ('"name": "get_weather"', '"content": ""')),
+        ("named tool, stream", ('"calls": "get_weather{', '"text": ""')),
+        ("reasoning", ('"reasoning": "#', '"content": "ed')),
+        ("reasoning, stream", ('"reasoning": "#', '"text": "ed')),
+        ("reasoning, then a schema", ('"reasoning": "#', '"age')),
+        ("reasoning, then a tool", ('"reasoning": "#', '"name": "get_weather"')),
+    ],
+)
+def test_parsers_find_what_they_are_for(ours: Server, case: str, parts: tuple[str, ...]) -> None:
+    """Else both servers would be alike in finding nothing."""
+    said = str(answer_of(ours, CASES[case])).replace('\\"', '"')
+    for part in parts:
+        assert part in said, said
 
 
 def test_a_seed_gives_the_same_answers_wherever_they_are_computed(ours: Server) -> None:

