@@ -21,7 +21,7 @@ from ...node.observing.traces import assemble_trace, estimate_clocks, find_reque
 from ...node.observing.values import MAX_EVENTS, NodeEvent, RequestTrace
 from ..actions.links_view import network_of
 from ..actions.network import client_of
-from ..actions.status_view import open_console, plan_lines
+from ..actions.status_view import open_console
 from ..errors import UsageError
 from ..printing import printable
 from .drawing import write_png, write_svg
@@ -165,18 +165,6 @@ def inspect_link(arguments: SimpleNamespace) -> int:
         what = "it is the same box" if one is other else "neither has told of it yet; try again in a minute"
         raise UsageError(f"target: nothing is known of the link {names[0]} -> {names[1]}: {what}")
     _print_one(link, link_lines(link, *names), arguments.format)
-    return 0
-
-
-def inspect_plan(arguments: SimpleNamespace) -> int:
-    """`p2pserve inspect plan`."""
-    with client_of(arguments) as client:
-        status = client.status()
-    if arguments.format == "json":
-        print(json.dumps(msgspec.to_builtins(status.plan)))
-        return 0
-    for line in plan_lines(status):
-        print(printable(line))
     return 0
 
 
