@@ -25,7 +25,7 @@ from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.search import SearchResult, search
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json, print_explanation
 from .plan_options import problem_of
-from .status_view import open_console
+from .status_view import keep_whole, open_console, print_prose
 
 FLOWS_SHOWN: Final = 12
 
@@ -179,7 +179,7 @@ def print_service(
             f"{about.utilisation:.0%}",
             f"{about.batch:.1f}",
         )
-    console.print(table)
+    console.print(keep_whole(table, "replica", "phase"))
     _print_flows(proposal, console, named)
     console.print(
         f"TTFT {_times(proposal.ttft_s)}, TPOT {_times(proposal.tpot_s)}, E2E {_times(proposal.e2e_s)} (p50/p90/p99); "
@@ -193,8 +193,7 @@ def print_service(
     if explained is not None:
         print_explanation(explained, service, console, named)
         return
-    for line in proposal.plan.why:
-        console.print(f"  why: {named(line)}")
+    print_prose((f"  why: {named(line)}" for line in proposal.plan.why), console)
 
 
 def _print_flows(proposal: Proposal, console: Console, named: Callable[[str], str]) -> None:

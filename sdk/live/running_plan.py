@@ -14,9 +14,8 @@ from ...coordinator import Plan
 from ...coordinator.names import naming, with_names
 from ...node.messages import Status
 from ..actions.network import client_of
-from ..actions.status_view import open_console, plan_lines
+from ..actions.status_view import open_console, plan_lines, print_prose
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json, print_explanation
-from ..printing import printable
 
 if TYPE_CHECKING:
     from ...coordinator.planning.model.workload import Service
@@ -37,10 +36,10 @@ def inspect_plan(arguments: SimpleNamespace) -> int:
         told = msgspec.to_builtins(plan)
         print(json.dumps(told if explained is None else {**told, "explain": explanation_json(explained[0], called)}))
         return 0
-    for line in plan_lines(status):
-        print(printable(line))
+    console = open_console()
+    print_prose(plan_lines(status), console)
     if explained is not None and plan is not None:
-        print_explanation(*explained, open_console(), lambda text: with_names(text, plan.peers))
+        print_explanation(*explained, console, lambda text: with_names(text, plan.peers))
         if explained[1] is None:
             print(WITHOUT_PLANNER)
     return 0

@@ -95,6 +95,14 @@ def test_tables_fit_eighty_columns(boxes: int, metric: str) -> None:
     assert max(len(line.rstrip()) for line in printed(boxes, metric=metric).splitlines()) <= 80
 
 
+def test_no_box_name_and_no_site_is_cut() -> None:
+    found = build_topology(network(30), NOW)
+    text = printed(30)
+    for each in found.nodes:
+        assert label(each) in text.split("links:")[0].replace("*", "").split()
+    assert {"fra", "lon", "nyc"} <= set(text.split())
+
+
 def test_hundreds_of_boxes_fit_as_sites() -> None:
     lines = printed(200, folded=True).splitlines()
     assert len(lines) < 30
