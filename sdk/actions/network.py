@@ -20,7 +20,7 @@ from ..environment import network_address
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
-from .status_view import list_models, open_console, print_models, print_status
+from .status_view import list_models, open_console, print_models, print_prose, print_status
 
 WATCH_S: Final = 2.0
 
@@ -102,7 +102,7 @@ def path(arguments: SimpleNamespace) -> int:
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(choice)))
     else:
-        print(choice_text(choice))
+        print_prose(choice_text(choice).splitlines(), open_console())
     return 0
 
 

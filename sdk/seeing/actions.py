@@ -21,7 +21,7 @@ from ...node.observing.traces import assemble_trace, estimate_clocks, find_reque
 from ...node.observing.values import MAX_EVENTS, NodeEvent, RequestTrace
 from ..actions.links_view import network_of
 from ..actions.network import client_of
-from ..actions.status_view import open_console
+from ..actions.status_view import open_console, print_prose
 from ..errors import UsageError
 from ..printing import printable
 from .drawing import write_png, write_svg
@@ -140,8 +140,7 @@ def inspect_request(arguments: SimpleNamespace) -> int:
         print(json.dumps(msgspec.to_builtins(found)))
         return 0
     width = min(160, open_console().width) if sys.stdout.isatty() else 80
-    for line in trace_lines(found, called, with_layers=arguments.layers, width=width):
-        print(printable(line))
+    print_prose(trace_lines(found, called, with_layers=arguments.layers, width=width), open_console())
     if arguments.trace is not None:
         print(f"trace: {arguments.trace} opens in ui.perfetto.dev and chrome://tracing")
     return 0
@@ -158,7 +157,7 @@ def inspect_node(arguments: SimpleNamespace) -> int:
 def inspect_link(arguments: SimpleNamespace) -> int:
     """`p2pserve inspect link`."""
     known = _look(arguments)
-    one, other = find_box(known.nodes, arguments.source), find_box(known.nodes, arguments.target)
+    one, other = (find_box(known.nodes, getattr(arguments, end), end) for end in ("source", "target"))
     names = label(one), label(other)
     link = known.links.get((one.id, other.id))
     if link is None:
@@ -177,8 +176,7 @@ def _print_one(found: msgspec.Struct, lines: Iterable[str], form: str) -> None:
     if form == "json":
         print(json.dumps(msgspec.to_builtins(found)))
         return
-    for line in lines:
-        print(printable(line))
+    print_prose(lines, open_console())
 
 
 def read_logs(files: Iterable[Path]) -> list[NodeEvent]:

@@ -204,7 +204,7 @@ def path_text(topology: Topology, flow: KvFlow, network: PathNetwork) -> str:
         return f"none: {error}"
     ways = [f"via {name_of(path.via)}" if path.via else "direct" for path in choice.paths]
     streams = sum(path.streams for path in choice.paths)
-    return f"{' + '.join(ways)}, {streams} streams, {rate_text(choice.taken.gbps)} Gb/s"
+    return f"{' + '.join(ways)}, {streams} stream{'s' * (streams != 1)}, {rate_text(choice.taken.gbps)} Gb/s"
 
 
 def link_lines(link: LinkSummary, source: str, target: str) -> Iterator[str]:

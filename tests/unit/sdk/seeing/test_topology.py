@@ -63,7 +63,7 @@ def test_only_some_sites_and_boxes() -> None:
     ("sites", "boxes", "why"),
     [
         (["mars"], [], "site: no box is at mars; there are fra, lon, nyc"),
-        ([], ["zz"], "box: no box with the name or the end of an id zz; there are"),
+        ([], ["zz"], "box: no box is called zz; there are"),
         ([], ["0"], "box: no box|box: [0-9]+ boxes"),
         ([], [".."], "box: no box"),
     ],
