@@ -31,7 +31,6 @@ from .topology import Topology, build_topology, find_box, fold, label, labels_of
 from .topology_map import draw_topology
 from .topology_view import link_lines, node_lines, print_topology
 from .trace_view import trace_lines
-from .watch import TopologyApp, WatchOptions
 
 FOLLOW_S: Final = 10.0  # that a node is asked to wait for the next event
 NOTHING: Final = (
@@ -66,6 +65,8 @@ def _watch(arguments: SimpleNamespace) -> int:
         raise UsageError("watch: this is no terminal; leave --watch out, or use --format json")
     if arguments.format == "json" or arguments.svg is not None or arguments.png is not None:
         raise UsageError("watch: it goes with neither --format json nor a drawing; leave one of them out")
+    from .watch import TopologyApp, WatchOptions  # a terminal program's library takes a tenth of a second
+
     options = WatchOptions(
         interval_s=arguments.interval_s,
         sites=arguments.sites,

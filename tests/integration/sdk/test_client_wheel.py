@@ -94,7 +94,7 @@ def test_the_wheel_is_pure_python(laptop: Laptop) -> None:
     with zipfile.ZipFile(laptop.wheel) as archive:
         tops = {name.partition("/")[0] for name in archive.namelist()}
         assert tops == {"p2pserve", f"p2pserve-{__version__}.dist-info"}
-        assert "p2pserve/py.typed" in archive.namelist()
+        assert {"p2pserve/py.typed", "p2pserve/sdk/explaining/words.md"} <= set(archive.namelist())
 
 
 def test_a_laptop_needs_few_megabytes(laptop: Laptop) -> None:
