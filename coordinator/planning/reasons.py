@@ -36,7 +36,7 @@ FULL: Final = 0.9
 """Of what there is at most, from which on memory or a link counts as full."""
 
 MOST_ALTERNATIVES: Final = 32
-"""Replicas whose other phases are evaluated: a plan of hundreds would take minutes."""
+"""Replicas whose other phases are evaluated, the busiest: the larger a plan, the longer each evaluation takes, too."""
 
 
 class Resource(StrEnum):
@@ -240,8 +240,9 @@ class _ServiceReasons:
         return tuple(sorted((boxes[box].gpu.name, gpus) for box, gpus in group.slices))
 
     def _describe(self, group: Group) -> str:
-        boxes = self.problem.cluster.boxes
-        return f"{group.phase} on " + " + ".join(f"{gpus} of {boxes[box].id}" for box, gpus in group.slices)
+        boxes, services = self.problem.cluster.boxes, self.problem.services
+        of = f"{services[group.service].name}: " if len(services) > 1 else ""
+        return f"{of}{group.phase} on " + " + ".join(f"{gpus} of {boxes[box].id}" for box, gpus in group.slices)
 
 
 def _halve_resources(

@@ -107,6 +107,8 @@ def _explain_replica(replica: ReplicaReasons, service: Service, *, is_running: b
     )
     yield "phase", f"{alone}{'; its owner has pinned it' * replica.is_pinned}."
     better = "more: `p2pserve plan --live` has the best" if is_running else "more: the search has not come by it"
+    if not (replica.alternatives or replica.is_pinned):
+        yield "", "Other phases are evaluated for the busiest replicas alone."
     for each in replica.alternatives:
         yield "", f"Instead {_compare(each, better)}"
     yield "limit", _explain_limit(replica)
