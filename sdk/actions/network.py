@@ -60,7 +60,7 @@ def _show(arguments: SimpleNamespace, show: Callable[[Status, SimpleNamespace, C
         while True:
             found = client.status()
             _write_any_text()
-            console = open_console()
+            console = open_console(wide=getattr(arguments, "wide", False))
             if arguments.watch and console.is_terminal and arguments.format != "json":
                 console.clear()
             show(found, arguments, console)

@@ -42,10 +42,11 @@ class PlainConsole(Console):
         raise  # noqa: PLE0704 (rich calls this while it handles the error)
 
 
-def open_console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is; what goes to a file is not cut off."""
+def open_console(*, stderr: bool = False, wide: bool = False) -> Console:
+    """A console that prints text as it is; what goes to a file is not cut off, nor what is `wide` in a terminal, which
+    breaks its lines."""
     console = PlainConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
+    if not console.is_terminal or (wide and console.width < WIDE):
         console = PlainConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True, width=WIDE)
     return console
 
@@ -84,7 +85,7 @@ def status_table(status: Status, columns: Sequence[str] = COLUMNS) -> Table:
         if node.role != CLIENT:
             cells = dict(zip(COLUMNS, node_row(node, status), strict=True))
             table.add_row(*(cells[column] for column in columns))
-    return keep_whole(table, "node")
+    return keep_whole(table, "node", "address", "model")
 
 
 def engine_lines(status: Status) -> list[str]:

@@ -46,7 +46,7 @@ def show(arguments: SimpleNamespace) -> int:
     if arguments.format == "json":
         print(json.dumps({"tokens": rows}))
         return 0
-    form = "{:<18}{:<8}{:<6}{:>7}  {:<9}{:<17}{}"
+    form = "{:<17}{:<7}{:<5}{:>7} {:<8}{:<17}{}"
     print(form.format("id", "role", "lead", "used", "state", "until (UTC)", "name"))
     for row in rows:
         lead, used = "yes" if row["lead"] else "no", f"{row['seen']}/{row['uses']}"

@@ -21,6 +21,7 @@ from p2pserve.sdk.actions.status_view import (
     COLUMNS,
     list_models,
     node_row,
+    open_console,
     plan_lines,
     print_models,
     print_status,
@@ -290,3 +291,13 @@ def test_a_dozen_boxes_fit_and_no_name_is_cut(width: int) -> None:
     for each in of.nodes:
         assert any(line.split()[0].rstrip("*") == name_of(each.peer) for line in lines if line.strip())
     assert any(LONG in line.split() for line in lines)
+
+
+def test_all_columns_cut_no_model_and_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a terminal of 80 columns, which breaks the lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = open_console(wide=True)
+    console.file = io.StringIO()
+    print_status(status(box(0)), console, wide=True)
+    assert {LONG, "1.2.3.4:5"} <= set(console.file.getvalue().split())
