@@ -143,6 +143,15 @@ def test_the_running_plan_is_explained(
     assert FAST not in text.partition("plan 3.7")[2]
 
 
+def test_a_lone_box_has_no_alternative(network: list[Status], capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody else prefills, or decodes."""
+    network.append(status(NODES[0], plan=plan_of(NODES[0])))
+    assert main(["plan", "--live", *TOKEN, "--explain", "--format", "json"]) == 0
+    (replica,) = json.loads(capsys.readouterr().out)["explain"]["replicas"]
+    assert [each["attainment"] for each in replica["alternatives"]] == [0.0, 0.0]
+    assert replica["kv_link"] is None
+
+
 def test_a_client_alone_explains_what_the_plan_says(
     network: list[Status], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
