@@ -177,16 +177,14 @@ def _words_of_requests(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "share", f"{heaviest.weight:.1%} of requests go {route}, the most of {_count(len(plan.pairings), 'pairing')}"
     yield (
         "orchestration",
-        f"X {x:.3f} of requests prefill on {one}; Y {heaviest.weight / x:.3f} of those decode on {two}",
+        f"X: {x:.3f} of requests prefill on {one}; Y: {heaviest.weight / x:.3f} of those decode on {two}",
     )
     chunked = [replica for replica in plan.replicas if replica.step_tokens]
     if chunked:
         most = max(chunked, key=lambda replica: replica.step_tokens)
         least = min(chunked, key=lambda replica: replica.step_tokens)
-        yield (
-            "prefill chunk",
-            f"{least.step_tokens} tokens a step at most on {least.id}, {most.step_tokens} on {most.id}",
-        )
+        further = f", {most.step_tokens} on {most.id}" if most.step_tokens > least.step_tokens else ""
+        yield "prefill chunk", f"{least.step_tokens} tokens a step at most on {least.id}{further}"
     yield "codec", f"{plan.codec}"
 
 

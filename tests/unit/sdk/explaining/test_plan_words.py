@@ -62,7 +62,7 @@ def test_a_plan_alone_is_explained_by_its_own_figures() -> None:
     assert here["PP"] == "a has 2 stages"
     assert here["layer range"] == "a holds [0,20) on a, [20,32) on b"
     assert here["share"] == "75.0% of requests go from a to c, the most of 2 pairings"
-    assert here["orchestration"] == "X 0.750 of requests prefill on a; Y 1.000 of those decode on c"
+    assert here["orchestration"] == "X: 0.750 of requests prefill on a; Y: 1.000 of those decode on c"
     assert here["prefill chunk"] == "256 tokens a step at most on c, 2048 on a"
     assert here["TTFT"] == "the plan is for 1.5 s"
     assert "TPOT" not in here, "no deadline, and nothing is expected of a plan alone"
