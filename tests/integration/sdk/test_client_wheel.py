@@ -27,7 +27,7 @@ from p2pserve.sdk.demo.box import open_box
 ROOT = Path(__file__).resolve().parents[3]
 MAX_MIB = 60  # installed, with all that it needs
 LIMIT_S = 120.0
-SHIPPED = ("p2pserve", "bootstrap", "kernels", "coordinator", "kvtransport", "node", "sdk", "sims")
+SHIPPED = ("p2pserve", "bootstrap", "kernels", "coordinator", "kvtransport", "node", "sdk", "sims", "docs")
 OTHERS = {  # where else people sit; pip takes wheels for them without being there
     "macOS on Apple's processors": ("macosx_11_0_arm64", "macosx_12_0_arm64", "macosx_11_0_universal2"),
     "macOS on Intel's": ("macosx_10_13_x86_64", "macosx_11_0_x86_64", "macosx_10_12_universal2"),
