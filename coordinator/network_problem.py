@@ -22,8 +22,7 @@ from .calibration import calibrate_boxes
 from .capacity import BoxView, KvCodec, Links, LinkView
 from .costs.gpus import GpuSpec, Specs, gpu_table
 from .costs.model_shape import ModelShape
-from .costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
-from .costs.step_times import StepTimes
+from .costs.replica import GIB, StageHardware, kv_capacity_tokens
 from .demand import Demand, is_idle
 from .demand_meter import expected_workload
 from .pipelines import BoxGroup, group_boxes
@@ -35,6 +34,7 @@ from .planning.model.cluster import Box, Cluster
 from .planning.model.problem import Group, Problem, Slice, Solution
 from .planning.model.slo import SloScale, slo_by
 from .planning.model.workload import Service, Slo
+from .planning.reasons import pipeline_times
 from .planning.upper.search_space import make_solution
 from .settings import NetworkPlanSettings
 
@@ -146,7 +146,7 @@ def build_network_problem(
     }
     cluster = _make_cluster([usable[peer] for peer in sorted(cards)], cards, between)
     if not isinstance(slo, Slo):
-        alone = [slo_by(_step_times(model, group, cluster), workload, slo) for group in groups]
+        alone = [slo_by(pipeline_times(model, group.stages, cluster), workload, slo) for group in groups]
         slo = min(alone, key=lambda deadlines: deadlines.e2e_s)
     ours = Service(
         name=service, model=model, workload=workload, slo=slo, codec=codec.name, kv_bits=codec.bits
@@ -267,17 +267,6 @@ def _make_cluster(boxes: Sequence[BoxView], cards: Mapping[str, GpuSpec], betwee
         ),
         gbps=matrix(between.gbps), rtt_s=matrix(between.rtt_s), usd_per_gb=matrix(between.usd_per_gb),
     )  # fmt: skip
-
-
-def _step_times(model: ModelShape, group: BoxGroup, cluster: Cluster) -> StepTimes:
-    at = [cluster.index(stage.peer) for stage in group.stages]
-    stages = [
-        StageHardware(cluster.boxes[box].gpu, stage.tp, stage.layers, cluster.boxes[box].gpu_link_gbps)
-        for box, stage in zip(at, group.stages, strict=True)
-    ]
-    ends = pairwise([*at, at[0]]) if len(at) > 1 else ()
-    hops = [Hop(float(cluster.rtt_s[one, two]), float(cluster.gbps[one, two])) for one, two in ends]
-    return replica_times(model, stages, hops)
 
 
 def _choose_pins(groups: Sequence[BoxGroup], usable: Mapping[str, BoxView], why: list[str]) -> dict[str, Phase]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -24,17 +25,29 @@ class Answers(Protocol):
 
 
 def converse(
-    read: Callable[[str], str], write: Callable[[str], None], answers: Answers, system: str | None = None
+    read: Callable[[str], str],
+    write: Callable[[str], None],
+    answers: Answers,
+    system: str | None = None,
+    *,
+    as_json: bool = False,
 ) -> None:
     """Turn by turn, until the end of input or an empty line. A turn that fails is told, and not kept: the next one can
-    be asked as if it had not been."""
+    be asked as if it had not been. `as_json`: a line for each turn, with the answer as a message or the error."""
+
+    def tell(text: str, turn: dict[str, str] | None = None) -> None:
+        if not as_json:
+            write(text)
+        elif turn is not None:
+            write(f"{json.dumps(turn)}\n")
+
     begin = [{"role": "system", "content": system}] if system else []
     messages = list(begin)
     while True:
         try:
             said = read(PROMPT).strip()
         except EOFError:
-            write("\n")
+            tell("\n")
             return
         if not said:
             return
@@ -46,11 +59,11 @@ def converse(
         try:
             for piece in answers(asked):
                 answer += piece
-                write(piece)
+                tell(piece)
         except ClientError as error:
-            write(f"\nno answer: {printable(str(error))}\n")
+            tell(f"\nno answer: {printable(str(error))}\n", {"error": str(error)})
             continue
-        write("\n")
+        tell("\n", {"role": "assistant", "content": answer})
         messages = [*asked, {"role": "assistant", "content": answer}]
 
 
@@ -59,7 +72,14 @@ def chat(arguments: SimpleNamespace) -> int:
     with client_of(arguments) as client:
         if sys.stdin.isatty():
             print(HELP, file=sys.stderr)
-        converse(_read_line, _write_text, lambda messages: _stream(client, messages, arguments), arguments.system)
+        as_json = arguments.format == "json"
+        converse(
+            _read_line,
+            _write_text,
+            lambda messages: _stream(client, messages, arguments),
+            arguments.system,
+            as_json=as_json,
+        )
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
@@ -14,9 +15,11 @@ from ...kvtransport.probing.figures import BoxFigures, LinkFigures
 from ...kvtransport.routing.paths import NoPath, PathChoice, PathNetwork, PathQuery, choose
 from ...node.messages import Status
 from ..errors import UsageError
-from .status_view import open_console
+from .status_view import keep_whole, open_console
 
 COLUMNS = ("from", "to", "rtt", "loss", "one stream", "capacity", "sure", "source")
+NARROW = ("from", "to", "rtt", "loss", "capacity", "source")
+"""What fits 80 columns."""
 
 
 def network_of(status: Status) -> PathNetwork:
@@ -30,21 +33,21 @@ def network_of(status: Status) -> PathNetwork:
     return PathNetwork(links, boxes)
 
 
-def print_links(status: Status, console: Console | None = None) -> None:
+def print_links(status: Status, console: Console | None = None, *, wide: bool = False) -> None:
     """Print the table of links, or that there is none yet."""
     console = console or open_console()
     network = network_of(status)
     console.print("links:" if network.links else "links: none has been measured yet")
     if network.links:
-        console.print(links_table(network))
+        console.print(links_table(network, COLUMNS if wide else NARROW))
 
 
-def links_table(network: PathNetwork) -> Table:
-    """One line for each directed link."""
-    table = Table(*COLUMNS, box=None, pad_edge=False, header_style="bold")
+def links_table(network: PathNetwork, columns: Sequence[str] = COLUMNS) -> Table:
+    """One line for each directed link, with these of COLUMNS."""
+    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for (source, target), link in sorted(network.links.items()):
         bound = ">=" if link.capacity_is_floor else ""
-        table.add_row(
+        cells = (
             name_of(source),
             name_of(target),
             f"{link.rtt_s * 1e3:.1f} ms" if link.reachable else "unreachable",
@@ -54,7 +57,8 @@ def links_table(network: PathNetwork) -> Table:
             f"{link.rate_confidence:.0%}",
             link.source.value,
         )
-    return table
+        table.add_row(*(cell for name, cell in zip(COLUMNS, cells, strict=True) if name in columns))
+    return keep_whole(table, "from", "to")
 
 
 def explain_path(

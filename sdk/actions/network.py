@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Final, cast
 
 import msgspec
+from rich.console import Console
 
 from ...coordinator.names import name_of
 from ...node.messages import RequestFigures, Status
@@ -18,7 +20,7 @@ from ..environment import network_address
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
-from .status_view import list_models, open_console, print_models, print_status
+from .status_view import list_models, open_console, print_models, print_prose, print_status
 
 WATCH_S: Final = 2.0
 
@@ -48,37 +50,47 @@ def generate(arguments: SimpleNamespace) -> int:
 
 def status(arguments: SimpleNamespace) -> int:
     """`p2pserve status`."""
-    with client_of(arguments) as client:
-        _print_status(client.status(), arguments)
-        while arguments.watch:
-            time.sleep(WATCH_S)
-            _print_status(client.status(), arguments)
+    _show(arguments, _print_status)
     return 0
 
 
-def _print_status(found: Status, arguments: SimpleNamespace) -> None:
-    """As a table or, on one line, as JSON; one that is watched begins at the top of the terminal."""
+def _show(arguments: SimpleNamespace, show: Callable[[Status, SimpleNamespace, Console], None]) -> None:
+    """What a network says of itself, once or with --watch again and again, at the top of a terminal."""
+    with client_of(arguments) as client:
+        while True:
+            found = client.status()
+            _write_any_text()
+            console = open_console(wide=getattr(arguments, "wide", False))
+            if arguments.watch and console.is_terminal and arguments.format != "json":
+                console.clear()
+            show(found, arguments, console)
+            sys.stdout.flush()
+            if not arguments.watch:
+                return
+            time.sleep(WATCH_S)
+
+
+def _print_status(found: Status, arguments: SimpleNamespace, console: Console) -> None:
     if arguments.format == "json":
-        print(json.dumps(msgspec.to_builtins(found)), flush=arguments.watch)
+        print(json.dumps(msgspec.to_builtins(found)))
         return
-    _write_any_text()
-    console = open_console()
-    if arguments.watch and console.is_terminal:
-        console.clear()
     print_status(found, console, wide=arguments.wide)
     if arguments.links:
-        print_links(found, console)
+        print_links(found, console, wide=arguments.wide)
 
 
 def models(arguments: SimpleNamespace) -> int:
     """`p2pserve models`."""
-    with client_of(arguments) as client:
-        found = list_models(client.status())
+    _show(arguments, _print_models)
+    return 0
+
+
+def _print_models(status: Status, arguments: SimpleNamespace, console: Console) -> None:
+    found = list_models(status)
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(found)))
     else:
-        print_models(found, open_console())
-    return 0
+        print_models(found, console)
 
 
 def path(arguments: SimpleNamespace) -> int:
@@ -90,7 +102,7 @@ def path(arguments: SimpleNamespace) -> int:
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(choice)))
     else:
-        print(choice_text(choice))
+        print_prose(choice_text(choice).splitlines(), open_console())
     return 0
 
 

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from types import SimpleNamespace
 from typing import Any, Final
@@ -21,9 +21,11 @@ from ...coordinator import Phase, Replica
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Percentiles, Problem, Proposal
 from ...coordinator.planning.model.workload import Service
+from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.search import SearchResult, search
+from ..explaining.plan_words import Explanation, explain_plan, explanation_json, print_explanation
 from .plan_options import problem_of
-from .status_view import open_console
+from .status_view import keep_whole, open_console, print_prose
 
 FLOWS_SHOWN: Final = 12
 
@@ -50,11 +52,12 @@ def run_plan(arguments: SimpleNamespace) -> int:
         found = search_plan(problem, evaluator, arguments, progress)
     proposals = evaluator.propose(found.solution, epoch=0, version=1)
     seconds = time.monotonic() - started
+    explained = _explain(problem, evaluator, found, proposals) if arguments.explain else [None] * len(proposals)
     if arguments.format == "json":
-        print(json.dumps(plan_json(problem, found, proposals, seconds, arguments.seed)))
+        print(json.dumps(plan_json(problem, found, proposals, seconds, arguments.seed, explained)))
     else:
         out = open_console()
-        print_proposals(problem, found, proposals, out)
+        print_proposals(problem, found, proposals, out, explained)
         out.print(f"planned in {seconds:.2f} s, {found.steps} steps, seed {arguments.seed}")
     sys.stdout.flush()
     return 0
@@ -78,8 +81,24 @@ def search_plan(
     )
 
 
+def _explain(
+    problem: Problem, evaluator: LowerLevel, found: SearchResult, proposals: tuple[Proposal, ...]
+) -> list[Explanation | None]:
+    """Of each service."""
+    reasons = explain_replicas(problem, evaluator, found.solution, proposals, found.evaluated)
+    return [
+        explain_plan(proposal.plan, service, proposal, why)
+        for service, proposal, why in zip(problem.services, proposals, reasons, strict=True)
+    ]
+
+
 def plan_json(
-    problem: Problem, found: SearchResult, proposals: tuple[Proposal, ...], seconds: float, seed: int
+    problem: Problem,
+    found: SearchResult,
+    proposals: tuple[Proposal, ...],
+    seconds: float,
+    seed: int,
+    explained: Sequence[Explanation | None],
 ) -> dict[str, Any]:
     """Everything, for programs."""
     return {
@@ -99,13 +118,20 @@ def plan_json(
                 "arrivals": f"CV {service.workload.arrival_cv:g}",
                 "slo": msgspec.to_builtins(service.slo),
                 **msgspec.to_builtins(proposal),
+                **({"explain": explanation_json(why)} if why is not None else {}),
             }
-            for service, proposal in zip(problem.services, proposals, strict=True)
+            for service, proposal, why in zip(problem.services, proposals, explained, strict=True)
         ],
     }
 
 
-def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Proposal, ...], console: Console) -> None:
+def print_proposals(
+    problem: Problem,
+    found: SearchResult,
+    proposals: tuple[Proposal, ...],
+    console: Console,
+    explained: Sequence[Explanation | None],
+) -> None:
     """For people: per service its replicas, who sends to whom, what to expect, and why."""
     cluster = problem.cluster
     boxes = "1 box" if len(cluster.boxes) == 1 else f"{len(cluster.boxes)} boxes"
@@ -113,8 +139,8 @@ def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Prop
         f"{cluster.gpus} GPUs in {boxes}, ${cluster.usd_per_hour:.2f}/h, "
         f"GPU figures: {_specs(problem)}; estimates, not measurements"
     )
-    for service, proposal in zip(problem.services, proposals, strict=True):
-        print_service(service, problem, proposal, console)
+    for service, proposal, why in zip(problem.services, proposals, explained, strict=True):
+        print_service(service, problem, proposal, console, explained=why)
     console.print(
         f"objective {found.score.objective:.4f}: attainment {found.score.attainment:.1%}, "
         f"capacity {found.score.capacity:.2f} x the rate"
@@ -122,7 +148,12 @@ def print_proposals(problem: Problem, found: SearchResult, proposals: tuple[Prop
 
 
 def print_service(
-    service: Service, problem: Problem, proposal: Proposal, console: Console, named: Callable[[str], str] = str
+    service: Service,
+    problem: Problem,
+    proposal: Proposal,
+    console: Console,
+    named: Callable[[str], str] = str,
+    explained: Explanation | None = None,
 ) -> None:
     """One service: replicas, flows, figures and reasons. `named` rewrites ids for display."""
     workload, slo = service.workload, service.slo
@@ -148,7 +179,7 @@ def print_service(
             f"{about.utilisation:.0%}",
             f"{about.batch:.1f}",
         )
-    console.print(table)
+    console.print(keep_whole(table, "replica", "phase"))
     _print_flows(proposal, console, named)
     console.print(
         f"TTFT {_times(proposal.ttft_s)}, TPOT {_times(proposal.tpot_s)}, E2E {_times(proposal.e2e_s)} (p50/p90/p99); "
@@ -159,8 +190,10 @@ def print_service(
         f"{proposal.max_rate:.2f} requests/s; ${proposal.usd_per_hour:.2f}/h, "
         f"${proposal.usd_per_million_tokens:.2f} per million output tokens"
     )
-    for line in proposal.plan.why:
-        console.print(f"  why: {named(line)}")
+    if explained is not None:
+        print_explanation(explained, service, console, named)
+        return
+    print_prose((f"  why: {named(line)}" for line in proposal.plan.why), console)
 
 
 def _print_flows(proposal: Proposal, console: Console, named: Callable[[str], str]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from textwrap import wrap
 from typing import Any
 
 import msgspec
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -39,20 +42,40 @@ class PlainConsole(Console):
         raise  # noqa: PLE0704 (rich calls this while it handles the error)
 
 
-def open_console(*, stderr: bool = False) -> Console:
-    """A console that prints text as it is; what goes to a file is not cut off."""
+def open_console(*, stderr: bool = False, wide: bool = False) -> Console:
+    """A console that prints text as it is; what goes to a file is not cut off, nor what is `wide` in a terminal, which
+    breaks its lines."""
     console = PlainConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True)
-    if not console.is_terminal:
+    if not console.is_terminal or (wide and console.width < WIDE):
         console = PlainConsole(stderr=stderr, highlight=False, markup=False, soft_wrap=True, width=WIDE)
     return console
+
+
+def keep_whole(table: Table, *headers: str) -> Table:
+    """The table, once it is filled, with these columns never cut or wrapped: what is in them is typed back. Others give
+    way."""
+    for column in table.columns:
+        if column.header in headers:
+            column.no_wrap = True
+            column.min_width = max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    return table
+
+
+def print_prose(lines: Iterable[str], console: Console) -> None:
+    """Lines of sentences: in a terminal broken between words, with what follows a break further in."""
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        if console.is_terminal and len(line) > console.width:
+            pieces = wrap(line, console.width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+            line = "\n".join(pieces)
+        console.print(line)
 
 
 def print_status(status: Status, console: Console | None = None, *, wide: bool = False) -> None:
     """Print the table of nodes, the coordinator and the plan."""
     console = console or open_console()
     console.print(status_table(status, COLUMNS if wide else NARROW))
-    for line in (*engine_lines(status), *plan_lines(status), *worth_lines(status)):
-        console.print(line)
+    print_prose((*engine_lines(status), *plan_lines(status), *worth_lines(status)), console)
 
 
 def status_table(status: Status, columns: Sequence[str] = COLUMNS) -> Table:
@@ -62,7 +85,7 @@ def status_table(status: Status, columns: Sequence[str] = COLUMNS) -> Table:
         if node.role != CLIENT:
             cells = dict(zip(COLUMNS, node_row(node, status), strict=True))
             table.add_row(*(cells[column] for column in columns))
-    return table
+    return keep_whole(table, "node", "address", "model")
 
 
 def engine_lines(status: Status) -> list[str]:
@@ -212,7 +235,8 @@ def list_models(status: Status) -> list[OfferedModel]:
 
 
 def print_models(models: Sequence[OfferedModel], console: Console) -> None:
-    """One line for each, or that there is none."""
+    """A table; where that is too wide for long names, which are typed back, a paragraph for each. Or that there is
+    none."""
     if not models:
         console.print("models: no box of this network offers one; start one with `p2pserve join --model ...`")
         return
@@ -220,4 +244,12 @@ def print_models(models: Sequence[OfferedModel], console: Console) -> None:
     for each in models:
         figures = (str(value) if value else "-" for value in (each.longest, each.kv_tokens))
         table.add_row(each.service, each.name, str(each.boxes), str(each.ready), *figures)
-    console.print(table)
+    keep_whole(table, *MODEL_COLUMNS)
+    if Measurement.get(console, console.options.update(max_width=10**4), table).maximum <= console.width:
+        console.print(table)
+        return
+    for each in models:
+        longest = f", {each.longest} tokens at most" if each.longest else ""
+        kv = f", {each.kv_tokens} tokens of KV" if each.kv_tokens else ""
+        console.print(f"{each.service}\n    {each.name}")
+        console.print(f"    {each.boxes} box{'es' * (each.boxes != 1)}, {each.ready} ready{longest}{kv}")

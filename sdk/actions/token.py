@@ -46,11 +46,11 @@ def show(arguments: SimpleNamespace) -> int:
     if arguments.format == "json":
         print(json.dumps({"tokens": rows}))
         return 0
-    form = "{:<18}{:<8}{:<6}{:>9}  {:<9}{:<23}{}"
-    print(form.format("id", "role", "lead", "used", "state", "joining until", "name"))
+    form = "{:<17}{:<7}{:<5}{:>7} {:<8}{:<17}{}"
+    print(form.format("id", "role", "lead", "used", "state", "until (UTC)", "name"))
     for row in rows:
         lead, used = "yes" if row["lead"] else "no", f"{row['seen']}/{row['uses']}"
-        until = _date(int(str(row["expires_at"])))
+        until = _date(int(str(row["expires_at"]))).removesuffix(" UTC")
         print(
             form.format(row["id"], row["role"], lead, used, row["state"], until, printable(str(row["name"]))).rstrip()
         )

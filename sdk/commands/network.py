@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Final
 
 import click
 
 from ..options.command import combine, command, option
 from ..options.shared import http_options, network_options, price_options, timeout_option
 from ..options.values import FIGURE, FILE
+
+watch_option: Final = option("--watch", is_flag=True, help="again every two seconds, until Ctrl-C")
 
 
 def _none_if_empty(ctx: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[str] | None:
@@ -54,7 +57,7 @@ def generate(arguments: SimpleNamespace) -> int:
     network_options("p2p_client_..."),
     option("--links", is_flag=True, help="also what is known of each link between two nodes"),
     option("--wide", is_flag=True, help="all columns; without it, what fits 80"),
-    option("--watch", is_flag=True, help="again every two seconds, until Ctrl-C"),
+    watch_option,
     timeout_option,
 )
 def status(arguments: SimpleNamespace) -> int:
@@ -64,14 +67,14 @@ def status(arguments: SimpleNamespace) -> int:
 
 
 @command("models", example="p2pserve models --format json", formats=("table", "json"))
-@combine(network_options("p2p_client_..."), timeout_option)
+@combine(network_options("p2p_client_..."), watch_option, timeout_option)
 def models(arguments: SimpleNamespace) -> int:
     from ..actions.network import models as run
 
     return run(arguments)
 
 
-@command("chat", example='p2pserve chat --system "You answer in one sentence."', formats=None)
+@command("chat", example='p2pserve chat --system "You answer in one sentence."', formats=("text", "json"))
 @combine(
     option("--system", metavar="TEXT", help="what the conversation begins with"),
     option("--max-tokens", type=int, metavar="N", help="at most this many new tokens of each answer"),

@@ -5,16 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from ..options.command import combine, command
-from ..options.planning import live_option, plan_options, sim_options
+from ..options.planning import explain_option, live_option, plan_options, sim_options
 from ..options.shared import network_options, timeout_option
 
 
 @command(
     "plan",
-    example="p2pserve plan --cluster thunderserve-cloud-32 --model llama-30b \\\n      --workload coding --rate 10",
+    example=[
+        "p2pserve plan --cluster thunderserve-cloud-32 --model llama-30b \\\n      --workload coding --rate 10",
+        "p2pserve plan --live --explain   # why it is as it is, and what the words mean",
+    ],
     formats=("table", "json"),
 )
-@combine(plan_options, live_option, network_options("p2p_client_..."), timeout_option)
+@combine(plan_options, explain_option, live_option, network_options("p2p_client_..."), timeout_option)
 def plan(arguments: SimpleNamespace) -> int:
     if arguments.live:
         from ..live.plan import run_live_plan

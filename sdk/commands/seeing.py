@@ -8,6 +8,7 @@ from typing import Final
 import click
 
 from ..options.command import CommandGroup, combine, command, option
+from ..options.planning import explain_option
 from ..options.shared import network_options, price_options, timeout_option
 from ..options.values import ABOVE_ZERO, FIGURE, FILE, POSITIVE
 
@@ -138,10 +139,15 @@ def inspect_path(arguments: SimpleNamespace) -> int:
     return run(arguments)
 
 
-@command("plan", about="say what the running plan is, and why", example="p2pserve inspect plan", formats=FORMATS)
-@network
+@command(
+    "plan",
+    about="say what the running plan is, and why",
+    example=["p2pserve inspect plan", "p2pserve inspect plan --explain"],
+    formats=FORMATS,
+)
+@combine(explain_option, network)
 def inspect_plan(arguments: SimpleNamespace) -> int:
-    from ..seeing.actions import inspect_plan as run
+    from ..live.running_plan import inspect_plan as run
 
     return run(arguments)
 

@@ -16,17 +16,21 @@ from ...coordinator import Phase, Plan
 from ...coordinator.capacity import KvCodec
 from ...coordinator.names import name_of
 from ...coordinator.network_plan import search_phases, solver_for_shares
-from ...coordinator.network_problem import NetworkProblem, build_network_problem
+from ...coordinator.network_problem import SLO_SCALE, NetworkProblem, build_network_problem
 from ...coordinator.planning.lower.flow import solve_exact, solve_greedy
 from ...coordinator.planning.model.problem import Proposal, Solution
-from ...coordinator.planning.model.slo import read_slo
+from ...coordinator.planning.model.slo import SloScale, read_slo
+from ...coordinator.planning.model.workload import Service, Slo
+from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
 from ...kernels.codecs import DEFAULT, codec_named
+from ...node.messages import Status
 from ...node.view import NetworkView
 from ..actions.network import client_of
 from ..actions.plan import print_service
 from ..actions.status_view import open_console, shortened
 from ..errors import NotReady, UsageError
+from ..explaining.plan_words import Explanation, explain_plan, explanation_json
 
 OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_weight", "budget_s")
 """Options that only a described cluster has."""
@@ -63,23 +67,47 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
         raise UsageError(f"rate: {rate} is not a number of requests per second above 0")
     with client_of(arguments) as client:
         status = client.status()
-    view = NetworkView.of_status(status)
-    service = _service(view, arguments.model)
+    service = _service(NetworkView.of_status(status), arguments.model)
     plan = status.plan if status.plan is not None and status.plan.service == service else None
-    codec = codec_named(plan.codec) if plan is not None else DEFAULT
-    network = build_network_problem(
-        view.boxes(service), view.links(), view.demands(service).values(),
-        service=service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
-    )  # fmt: skip
+    network = _problem_of(status, service, plan, slo, rate)
     if network is None:
         raise NotReady(f"no box of the network is ready to serve {service}: see `p2pserve status`")
     found = compare(network, plan)
+    explained = _explain(network, found.running or found.best) if arguments.explain else None
     if arguments.format == "json":
-        print(json.dumps(live_json(found)))
+        print(json.dumps(live_json(found, explained)))
     else:
-        print_live(found, open_console())
+        print_live(found, open_console(), explained)
     sys.stdout.flush()
     return 0
+
+
+def explain_running_plan(status: Status, plan: Plan) -> tuple[Explanation, Service] | None:
+    """What the network's plan would do with its boxes, links and traffic as they are; None where its replicas cannot
+    serve now."""
+    network = _problem_of(status, plan.service, plan, SLO_SCALE, None)
+    running = _running(network, plan) if network is not None else None
+    if network is None or running is None:
+        return None
+    return _explain(network, _expected(network, plan, running)), network.service
+
+
+def _problem_of(
+    status: Status, service: str, plan: Plan | None, slo: Slo | SloScale, rate: float | None
+) -> NetworkProblem | None:
+    view = NetworkView.of_status(status)
+    codec = codec_named(plan.codec) if plan is not None else DEFAULT
+    return build_network_problem(
+        view.boxes(service), view.links(), view.demands(service).values(),
+        service=service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
+    )  # fmt: skip
+
+
+def _explain(network: NetworkProblem, proposal: Proposal) -> Explanation:
+    phases = {head: phase for head in network.heads if (phase := proposal.plan.phase_of(head)) is not None}
+    solution = network.solution(phases)
+    (reasons,) = explain_replicas(network.problem, network.evaluator, solution, [proposal], {})
+    return explain_plan(proposal.plan, network.service, proposal, reasons, is_running=True)
 
 
 def _service(view: NetworkView, wanted: str | None) -> str:
@@ -137,10 +165,12 @@ def _expected(network: NetworkProblem, plan: Plan, running: Solution) -> Proposa
     )[0]
 
 
-def live_json(found: LivePlans) -> dict[str, Any]:
+def live_json(found: LivePlans, explained: Explanation | None = None) -> dict[str, Any]:
     """Everything, for programs."""
     service = found.network.service
+    explanation = {"explain": explanation_json(explained, name_of)} if explained is not None else {}
     return {
+        **explanation,
         "service": service.name,
         "rate": service.workload.rate,
         "asked": found.network.asked,
@@ -154,8 +184,8 @@ def live_json(found: LivePlans) -> dict[str, Any]:
     }
 
 
-def print_live(found: LivePlans, console: Console) -> None:
-    """For people."""
+def print_live(found: LivePlans, console: Console, explained: Explanation | None = None) -> None:
+    """For people. `explained`: of the running plan, or of the best where none runs."""
     network, problem = found.network, found.network.problem
     console.print(
         f"{problem.cluster.gpus} GPUs or processors in {len(problem.cluster.boxes)} boxes, "
@@ -171,12 +201,12 @@ def print_live(found: LivePlans, console: Console) -> None:
         console.print(f"\nplan {number} is running; those of its replicas that are there cannot serve")
     else:
         console.print(f"\nplan {found.plan.epoch}.{found.plan.version} is running:", end="")
-        print_service(network.service, problem, found.running, console, named)
+        print_service(network.service, problem, found.running, console, named, explained)
     if found.running is not None and not found.changes:
         console.print("\nno better plan was found: every replica does what is best")
         return
     console.print("\nbest found:", end="")
-    print_service(network.service, problem, found.best, console, named)
+    print_service(network.service, problem, found.best, console, named, None if found.running else explained)
     console.print()
     for change in found.changes:
         console.print(f"would change: {name_of(change.replica)}: {change.was or 'not in the plan'} -> {change.now}")

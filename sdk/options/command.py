@@ -22,11 +22,27 @@ COMPLETION: Final = "_P2PSERVE_COMPLETE"
 OPTIONS: Final = "Options"
 """The section of what has no other."""
 
+FOR_PEOPLE: Final = ("table", "text")
+"""Names of the format that is not for programs: whoever knows one of them may write it everywhere."""
+
 DEBUG: Final = "p2pserve.debug"
 """Where the root's context says that errors are to be shown with their tracebacks."""
 
 Action = Callable[[SimpleNamespace], int]
 Decorated = Callable[[Any], Any]
+
+
+class _Format(click.Choice[str]):
+    """What is printed; `table` and `text`, for people, are the same."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """One of the choices."""
+        return super().convert(self.choices[0] if value in FOR_PEOPLE else value, param, ctx)
+
+
+def _about(formats: tuple[str, str]) -> str:
+    other = next(name for name in FOR_PEOPLE if name != formats[0])
+    return f"default: {formats[0]}; {other} is the same"
 
 
 class Option(click.Option):
@@ -141,8 +157,7 @@ def command(
 
         common = [option("--debug", is_flag=True, callback=_note_debug, help="show tracebacks and the log")]
         if formats is not None:
-            choice = click.Choice(formats)
-            common.insert(0, option("--format", type=choice, default=formats[0], help=f"default: {formats[0]}"))
+            common.insert(0, option("--format", type=_Format(formats), default=formats[0], help=_about(formats)))
         found = combine(*common)(run)
         found.__click_params__ += getattr(function, "__click_params__", [])  # the help has the last of these first
         return click.command(

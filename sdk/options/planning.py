@@ -69,6 +69,12 @@ plan_options: Final = combine(
 )
 """The options of `p2pserve plan`."""
 
+explain_option: Final = option(
+    "--explain",
+    is_flag=True,
+    help="also why each replica is as it is, what else it could be, and what the words mean, with this plan's figures",
+)
+
 live_option: Final = option(
     "--live",
     is_flag=True,

@@ -21,7 +21,7 @@ from ...node.observing.traces import assemble_trace, estimate_clocks, find_reque
 from ...node.observing.values import MAX_EVENTS, NodeEvent, RequestTrace
 from ..actions.links_view import network_of
 from ..actions.network import client_of
-from ..actions.status_view import open_console, plan_lines
+from ..actions.status_view import open_console, print_prose
 from ..errors import UsageError
 from ..printing import printable
 from .drawing import write_png, write_svg
@@ -31,7 +31,6 @@ from .topology import Topology, build_topology, find_box, fold, label, labels_of
 from .topology_map import draw_topology
 from .topology_view import link_lines, node_lines, print_topology
 from .trace_view import trace_lines
-from .watch import TopologyApp, WatchOptions
 
 FOLLOW_S: Final = 10.0  # that a node is asked to wait for the next event
 NOTHING: Final = (
@@ -66,6 +65,8 @@ def _watch(arguments: SimpleNamespace) -> int:
         raise UsageError("watch: this is no terminal; leave --watch out, or use --format json")
     if arguments.format == "json" or arguments.svg is not None or arguments.png is not None:
         raise UsageError("watch: it goes with neither --format json nor a drawing; leave one of them out")
+    from .watch import TopologyApp, WatchOptions  # a terminal program's library takes a tenth of a second
+
     options = WatchOptions(
         interval_s=arguments.interval_s,
         sites=arguments.sites,
@@ -140,8 +141,7 @@ def inspect_request(arguments: SimpleNamespace) -> int:
         print(json.dumps(msgspec.to_builtins(found)))
         return 0
     width = min(160, open_console().width) if sys.stdout.isatty() else 80
-    for line in trace_lines(found, called, with_layers=arguments.layers, width=width):
-        print(printable(line))
+    print_prose(trace_lines(found, called, with_layers=arguments.layers, width=width), open_console())
     if arguments.trace is not None:
         print(f"trace: {arguments.trace} opens in ui.perfetto.dev and chrome://tracing")
     return 0
@@ -158,25 +158,13 @@ def inspect_node(arguments: SimpleNamespace) -> int:
 def inspect_link(arguments: SimpleNamespace) -> int:
     """`p2pserve inspect link`."""
     known = _look(arguments)
-    one, other = find_box(known.nodes, arguments.source), find_box(known.nodes, arguments.target)
+    one, other = (find_box(known.nodes, getattr(arguments, end), end) for end in ("source", "target"))
     names = label(one), label(other)
     link = known.links.get((one.id, other.id))
     if link is None:
         what = "it is the same box" if one is other else "neither has told of it yet; try again in a minute"
         raise UsageError(f"target: nothing is known of the link {names[0]} -> {names[1]}: {what}")
     _print_one(link, link_lines(link, *names), arguments.format)
-    return 0
-
-
-def inspect_plan(arguments: SimpleNamespace) -> int:
-    """`p2pserve inspect plan`."""
-    with client_of(arguments) as client:
-        status = client.status()
-    if arguments.format == "json":
-        print(json.dumps(msgspec.to_builtins(status.plan)))
-        return 0
-    for line in plan_lines(status):
-        print(printable(line))
     return 0
 
 
@@ -189,8 +177,7 @@ def _print_one(found: msgspec.Struct, lines: Iterable[str], form: str) -> None:
     if form == "json":
         print(json.dumps(msgspec.to_builtins(found)))
         return
-    for line in lines:
-        print(printable(line))
+    print_prose(lines, open_console())
 
 
 def read_logs(files: Iterable[Path]) -> list[NodeEvent]:

@@ -8,7 +8,8 @@ from statistics import median
 from typing import NamedTuple
 
 from ...coordinator import Plan
-from ...coordinator.names import find_peers, name_of
+from ...coordinator.names import name_of
+from ...node.admin import naming
 from ...node.messages import Status
 from ...node.observing.summaries import summarise_links, summarise_nodes
 from ...node.observing.values import LinkSummary, NodeSummary
@@ -127,16 +128,12 @@ def select(topology: Topology, sites: Iterable[str], boxes: Iterable[str]) -> To
     )
 
 
-def find_box(nodes: Iterable[NodeSummary], name: str) -> NodeSummary:
-    """The one box with this id, or the end of it, or this short name. Raises UsageError."""
-    nodes = tuple(nodes)
-    peers = find_peers(name, [node.id for node in nodes])
-    found = [node for node in nodes if node.name == name] or [node for node in nodes if node.id in peers]
-    if len(found) != 1:
-        what = "no box" if not found else f"{len(found)} boxes"
-        known = ", ".join(label(node) for node in nodes[:16]) + (", ..." if len(nodes) > 16 else "")
-        raise UsageError(f"box: {what} with the name or the end of an id {name}; there are {known}")
-    return found[0]
+def find_box(nodes: Iterable[NodeSummary], name: str, field: str = "box") -> NodeSummary:
+    """The one box that is called so. Raises UsageError, which names the argument `field`."""
+    try:
+        return naming.find_box(tuple(nodes), name, field)
+    except naming.UnknownBox as error:
+        raise UsageError(f"{error}") from None
 
 
 def fold(topology: Topology) -> Topology:

@@ -12,10 +12,13 @@ from rich.text import Text
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.routing.paths import NoPath, PathNetwork, PathQuery, choose
 from ...node.observing.values import LinkSummary, NodeSummary
+from ..actions.status_view import keep_whole
 from . import colours
 from .topology import GONE, KvFlow, LinkKey, Topology, label, labels_of
 from .topology_map import rate_text
 
+HARDWARE: Final = "hardware"
+BOX_COLUMNS: Final = ("site", "box", "phase", HARDWARE, "run/wait, KV", "$/h")
 METRICS: Final = ("rate", "rtt", "loss", "price", "age")
 _CELL: Final = 6
 _FLOW_BYTES: Final = 80_000_000  # a long prompt's KV: what paths are chosen for here
@@ -33,7 +36,7 @@ def topology_parts(
     """What is printed, from the top."""
     yield Text(headline(topology), style="bold")
     yield from (Text(line) for line in plan_line(topology))
-    yield boxes_table(topology)
+    yield boxes_table(topology, width)
     yield Text("")
     yield from matrix_parts(topology, width, metric)
     flows = [flow for flow in topology.flows if flow.source != flow.target or topology.folded]
@@ -67,14 +70,17 @@ def plan_line(topology: Topology) -> Iterator[str]:
         yield f"coordinator*: {name_of(topology.coordinator)}"
 
 
-def boxes_table(topology: Topology) -> Table:
-    """A line for each box, those of a site together."""
-    table = Table("site", "box", "phase", "hardware", "load", "$/h", box=None, pad_edge=False, header_style="bold")
+def boxes_table(topology: Topology, width: int) -> Table:
+    """A line for each box, those of a site together. Hardware has what the other columns leave of the width."""
+    table = Table(*BOX_COLUMNS, box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
         column.no_wrap, column.overflow = True, "ellipsis"
     for site, nodes in topology.sites.items():
         for number, node in enumerate(nodes):
             table.add_row(site if not number else "", *_box_cells(node, folded=topology.folded))
+    keep_whole(table, *(header for header in BOX_COLUMNS if header != HARDWARE))
+    taken = sum((column.min_width or 0) + 2 for column in table.columns if column.header != HARDWARE)
+    table.columns[BOX_COLUMNS.index(HARDWARE)].max_width = max(len(HARDWARE), width - taken)
     return table
 
 
@@ -83,9 +89,9 @@ def _box_cells(node: NodeSummary, *, folded: bool) -> tuple[str | Text, ...]:
     phase = Text(node.phase or "-", style=colours.ON_DARK.get(node.phase, "") if node.phase else "dim")
     if node.state in GONE:
         return name, Text(node.state, style="dim"), Text(node.hardware or "-", style="dim"), "-", "-"
-    load = f"{node.running} run, {node.waiting} wait" if node.running is not None else node.engine_state or "-"
+    load = f"{node.running}/{node.waiting}" if node.running is not None else node.engine_state or "-"
     if node.kv_usage is not None and not folded:
-        load += f", KV {node.kv_usage:.0%}"
+        load += f", {node.kv_usage:.0%}"
     return name, phase, node.hardware or "-", load, f"{node.usd_per_hour:.2f}"
 
 
@@ -186,7 +192,7 @@ def flows_table(topology: Topology, flows: list[KvFlow], network: PathNetwork | 
         sent = f"{flow.transfers} in {flow.wire_bytes / 1e9:.2f} GB{relayed}" if flow.transfers else "nothing yet"
         cells = [name_of(flow.source), name_of(flow.target), f"{flow.share:.0%}" if flow.share else "-", sent, now]
         table.add_row(*cells, *([path_text(topology, flow, network)] if network is not None else []))
-    return table
+    return keep_whole(table, "KV from", "to", "share")
 
 
 def path_text(topology: Topology, flow: KvFlow, network: PathNetwork) -> str:
@@ -198,7 +204,7 @@ def path_text(topology: Topology, flow: KvFlow, network: PathNetwork) -> str:
         return f"none: {error}"
     ways = [f"via {name_of(path.via)}" if path.via else "direct" for path in choice.paths]
     streams = sum(path.streams for path in choice.paths)
-    return f"{' + '.join(ways)}, {streams} streams, {rate_text(choice.taken.gbps)} Gb/s"
+    return f"{' + '.join(ways)}, {streams} stream{'s' * (streams != 1)}, {rate_text(choice.taken.gbps)} Gb/s"
 
 
 def link_lines(link: LinkSummary, source: str, target: str) -> Iterator[str]:

@@ -8,8 +8,10 @@ from typing import Final
 from ...node.observing.values import Fact, RequestTrace, TraceSpan
 from .request_trace import begin_of, clock_text, end_of, title_of
 
-BAR: Final = 24
+BAR: Final = 22
 LEAST_WIDTH: Final = 60
+_WHAT: Final = 19  # columns of `decode (attempt 2)`, with a space
+_BOX: Final = 17
 _NAMES: Final = {"kv": "KV transfer"}
 
 
@@ -21,7 +23,7 @@ def trace_lines(
     begin, end = begin_of(trace), end_of(trace)
     bar = max(10, BAR + max(LEAST_WIDTH, width) - 80)
     yield ""
-    yield f"{'what':<18}{'box':<16}{'from':>9}{'for':>9}  |{seconds_text(end - begin):^{bar}}|"
+    yield f"{'what':<{_WHAT}}{'box':<{_BOX}}{'from':>9}{'for':>9}  |{seconds_text(end - begin):^{bar}}|"
     for span in trace.spans:
         if span.name == "kv.layers" and not with_layers:
             continue
@@ -55,7 +57,9 @@ def _line(span: TraceSpan, begin: float, end: float, bar: int, name_of: Callable
     took = seconds_text(span.end - span.begin) if span.end is not None else "runs"
     drawn = draw_bar(span.begin - begin, (span.end if span.end is not None else end) - begin, end - begin, bar)
     note = _note(span, name_of)
-    return f"{title:<18}{name_of(span.node):<16}{since:>9}{took:>9}  |{drawn}|" + (f"\n  {note}" if note else "")
+    return f"{title:<{_WHAT}}{name_of(span.node):<{_BOX}}{since:>9}{took:>9}  |{drawn}|" + (
+        f"\n  {note}" if note else ""
+    )
 
 
 def _note(span: TraceSpan, name_of: Callable[[str], str]) -> str:
@@ -90,8 +94,8 @@ def _tail(trace: RequestTrace, name_of: Callable[[str], str]) -> Iterator[str]:
     if others:
         yield ""
         yield "clocks, as seen from the gateway's:"
-        yield from (f"  {name_of(each.node):<16}{clock_text(each.offset_s, each.error_s)}" for each in others)
-    yield from (f"missing: {name_of(node)}: {why}" for node, why in trace.missing.items())
+        yield from (f"  {name_of(each.node):<{_BOX}}{clock_text(each.offset_s, each.error_s)}" for each in others)
+    yield from (f"missing: {name_of(node)}: {why.replace(node, name_of(node))}" for node, why in trace.missing.items())
 
 
 def draw_bar(begin: float, end: float, whole: float, width: int) -> str:

@@ -163,7 +163,7 @@ class TopologyApp(App[None]):
         state = self._problem or ("paused" if self._paused else "")
         head = Text(headline(topology), style="bold").append(f"  {state}" if state else "", style="bold red")
         self._put("head", Group(head, *(Text(line) for line in plan_line(topology))))
-        self._put("boxes", boxes_table(topology))
+        self._put("boxes", boxes_table(topology, self.size.width))
         self._put("matrix", Group(*matrix_parts(topology, width, self._metric, chosen)))
         self._put("flows", self._flows(topology, None if topology.folded else network_of(self._now[0])))
         self._put("detail", self._detail(topology, chosen))

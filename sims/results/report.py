@@ -116,16 +116,20 @@ def _service(summary: ServiceSummary) -> Table:
 
 
 def _replicas(report: SimReport) -> Table:
-    table = Table(title="Replicas (shares of the simulated time)", title_justify="left")
-    for name in ("replica", "phase", "boxes"):
-        table.add_column(name)
-    for name in ("busy", "prefill", "decode", "mixed", "prompt tok", "output tok", "preempted", "KV peak"):
-        table.add_column(name, justify="right")
+    table = Table(
+        title="Replicas: shares of the simulated time; tokens in and out; requests preempted; most KV at a time",
+        title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name, cells in (("replica", [row.id for row in report.replicas]), ("phase", [*Phase])):
+        table.add_column(name, no_wrap=True, min_width=max(map(len, [name, *cells])))  # no name is cut
+    table.add_column("boxes")
+    for name in ("busy", "prefill", "decode", "mixed", "in", "out", "pre", "KV"):
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     for row in report.replicas:
         table.add_row(
             row.id,
             row.phase.value,
-            " ".join(row.boxes),
+            " ".join(dict.fromkeys(row.boxes)),
             *(f"{share:.0%}" for share in (row.busy, row.prefill, row.decode, row.mixed)),
             *map(str, (row.prompt_tokens, row.written_tokens, row.preemptions)),
             f"{row.kv_peak:.0%}",

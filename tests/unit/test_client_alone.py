@@ -46,6 +46,7 @@ from p2pserve import *
 import p2pserve.bootstrap.streams.dialling, p2pserve.bootstrap.join_targets, p2pserve.node.http.front
 import p2pserve.sdk.failures, p2pserve.sdk.cli, p2pserve.sdk.actions.gateway, p2pserve.sdk.actions.network
 import p2pserve.sdk.commands.network, p2pserve.sdk.commands.completion
+import p2pserve.sdk.actions.chat, p2pserve.sdk.seeing.actions, p2pserve.sdk.live.running_plan
 for name in p2pserve.__all__:
     getattr(p2pserve, name)
 print("fine")

@@ -106,6 +106,11 @@ class LowerLevel:
         prefill_rate = 0.0 if group.phase is Phase.DECODE else usable_load * replica.behaviour.prefill_rate
         return prefill_rate, 0.0 if group.phase is Phase.PREFILL else usable_load * replica.behaviour.decode_rate
 
+    def largest_batch(self, group: Group) -> float:
+        """Requests that a group holds at once; 0 where it lacks the model."""
+        replica = self._catalogue.replica(group)
+        return replica.behaviour.max_batch if replica is not None else 0.0
+
     def component_values(self, components: Sequence[Component], phase_counts: Sequence[PhaseCounts]) -> Array:
         """By replicas at the loads that suit them best, and by links that nobody else takes."""
         keys = [(component, tuple(phase_counts)) for component in components]

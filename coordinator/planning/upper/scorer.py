@@ -3,7 +3,8 @@ by."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ..model.problem import Score, Solution
@@ -66,6 +67,11 @@ class Scorer:
     def steps(self) -> int:
         """So far."""
         return len(self._memory) + (0 if self._same_groups else len(self._upper_bounds))
+
+    @property
+    def evaluated(self) -> Mapping[Solution, Score]:
+        """All solutions that were scored so far."""
+        return MappingProxyType(self._memory)
 
     def is_exhausted(self) -> bool:
         """Whether the budget is used up."""

@@ -6,7 +6,7 @@ other, each with its share of the traffic; their solutions together are one of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -32,7 +32,8 @@ ANYTIME: Final = 10**7
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """`colocated`: the best all-mixed solution, never better than `solution`. `steps`: see
-    `Scorer`. `history`: each new best with its step."""
+    `Scorer`. `history`: each new best with its step. `evaluated`: all that was scored on the way
+    (of a cluster that is searched in cells: as a whole)."""
 
     solution: Solution
     score: Score
@@ -40,6 +41,7 @@ class SearchResult:
     colocated_score: Score
     steps: int
     history: tuple[Improvement, ...]
+    evaluated: Mapping[Solution, Score]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +189,7 @@ def _make_result(scorer: Scorer, colocated: Solution) -> SearchResult:
         colocated_score=plain,
         steps=scorer.steps,
         history=tuple(scorer.history),
+        evaluated=scorer.evaluated,
     )
 
 

@@ -27,7 +27,7 @@ from p2pserve.sdk.demo.box import open_box
 ROOT = Path(__file__).resolve().parents[3]
 MAX_MIB = 60  # installed, with all that it needs
 LIMIT_S = 120.0
-SHIPPED = ("p2pserve", "bootstrap", "kernels", "coordinator", "kvtransport", "node", "sdk", "sims")
+SHIPPED = ("p2pserve", "bootstrap", "kernels", "coordinator", "kvtransport", "node", "sdk", "sims", "docs")
 OTHERS = {  # where else people sit; pip takes wheels for them without being there
     "macOS on Apple's processors": ("macosx_11_0_arm64", "macosx_12_0_arm64", "macosx_11_0_universal2"),
     "macOS on Intel's": ("macosx_10_13_x86_64", "macosx_11_0_x86_64", "macosx_10_12_universal2"),
@@ -94,7 +94,7 @@ def test_the_wheel_is_pure_python(laptop: Laptop) -> None:
     with zipfile.ZipFile(laptop.wheel) as archive:
         tops = {name.partition("/")[0] for name in archive.namelist()}
         assert tops == {"p2pserve", f"p2pserve-{__version__}.dist-info"}
-        assert "p2pserve/py.typed" in archive.namelist()
+        assert {"p2pserve/py.typed", "p2pserve/sdk/explaining/words.md"} <= set(archive.namelist())
 
 
 def test_a_laptop_needs_few_megabytes(laptop: Laptop) -> None:

@@ -11,12 +11,21 @@ from rich.console import Console
 
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.names import name_of
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, RequestFigures, Status, TransferFigures
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.actions.network import figures_line
-from p2pserve.sdk.actions.status_view import COLUMNS, node_row, plan_lines, print_status
+from p2pserve.sdk.actions.status_view import (
+    COLUMNS,
+    list_models,
+    node_row,
+    open_console,
+    plan_lines,
+    print_models,
+    print_status,
+)
 from p2pserve.sdk.demo.demo import run_demo
 from p2pserve.sdk.demo.report import (
     Asked,
@@ -262,3 +271,38 @@ def test_the_demo_refuses_before_it_starts_anything(tmp_path: Path) -> None:
     )
     with pytest.raises(UsageError, match="nodes: 0"):
         run_demo(arguments)
+
+
+LONG = "deepseek-ai/DeepSeek-R1-Distill-Qwen-14B-Instruct-AWQ-emulated"
+
+
+def box(number: int) -> NodeStatus:
+    """One of a dozen, with a long model's name and a card's."""
+    shape = msgspec.structs.replace(MODEL.shape, name=LONG.removesuffix("-emulated"))
+    found = advert(model=msgspec.structs.replace(MODEL, service=LONG, shape=shape))
+    return node(f"12D3KooW{'x' * 38}{number:06d}", advert=found)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_a_dozen_boxes_fit_and_no_name_is_cut(width: int) -> None:
+    """Names are typed back: other columns give way to them."""
+    of = status(*map(box, range(12)))
+    out = io.StringIO()
+    console = Console(file=out, width=width, markup=False, highlight=False, soft_wrap=True)
+    print_status(of, console)
+    print_models(list_models(of), console)
+    lines = out.getvalue().splitlines()
+    assert max(len(line.rstrip()) for line in lines if not line.startswith(("coordinator", "  why", "engine"))) <= width
+    for each in of.nodes:
+        assert any(line.split()[0].rstrip("*") == name_of(each.peer) for line in lines if line.strip())
+    assert any(LONG in line.split() for line in lines)
+
+
+def test_all_columns_cut_no_model_and_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a terminal of 80 columns, which breaks the lines."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    console = open_console(wide=True)
+    console.file = io.StringIO()
+    print_status(status(box(0)), console, wide=True)
+    assert {LONG, "1.2.3.4:5"} <= set(console.file.getvalue().split())

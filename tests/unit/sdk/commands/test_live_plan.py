@@ -10,6 +10,7 @@ from p2pserve.coordinator import Demand, Phase, Plan
 from p2pserve.coordinator.capacity import KvCodec
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import MODELS
+from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.network_plan import plan_network
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, Status
@@ -17,6 +18,7 @@ from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.view import NetworkView
 from p2pserve.sdk.actions import network as network_commands
 from p2pserve.sdk.cli import main
+from p2pserve.sdk.live import running_plan
 
 TOKEN = ["--bootstrap", "p2p_client_x"]
 FAST, SLOW = "12D3fast", "12D3slow"
@@ -124,6 +126,42 @@ def test_what_would_change_and_what_that_would_give(network: list[Status], capsy
         "would give: attainment",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("command", [["plan", "--live"], ["inspect", "plan"]])
+def test_the_running_plan_is_explained(
+    command: list[str], network: list[Status], capsys: pytest.CaptureFixture[str]
+) -> None:
+    network.append(status(*NODES, plan=plan_of(*NODES)))
+    assert main([*command, *TOKEN, "--explain", "--format", "json"]) == 0
+    explained = json.loads(capsys.readouterr().out)["explain"]
+    assert {each["name"] for each in explained["replicas"]} == {name_of(FAST), name_of(SLOW)}
+    assert main([*command, *TOKEN, "--explain"]) == 0
+    text = capsys.readouterr().out
+    for part in (f"\n{name_of(FAST)}\n", "weights where they are loaded", "Instead ", "Here: "):
+        assert part in " ".join(text.split(" "))
+    assert FAST not in text.partition("plan 3.7")[2]
+
+
+def test_a_lone_box_has_no_alternative(network: list[Status], capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody else prefills, or decodes."""
+    network.append(status(NODES[0], plan=plan_of(NODES[0])))
+    assert main(["plan", "--live", *TOKEN, "--explain", "--format", "json"]) == 0
+    (replica,) = json.loads(capsys.readouterr().out)["explain"]["replicas"]
+    assert [each["attainment"] for each in replica["alternatives"]] == [0.0, 0.0]
+    assert replica["kv_link"] is None
+
+
+def test_a_client_alone_explains_what_the_plan_says(
+    network: list[Status], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running_plan, "find_spec", lambda _: None)
+    network.append(status(*NODES, plan=plan_of(*NODES)))
+    assert main(["inspect", "plan", *TOKEN, "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "Here: 2 replicas on 2 GPUs" in text
+    assert "p2pserve plan --live --explain" in text
+    assert "Instead " not in text
 
 
 def test_rate_and_deadlines_may_be_asked_for(network: list[Status], capsys: pytest.CaptureFixture[str]) -> None:

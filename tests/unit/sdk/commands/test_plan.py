@@ -70,6 +70,19 @@ def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in text
 
 
+def test_a_plan_is_explained(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *CLUSTER, *SERVICE, "--explain"]) == 0
+    text = capsys.readouterr().out
+    for part in ("  GPUs  ", "Instead ", "  limit  ", "the GPUs that together hold one copy", "  goodput  ", "Here: "):
+        assert part in text
+    assert main(["plan", *CLUSTER, *SERVICE, "--explain", "--format", "json"]) == 0
+    (service,) = json.loads(capsys.readouterr().out)["services"]
+    explained = service.pop("explain")
+    assert [each["id"] for each in explained["replicas"]] == [each["id"] for each in service["plan"]["replicas"]]
+    assert {"replica", "TTFT", "attainment"} <= {each["word"] for each in explained["words"]}
+    assert service == json.loads(planned.read_text(encoding="utf-8"))["services"][0], "explaining changes no plan"
+
+
 def test_a_plan_is_simulated(planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     requests, trace = tmp_path / "requests.csv", tmp_path / "trace.json"
     code = main(["sim", *CLUSTER, *SERVICE, "--plan", str(planned), "--seconds", "60", "--format", "json",

@@ -46,6 +46,20 @@ def test_a_conversation_grows() -> None:
     assert asked[1][2]["content"] == "hello"
 
 
+def test_a_conversation_for_programs() -> None:
+    said = iter(["hello", "fail", ""])
+
+    def answers(messages: list[dict[str, str]]) -> Iterator[str]:
+        if messages[-1]["content"] == "fail":
+            raise RequestFailed("no engine is left")
+        yield from ("he", "llo")
+
+    shown = StringIO()
+    converse(lambda _: next(said), shown.write, answers, as_json=True)  # type: ignore[arg-type]
+    turns = [json.loads(line) for line in shown.getvalue().splitlines()]
+    assert turns == [{"role": "assistant", "content": "hello"}, {"error": "no engine is left"}]
+
+
 def test_a_turn_that_fails_is_told_and_not_kept() -> None:
     shown, asked = talk(["x", "y", ""])
     assert "no answer: no engine" in shown

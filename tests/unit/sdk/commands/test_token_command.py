@@ -45,7 +45,7 @@ def test_a_token_is_made_shown_revoked_and_no_longer_renewed(home: Path, capsys:
     name = token.grant.certificate
     assert (token.grant.uses, token.grant.lead, token.bootstraps) == (1, True, (HERE,))
     shown = run(home, capsys, "list").splitlines()
-    assert shown[0].split() == ["id", "role", "lead", "used", "state", "joining", "until", "name"]
+    assert shown[0].split() == ["id", "role", "lead", "used", "state", "until", "(UTC)", "name"]
     assert shown[-1].split()[:5] == [name, "worker", "yes", "0/1", "valid"]
     assert shown[-1].endswith("rented one")
     assert not any("this box" in line for line in shown)

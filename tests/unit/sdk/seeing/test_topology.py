@@ -63,7 +63,7 @@ def test_only_some_sites_and_boxes() -> None:
     ("sites", "boxes", "why"),
     [
         (["mars"], [], "site: no box is at mars; there are fra, lon, nyc"),
-        ([], ["zz"], "box: no box with the name or the end of an id zz; there are"),
+        ([], ["zz"], "box: no box is called zz; there are"),
         ([], ["0"], "box: no box|box: [0-9]+ boxes"),
         ([], [".."], "box: no box"),
     ],
@@ -93,6 +93,14 @@ def test_sites_stand_for_their_boxes() -> None:
 @pytest.mark.parametrize("metric", METRICS)
 def test_tables_fit_eighty_columns(boxes: int, metric: str) -> None:
     assert max(len(line.rstrip()) for line in printed(boxes, metric=metric).splitlines()) <= 80
+
+
+def test_no_box_name_and_no_site_is_cut() -> None:
+    found = build_topology(network(30), NOW)
+    text = printed(30)
+    for each in found.nodes:
+        assert label(each) in text.split("links:")[0].replace("*", "").split()
+    assert {"fra", "lon", "nyc"} <= set(text.split())
 
 
 def test_hundreds_of_boxes_fit_as_sites() -> None:
