@@ -45,6 +45,8 @@ from .observing.event_file import EventFile
 from .observing.event_log import EventLog
 from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
+from .owner.answering import answer_owner
+from .owner.draining import DrainDesk, DrainOrder, describe_left
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.messages import PlanManifest
@@ -143,6 +145,7 @@ async def _join(
                 nursery.start_soon(_close_in_the_end, spans)
             nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
+            nursery.start_soon(answer_owner, settings.home, node.drains.answer, say)
             http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
             handed_out: dict[str, str] = {}
@@ -153,7 +156,7 @@ async def _join(
                 nursery.start_soon(owner.follow, network, time.time, network.settings)
             task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out, http=http))
             await stop.wait()
-            await node.drain()
+            await node.finish()
             await network.leave()
         nursery.cancel_scope.cancel()
 
@@ -177,7 +180,7 @@ class Node:
         self._hardware = found
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._looked = trio.Event()  # set when the view of the network is another
-        self._draining = False
+        self._leaving = False
         self._plans = PlanExchange(
             network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
         )
@@ -195,6 +198,15 @@ class Node:
         )
         serving = self._serving
         self.showing = Showing(joined, serving)
+        self.drains = DrainDesk(
+            DrainOrder(settings.home),
+            network,
+            nodes=self.showing.nodes,
+            requests=lambda: serving.open_requests if serving is not None else 0,
+            apply=self._on_drain_order,
+        )
+        if self.drains.is_draining:
+            self._on_drain_order(True, None)
         if serving is not None:
             serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(
@@ -229,17 +241,39 @@ class Node:
     def _hurry(self) -> None:
         self._news.set()
 
-    async def drain(self) -> None:
-        """Take no new work, tell everyone, and wait for what is running."""
-        self._draining = True
-        self._news.set()
+    @property
+    def _draining(self) -> bool:
+        return self._leaving or self.drains.is_draining
+
+    def _on_drain_order(self, draining: bool, by: PeerId | None) -> None:
+        """The owner of the box, or an admin of the network, has given the order to drain, or taken it back."""
+        serving, joined = self._serving, self._joined
+        if serving is not None and draining:
+            serving.drain()
+        elif serving is not None and not self._leaving:
+            serving.resume()
+        joined.record(EventKind.MEMBER_DRAINING if draining else EventKind.MEMBER_RESUMED, peer=by or joined.own)
+        who = f" as {by} wants, an admin of the network" if by is not None else ""
+        if draining:
+            joined.say(f"draining{who}: takes no new requests; `p2pserve drain --undo` ends that")
+        else:
+            joined.say(f"takes new requests again{who}")
+        self._hurry()
+        self._apply_view()
+
+    async def finish(self) -> None:
+        """Before it leaves: take no new work, tell everyone, and wait for what is running."""
+        self._leaving = True
+        self._hurry()
         serving, drain_s = self._serving, self._joined.settings.drain_s
+        leaves_at = trio.current_time() + (drain_s if serving is not None else 0.0)
+        self.drains.leaves_in = lambda: leaves_at - trio.current_time()
         if serving is None:
             return
         serving.drain()
         if not serving.is_idle:
-            self._joined.say(f"draining: waiting up to {drain_s:g} s for running requests")
-        with trio.move_on_after(drain_s):
+            self._joined.say(f"draining: {describe_left(serving.open_requests)}, {drain_s:g} s at most")
+        with trio.move_on_at(leaves_at):
             while not serving.is_idle:  # noqa: ASYNC110 (two rooms' worth of state, seconds at most)
                 await trio.sleep(DRAIN_POLL_S)
 
@@ -294,7 +328,7 @@ class Node:
                 if leads and not led:
                     await planner.start()
                 led = leads
-                task = coordinator.next(view, joined.leader, trio.current_time()) if not self._draining else None
+                task = coordinator.next(view, joined.leader, trio.current_time()) if not self._leaving else None
                 if task is None:
                     self._looked = trio.Event()
                     with trio.move_on_after(self._tuning.quiet_s):

@@ -37,7 +37,7 @@ from .box.hardware import Hardware
 from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, LayerTimes, Outlet, PipeEnd, WorkerRank
 from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
-from .observing.values import Served
+from .observing.values import Served, UnixTime
 
 ADVERT: Final = "advert"
 PLAN: Final = "plan"
@@ -337,6 +337,23 @@ class ReplicaHung(Message, frozen=True, kw_only=True):
     """This replica, or (to its head) this stage of it, does not get on with its work, or (`hung` False) does again."""
 
     hung: bool
+
+
+class Drain(Message, frozen=True, kw_only=True):
+    """Ask a box whether it takes new requests; with `draining`, that it is to take none, or (False) to take them
+    again."""
+
+    draining: bool | None = None
+
+
+class Drained(Message, frozen=True, kw_only=True):
+    """Whether a box takes no new requests, and how many it has yet to finish. `since`: the order for it was given, 0
+    where there is none; `left_s`: after which it leaves the network, whatever is unfinished then."""
+
+    draining: bool
+    since: UnixTime = 0.0
+    requests: Count = 0
+    left_s: Seconds | None = None
 
 
 class FirstToken(Message, frozen=True, kw_only=True):

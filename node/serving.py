@@ -150,11 +150,23 @@ class Serving:
         """Whether no request is under way here."""
         return self.host.worker.idle and self.gateway.idle and self.http.is_idle
 
+    @property
+    def open_requests(self) -> int:
+        """How many are under way here: those of this gateway, and others' in this engine."""
+        found = self.gateway.open_requests + self.host.worker.count_requests_of_others()
+        return found or int(not self.is_idle)  # an exchange over HTTP need not be a request for tokens
+
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
         self.host.worker.drain()
         self.gateway.drain()
         self.http.drain()
+
+    def resume(self) -> None:
+        """Take what is new again."""
+        self.host.worker.resume()
+        self.gateway.resume()
+        self.http.resume()
 
     def peer_lost(self, peer: PeerId) -> None:
         """The connection to a node or a client has ended."""

@@ -41,6 +41,8 @@ class EventKind(StrEnum):
     MEMBER_DEAD = "member.dead"
     MEMBER_HUNG = "member.hung"
     MEMBER_ANSWERS = "member.answers"
+    MEMBER_DRAINING = "member.draining"
+    MEMBER_RESUMED = "member.resumed"
     COORDINATOR_ELECTED = "coordinator.elected"
     COORDINATOR_LOST = "coordinator.lost"
     PLAN_MADE = "plan.made"

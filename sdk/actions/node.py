@@ -20,7 +20,6 @@ from ...coordinator import Phase
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
-from ...node.box.home import leave_node
 from ...node.engine.api.options import OptionRefused, check_options
 from ...node.messages import MAX_DEADLINE_S
 from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
@@ -43,14 +42,6 @@ def join(arguments: SimpleNamespace) -> int:
     """`p2pserve join`."""
     where = network_address(arguments.bootstrap, arguments.token)[0]
     return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
-
-
-def leave(arguments: SimpleNamespace) -> int:
-    """`p2pserve leave`."""
-    leave_node(arguments.home.expanduser() / arguments.node, arguments.timeout_s)
-    if arguments.format == "json":
-        print(json.dumps({"node": arguments.node, "left": True}))
-    return 0
 
 
 _GREETINGS: Final = (  # those that lead keep the network going when this box is lost

@@ -1,4 +1,4 @@
-"""`p2pserve bootstrap`, `join` and `leave`: what runs a node on this box. Running one imports all of it."""
+"""`p2pserve bootstrap`, `join`, `leave` and `drain`: what runs a node on this box. Running one imports all of it."""
 
 from __future__ import annotations
 
@@ -92,6 +92,35 @@ def join(arguments: SimpleNamespace) -> int:
     option("--timeout-s", type=SECONDS, default=60.0, metavar="S", help="give up after this long (default: 60)"),
 )
 def leave(arguments: SimpleNamespace) -> int:
-    from ..actions.node import leave as run
+    from ..box.draining import leave as run
+
+    return run(arguments)
+
+
+@command(
+    "drain",
+    example=["p2pserve drain", "p2pserve drain --undo", "p2pserve drain amber-otter   (on the box of an admin)"],
+    formats=("text", "json"),
+)
+@combine(
+    click.argument(
+        "box",
+        default="node",
+        help="the node of this box that runs `join` (`node`, the default) or `bootstrap`; or, on a box that is an "
+        "admin of its network as the one that ran `bootstrap` is, the name or id of another box",
+    ),
+    option("--undo", is_flag=True, help="take new requests again"),
+    option("--no-wait", is_flag=True, help="do not wait until its requests have ended"),
+    home_option("the node's own folder is inside it"),
+    option(
+        "--timeout-s",
+        type=SECONDS,
+        default=300.0,
+        metavar="S",
+        help="wait no longer for its requests; it goes on draining (default: 300)",
+    ),
+)
+def drain(arguments: SimpleNamespace) -> int:
+    from ..box.draining import drain as run
 
     return run(arguments)

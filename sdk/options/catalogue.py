@@ -23,6 +23,9 @@ COMMANDS: Final[dict[str, Declared]] = {
     ),
     "gateway": Declared("network", "serve the network's OpenAI API at a port of this machine, which needs no engine"),
     "leave": Declared("node", "let a node of this box finish its requests and stop"),
+    "drain": Declared(
+        "node", "let a box finish its requests and take no new ones; it stays in the network until --undo or `leave`"
+    ),
     "token": Declared("token", "make, show, revoke and renew join tokens, on the box that ran `bootstrap`"),
     "generate": Declared(
         "network", "continue a prompt or a conversation; the text goes to stdout as it comes, figures to stderr"
