@@ -43,6 +43,7 @@ from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
 from .observing.event_file import EventFile
 from .observing.event_log import EventLog
+from .observing.node_log import keep_log
 from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
 from .owner.answering import answer_owner
@@ -89,7 +90,7 @@ async def run_node(
     served: ServedModel | None = None
     if settings.model is not None:
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
-    with lock_home(settings.home):
+    with lock_home(settings.home), keep_log(settings.home, say) as say:
         membership = invitation if invitation is not None else new_network(settings.home, say)
         await _join(settings, membership, found, served, say, stop, task_status)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -101,9 +102,19 @@ def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> Node
 
 
 def _run_node(settings: NodeSettings, arguments: SimpleNamespace) -> int:
+    _let_nodes_log(arguments.debug)
     greet = _greet_json if arguments.format == "json" else _greet
     sys.setswitchinterval(SWITCH_S)
     return trio.run(_serve_until_signal, settings, greet)
+
+
+def _let_nodes_log(debug: bool) -> None:
+    """A node keeps a log in its home. Without --debug the terminal has errors alone."""
+    if not debug:
+        logging.disable(logging.NOTSET)
+        terminal = logging.StreamHandler()
+        terminal.setLevel(logging.ERROR)
+        logging.getLogger().addHandler(terminal)
 
 
 async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:

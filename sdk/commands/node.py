@@ -1,4 +1,4 @@
-"""`p2pserve bootstrap`, `join`, `leave` and `drain`: what runs a node on this box. Running one imports all of it."""
+"""`p2pserve bootstrap`, `join`, `leave`, `drain` and `logs`: the node of this box. Running one imports all of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
-from ..options.values import COUNT, SECONDS
+from ..options.values import AGE, COUNT, POSITIVE, SECONDS
 
 vllm_options: Final = click.argument(
     "vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
@@ -122,5 +122,41 @@ def leave(arguments: SimpleNamespace) -> int:
 )
 def drain(arguments: SimpleNamespace) -> int:
     from ..box.draining import drain as run
+
+    return run(arguments)
+
+
+@command(
+    "logs",
+    example=["p2pserve logs --since 10m --level warning", "p2pserve logs --follow --request 5f3a9c..."],
+    formats=("table", "json"),
+)
+@combine(
+    click.argument(
+        "node",
+        type=click.Choice(("node", "bootstrap")),
+        default="node",
+        help="the one that runs, or ran, `join` (default), or `bootstrap`",
+    ),
+    option(
+        "--of",
+        type=click.Choice(("node", "engine", "api")),
+        default="node",
+        help="what the node has logged (default), or what its engine or API process has printed",
+    ),
+    option("--follow", is_flag=True, help="go on as lines are written, until Ctrl-C"),
+    option("--since", type=AGE, metavar="TIME", help="not older than 90s, 30m, 12h or 7d (default: any age)"),
+    option("--lines", type=POSITIVE, default=100, metavar="N", help="the latest so many (default: 100)"),
+    option(
+        "--level",
+        type=click.Choice(("debug", "info", "warning", "error")),
+        default="debug",
+        help="as bad as this or worse (default: all)",
+    ),
+    option("--request", default="", metavar="ID", help="of this request alone: its id, or how that begins"),
+    home_option("the node's own folder is inside it"),
+)
+def logs(arguments: SimpleNamespace) -> int:
+    from ..box.logs import logs as run
 
     return run(arguments)

@@ -37,6 +37,11 @@ COMMANDS: Final[dict[str, Declared]] = {
     "topology": Declared("seeing", "show sites, boxes, links and KV flows, as a table, a drawing or a live view"),
     "inspect": Declared("seeing", "say all that is known of a request, a box, a link, a path or the plan, and why"),
     "events": Declared("seeing", "show what has happened at a box, and what happens"),
+    "logs": Declared(
+        "node",
+        "show what the node of this box has written to its log, or its engine printed (what happened in the "
+        "network, at any box: `events`)",
+    ),
     "plan": Declared(
         "planning",
         "say which GPUs should form replicas, what each should do and what to expect, for a described cluster or, with "
