@@ -11,7 +11,7 @@ import os
 import random
 import time
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NamedTuple, final
 
 import trio
 
@@ -72,15 +72,28 @@ class Started:
     http: Address | None = None
 
 
+class Owner(NamedTuple):
+    """Whoever has started the node, and watches it: `say` has lines for good, `show` how far long work is."""
+
+    say: Say
+    show: Say
+
+
+def _show_nobody(text: str) -> None:
+    """Nobody watches."""
+
+
 async def run_node(
     settings: NodeSettings,
     *,
     say: Say,
     stop: trio.Event,
+    show: Say | None = None,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises NodeError, ModelError,
-    GpuError, EngineError or NetworkError, perhaps in exception groups."""
+    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). `show` is told how far long work
+    is, and "" when it is done; without it, nobody is. Raises NodeError, ModelError, GpuError, EngineError or
+    NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
     if settings.http is not None:
         check_listen(settings.http, _front_rules(settings))
@@ -92,7 +105,7 @@ async def run_node(
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with lock_home(settings.home), keep_log(settings.home, say) as say:
         membership = invitation if invitation is not None else new_network(settings.home, say)
-        await _join(settings, membership, found, served, say, stop, task_status)
+        await _join(settings, membership, found, served, Owner(say, show or _show_nobody), stop, task_status)
 
 
 async def _join(
@@ -100,11 +113,12 @@ async def _join(
     membership: Invitation,
     found: hardware.Hardware,
     served: ServedModel | None,
-    say: Say,
+    owner: Owner,
     stop: trio.Event,
     task_status: trio.TaskStatus[Started],
 ) -> None:
     """Join, serve, drain, leave."""
+    say = owner.say
     from ..bootstrap.streams.libp2p_host import Libp2pTransport  # 0.4 s and 80 MB that only a running node pays
 
     identity = Identity.load_or_create(settings.home)
@@ -138,6 +152,7 @@ async def _join(
             events = EventFile(settings.home, say)
             log = EventLog(identity.peer_id, time.time, await trio.to_thread.run_sync(events.load))
             joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
+            joined.show = owner.show
             nursery.start_soon(plans.keep, joined.view)
             events.follow(log)
             spans = open_spans(identity.peer_id, os.environ, say)
@@ -150,11 +165,11 @@ async def _join(
             http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
             handed_out: dict[str, str] = {}
-            owner = membership.owner
-            if owner is not None:
+            keeper = membership.owner
+            if keeper is not None:
                 here = Bootstrap(address.host, address.port, identity.peer_id)
-                handed_out = await trio.to_thread.run_sync(owner.take_greetings, here, settings.also, time.time())
-                nursery.start_soon(owner.follow, network, time.time, network.settings)
+                handed_out = await trio.to_thread.run_sync(keeper.take_greetings, here, settings.also, time.time())
+                nursery.start_soon(keeper.follow, network, time.time, network.settings)
             task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out, http=http))
             await stop.wait()
             await node.finish()
@@ -275,8 +290,11 @@ class Node:
         if not serving.is_idle:
             self._joined.say(f"draining: {describe_left(serving.open_requests)}, {drain_s:g} s at most")
         with trio.move_on_at(leaves_at):
-            while not serving.is_idle:  # noqa: ASYNC110 (two rooms' worth of state, seconds at most)
+            while not serving.is_idle:
+                left_s = leaves_at - trio.current_time()
+                self._joined.show(f"{describe_left(serving.open_requests)}, {left_s:.0f} s at most")
                 await trio.sleep(DRAIN_POLL_S)
+        self._joined.show("")
 
     async def _advertise(self) -> None:
         """Publish the advert when it has changed: at once for news, else once per interval."""

@@ -46,6 +46,7 @@ class Joined:
         self.own = network.peer_id
         self.settings = settings
         self.say = say
+        self.show: Say = say  # how far long work is, for its owner: of interest until it is done
         self.view = NetworkView()
         # Boxes behind one address are one site unless their owners say otherwise: thirty boxes have 870 links.
         host = network.address.host

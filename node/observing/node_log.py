@@ -8,7 +8,6 @@ line. Lines are written by a thread: no request waits for the disk.
 
 from __future__ import annotations
 
-import io
 import logging
 import logging.handlers
 import os
@@ -18,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -72,7 +71,7 @@ class _File(logging.handlers.RotatingFileHandler):
         super().__init__(path, maxBytes=MAX_BYTES, backupCount=1, encoding="utf-8", errors="replace")
         self.setFormatter(_Formatter())
 
-    def _open(self) -> io.TextIOWrapper:
+    def _open(self) -> Any:
         descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         return os.fdopen(descriptor, self.mode, encoding=self.encoding, errors=self.errors)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.backend import ServedModel
 from ..links.kv_outlets import KvOutlets
-from ..models import DownloadProgress, TerminalProgress
+from ..models import DownloadProgress, ProgressLine
 from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
@@ -37,6 +36,12 @@ def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | N
     if longest is None or settings.max_model_len is not None:
         return None
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
+
+
+def describe_wait(served: ServedModel) -> str:
+    """For people: what a box waits for that has no room for all of the model, and no place in a replica yet."""
+    share, layers = served.share, served.model.info.layers
+    return f"holds {share.layers} of {layers} layers: another box, or {share.lacking_bytes / 2**30:.1f} GiB more"
 
 
 def engine_config(
@@ -100,6 +105,7 @@ class Host:
             fetch=self._fetch,
             channel=settings.engine_channel,
             on_change=on_change,
+            waits_for=describe_wait(served),
             tuning=tuning,
         )
 
@@ -133,18 +139,18 @@ class Host:
     async def _fetch(self, place: Place, say: Callable[[str], None]) -> Path:
         """Download what the place needs and is not here. Raises ModelError."""
         token = trio.lowlevel.current_trio_token()
-        terminal = TerminalProgress(sys.stderr, time.monotonic)
-        told = -1
+        line, told = ProgressLine(0.0), -1
         called_off = False
 
         def report(progress: DownloadProgress) -> None:
             nonlocal told
             if called_off:
                 raise NodeError("the download has been called off")
-            terminal(progress)
             if progress.percent != told:
                 told = progress.percent
-                token.run_sync_soon(say, f"downloads {progress.file}: {told} % of {progress.total_bytes / 1e9:.1f} GB")
+                text = line.line(progress, time.monotonic())
+                if text is not None:
+                    token.run_sync_soon(say, f"downloads {text}")
 
         try:
             return await trio.to_thread.run_sync(

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,8 @@ from ...node.messages import MAX_DEADLINE_S
 from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..environment import network_address
 from ..errors import UsageError
+from ..live_line import LiveLine
 from ..options.values import settings_of
-from ..printing import printable
 from .http_options import read_admin_token, read_http, read_keys
 
 SWITCH_S: Final = 0.0005
@@ -124,6 +125,7 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async with trio.open_nursery() as nursery:
             joined = False
+            line = LiveLine(sys.stderr, time.monotonic)
 
             async def watch() -> None:
                 nonlocal code
@@ -133,10 +135,10 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
                         nursery.cancel_scope.cancel()
                     else:
                         stop.set()
-                        _say("leaving; once more to leave at once")
+                        line.say("leaving; once more to leave at once")
 
             async def serve(*, task_status: trio.TaskStatus[Started]) -> None:
-                await run_node(settings, say=_say, stop=stop, task_status=task_status)
+                await run_node(settings, say=line.say, show=line.show, stop=stop, task_status=task_status)
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(watch)
@@ -162,7 +164,3 @@ def _greet_json(started: Started) -> None:
     if started.http is not None:
         greeting["http"] = f"http://{started.http}"
     print(json.dumps(greeting), flush=True)
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)
