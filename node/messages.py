@@ -471,7 +471,8 @@ class StatusQuery(Message, frozen=True, kw_only=True):
 
 
 class NodeStatus(Message, frozen=True, kw_only=True):
-    """One member as the answering node sees it."""
+    """One member as the answering node sees it. `gone_s`: for so long it has been dead, or away; `tokens_s`: tokens of
+    answers that its engine writes per second now, where that is known."""
 
     peer: Name
     role: Label
@@ -480,6 +481,8 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     rtt_s: Seconds | None
     advert: Advert | None
     links: LinkTable | None = None
+    gone_s: Seconds | None = None
+    tokens_s: Figure | None = None
 
 
 class Status(Message, frozen=True, kw_only=True):

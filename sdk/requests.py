@@ -10,9 +10,11 @@ from typing import TypedDict, final
 
 import msgspec
 
+from ..coordinator.names import name_of
 from ..node.engine.sampling import TopTokens
-from ..node.messages import AnswerUpdate, Generate, RequestFigures
+from ..node.messages import AnswerUpdate, Generate, RequestFigures, Status
 from ..node.models.errors import PromptError
+from ..node.observing.ages import describe_gone
 from ..node.requests.acceptance import check
 from ..node.requests.gateway_choice import GatewayCandidate
 from .errors import InvalidRequest
@@ -204,3 +206,17 @@ def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -
     if not any(service in (model.service, model.name) for model in models):
         served = ", ".join(sorted({model.service for model in models}))
         raise InvalidRequest(f"service: nobody serves {service}; this network serves {served}")
+
+
+def describe_unserved(status: Status, service: str | None) -> str:
+    """Boxes that would serve, if they did not drain or had not died; "" where there are none."""
+    models = ((node.peer, node.advert) for node in status.nodes if node.state == "alive")
+    draining = [
+        name_of(peer)
+        for peer, advert in models
+        if advert is not None and advert.draining and advert.model is not None
+        if service in (None, advert.model.service, advert.model.name)
+    ]
+    dead = {node.peer: node.gone_s for node in status.nodes if node.state == "dead" and node.gone_s is not None}
+    found = [f"{', '.join(draining)} {'is' if len(draining) == 1 else 'are'} draining"] if draining else []
+    return ", ".join([*found, *filter(None, [describe_gone(dead)])])

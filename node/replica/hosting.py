@@ -41,7 +41,9 @@ def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | N
 def describe_wait(served: ServedModel) -> str:
     """For people: what a box waits for that has no room for all of the model, and no place in a replica yet."""
     share, layers = served.share, served.model.info.layers
-    return f"holds {share.layers} of {layers} layers: another box, or {share.lacking_bytes / 2**30:.1f} GiB more"
+    lacking = share.lacking_bytes / 2**30
+    more = f"{lacking:.1f} GiB" if lacking >= 0.1 else f"{1024 * lacking + 0.5:.0f} MiB"
+    return f"has {share.layers} of {layers} layers, needs another box or {more} more"
 
 
 def engine_config(

@@ -114,7 +114,9 @@ class Gateway:
         """For people, while it is not."""
         if self._draining:
             return "this node is draining; send the request to another one"
-        return f"no engine of this network serves {self._model.name} now; `p2pserve status` says what each does"
+        dead = self._view.describe_dead(trio.current_time())
+        known = f" ({dead})" if dead else ""
+        return f"no engine of this network serves {self._model.name} now{known}; `p2pserve status` says what each does"
 
     @property
     def demand(self) -> Demand | None:

@@ -54,7 +54,7 @@ def telling_weights(tell: Tell) -> Iterator[None]:
         yield from told(original(loader, model_config, model), _files_of(Path(model_config.model)))
 
     token = _tell.set(tell)
-    DefaultModelLoader.get_all_weights = get_all_weights  # type: ignore[method-assign]
+    DefaultModelLoader.get_all_weights = get_all_weights  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
