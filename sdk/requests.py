@@ -136,7 +136,8 @@ def _explain(text: str, fields: Mapping[str, object]) -> str:
     name = where.rstrip("`").removeprefix(".") if at else ""
     what = what.replace("Object contains unknown field", "unknown parameter")
     if isinstance(fields.get(name), float | int) and "got" not in what:
-        return f"{name}: {fields[name]} is out of range"
+        bounds = "above 0 and at most a day" if name == "deadline_s" else "within its bounds"
+        return f"{name}: {fields[name]} is out of range; take one {bounds}"
     return f"{name}: {what[:1].lower()}{what[1:]}" if name else what
 
 

@@ -54,6 +54,8 @@ def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) 
     room = measure_room(hardware, settings, tp=tp, working_bytes=working)
     layers, longest = _fit_layers(model, room, settings, tp)
     if layers == 0:
+        if (option := _too_little(settings, room)) is not None:
+            raise NodeUsageError(f"{option} not one of the {model.layers} layers of {model.name} fits")
         raise NodeError(
             f"model {model.name}: not one of its {model.layers} layers fits the memory of this box; take a smaller "
             "model, --max-model-len or --kv-cache-mib"
@@ -69,6 +71,17 @@ def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) 
         kv_cache_mib = max(1, measure_kv_room(model, room, layers) >> 20)
     requests = choose_requests(count_kv_tokens(model, room, layers, tp=tp), fitting)
     return Share(layers, tp, choose_limits(settings, tokens, requests, longest), kv_cache_mib, lacking)
+
+
+def _too_little(settings: BoxEngineSettings, room: Room) -> str | None:
+    """What the owner has said of the memory, where that leaves too little of it."""
+    kv_bytes = room.kv_cache_bytes or 0
+    if settings.kv_cache_mib is not None and kv_bytes >= room.memory_bytes:
+        gib = room.memory_bytes / 2**30
+        return f"kv-cache-mib: {settings.kv_cache_mib} MiB are more than this box has ({gib:.1f} GiB); beside them"
+    if settings.memory_gib is not None:
+        return f"memory-gib: in {settings.memory_gib:g} GiB"
+    return None
 
 
 def _choose_tp(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) -> int:

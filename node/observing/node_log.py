@@ -31,7 +31,10 @@ MAX_BYTES: Final = 8 << 20
 _PACKAGE: Final = __name__.partition(".")[0]
 _MAX_TEXT: Final = 4000
 _MAX_WAITING: Final = 10_000  # lines for a disk that hangs; what comes then is lost
-_told = logging.getLogger(f"{_PACKAGE}.node")
+TOLD: Final = f"{_PACKAGE}.node"
+"""The logger of what the owner is told beside it."""
+
+_told = logging.getLogger(TOLD)
 
 
 class LogLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -24,6 +24,7 @@ from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
 from ...node.engine.api.options import OptionRefused, check_options
 from ...node.messages import MAX_DEADLINE_S
+from ...node.observing.node_log import TOLD
 from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..environment import network_address
 from ..errors import UsageError
@@ -64,6 +65,15 @@ def _check_tp(arguments: SimpleNamespace) -> None:
         raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has {gpus}")
 
 
+def _check_threads(arguments: SimpleNamespace) -> None:
+    """Refuse more threads than cores, which would wait for each other. Raises UsageError."""
+    if arguments.threads is None or arguments.model is None or arguments.emulate is not None:
+        return
+    cores = probe().cores
+    if arguments.threads > cores:
+        raise UsageError(f"threads: {arguments.threads} are more than the {cores} cores of this box")
+
+
 def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
     """Where this node serves HTTP, and how. Raises UsageError."""
     http, options, model = arguments.http, arguments.vllm_options, getattr(arguments, "model", None)
@@ -88,6 +98,7 @@ def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
 
 def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> NodeSettings:
     _check_tp(arguments)
+    _check_threads(arguments)
     listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
     return replace(
         settings_of(NodeSettings, arguments),
@@ -115,6 +126,7 @@ def _let_nodes_log(debug: bool) -> None:
         logging.disable(logging.NOTSET)
         terminal = logging.StreamHandler()
         terminal.setLevel(logging.ERROR)
+        terminal.addFilter(lambda record: record.name != TOLD)  # the command says it itself
         logging.getLogger().addHandler(terminal)
 
 

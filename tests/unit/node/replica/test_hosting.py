@@ -164,7 +164,8 @@ def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> No
         (box(24.0, 24.0, 24.0), BoxEngineSettings(tp=3), "cannot share the 4 heads and 4 KV heads"),
         (box(24.0), BoxEngineSettings(tp=2), "more than the 1 GPUs"),
         (box(2.0), BoxEngineSettings(), "not one of its 20 layers"),
-        (box(), BoxEngineSettings(memory_gib=0.1), "not one of its 20 layers"),
+        (box(), BoxEngineSettings(memory_gib=0.1), "^memory-gib: in 0.1 GiB not one of the 20 layers"),
+        (box(), BoxEngineSettings(kv_cache_mib=1 << 24), "^kv-cache-mib: 16777216 MiB are more than this box has"),
         (
             box(24.0),
             BoxEngineSettings(max_requests=300, max_batched_tokens=256),
