@@ -185,10 +185,10 @@ class MemoryStarter:
     """In place of a fork server: an `EngineStarter`. `start` makes an engine, or raises EngineStartError."""
 
     gone = False
-    version = "0.0"
 
     def __init__(self, start: Callable[[protocol.EngineConfig], Awaitable[MemoryEngine]]) -> None:
         self._start = start
+        self.version = "0.0"
         self.starting: list[protocol.Starting] = []  # what engines say of themselves before they have started
 
     async def wait_ready(self) -> None:

@@ -16,6 +16,7 @@ from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
 from ..box.errors import NodeError
 from ..box.hardware import Hardware
+from ..box.shares import Share
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.backend import ServedModel
@@ -38,9 +39,8 @@ def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | N
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
 
 
-def describe_wait(served: ServedModel) -> str:
+def describe_wait(share: Share, layers: int) -> str:
     """For people: what a box waits for that has no room for all of the model, and no place in a replica yet."""
-    share, layers = served.share, served.model.info.layers
     lacking = share.lacking_bytes / 2**30
     more = f"{lacking:.1f} GiB" if lacking >= 0.1 else f"{1024 * lacking + 0.5:.0f} MiB"
     return f"has {share.layers} of {layers} layers, needs another box or {more} more"
@@ -107,9 +107,9 @@ class Host:
             fetch=self._fetch,
             channel=settings.engine_channel,
             on_change=on_change,
-            waits_for=describe_wait(served),
             tuning=tuning,
         )
+        self._supervisor.waits_for = describe_wait(served.share, info.layers)
 
     async def run(self) -> None:
         """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start

@@ -31,7 +31,7 @@ from .place import Place
 from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
 
-PATIENCE_S: Final = 1.0
+QUICK_IMPORT_S: Final = 1.0
 """An engine that takes longer to import is told of: vLLM may take half a minute."""
 
 Fetch = Callable[[Place, Callable[[str], None]], Awaitable[Path]]
@@ -51,7 +51,6 @@ class Supervisor:
         fetch: Fetch,
         channel: int | None,
         on_change: Callable[[EngineAdvert], None],
-        waits_for: str = "no plan gives this box layers yet",
         tuning: NodeTuning = WAN,
         open_server: OpenForkServer = open_fork_server,
     ) -> None:
@@ -62,7 +61,8 @@ class Supervisor:
         self._log = Path(config.log_file) if config.log_file is not None else None
         self._channel = channel
         self._on_change = on_change
-        self._waits_for = waits_for  # what a box needs that has no place; for people
+        self.waits_for = "no plan gives this box layers yet"
+        """What the box needs as long as it has no place, for people."""
         self._tuning = tuning
         self._open_server = open_server
         self._place: Place | None = None
@@ -125,7 +125,7 @@ class Supervisor:
         self._changed = trio.Event()
         place = self._place
         if place is None:
-            self._report("waiting", self._waits_for)
+            self._report("waiting", self.waits_for)
         if place is None or self._failures > self._tuning.max_failures:
             await self._changed.wait()
             return
@@ -152,7 +152,7 @@ class Supervisor:
         say(self._failure)
         try:
             folder = await self._fetch(place, say)
-            with trio.move_on_after(PATIENCE_S):
+            with trio.move_on_after(QUICK_IMPORT_S):
                 await server.wait_ready()
             if not server.version:
                 say(f"imports {config.backend}")
