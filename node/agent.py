@@ -292,7 +292,8 @@ class Node:
         with trio.move_on_at(leaves_at):
             while not serving.is_idle:
                 left_s = leaves_at - trio.current_time()
-                self._joined.show(f"{describe_left(serving.open_requests)}, {left_s:.0f} s at most")
+                if left_s < drain_s - 1.0:  # before that it has just been said
+                    self._joined.show(f"draining: {describe_left(serving.open_requests)}, {left_s:.0f} s at most")
                 await trio.sleep(DRAIN_POLL_S)
         self._joined.show("")
 

@@ -199,8 +199,10 @@ class HttpAsking:
         usable = [peer for peer in self._rank(request) if peer not in lost]
         if not usable:
             reasons = "; ".join(f"{name_of(peer)}: {reason}" for peer, reason in lost.items())
-            text = reasons or "no node of this network serves a model now; start one with `p2pserve join`"
-            raise NotCarried(503, text, NOBODY_RETRY_S)
+            dead = self._boxes.describe_dead()
+            known = f" ({dead})" if dead else ""
+            nobody = f"no node of this network serves a model now{known}; start one with `p2pserve join`"
+            raise NotCarried(503, f"{reasons}{known}" if reasons else nobody, NOBODY_RETRY_S)
         return await self._boxes.pick(usable, request.service)
 
     async def _ask(self, box: PeerId, request: CarriedRequest, lost: dict[PeerId, str]) -> CarriedAnswer | None:
