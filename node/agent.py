@@ -421,7 +421,8 @@ class Node:
         self.showing.follow_plan()
         if self._serving is not None:
             self._serving.gateway.network_changed()
-            if not self._draining:
+            # A box that drains keeps its place in a replica until it has no request: it, and then all, may be moved.
+            if not self._leaving and (not self.drains.is_draining or self._serving.is_idle):
                 self._serving.host.follow(self._joined.view.plan)
 
 

@@ -25,6 +25,8 @@ from .planning.plan_intake import PlanIntake
 from .settings import NodeSettings
 from .view import NetworkView, fit_status
 
+MAX_GONE_S: Final = 1e6  # what `NodeStatus` takes
+MAX_TOKENS_S: Final = 1e9  # a box may say that it has written anything: nobody writes so much
 RATES_S: Final = 1.0  # between two readings of what boxes have written
 
 Say = Callable[[str], None]
@@ -232,11 +234,15 @@ class Joined:
                     rtt_s=member.rtt_s,
                     advert=self.view.adverts.get(member.peer_id),
                     links=self.view.links_told.get(member.peer_id),
-                    gone_s=member.gone_s,
-                    tokens_s=tokens_s.get(member.peer_id),
+                    gone_s=_at_most(member.gone_s, MAX_GONE_S),
+                    tokens_s=_at_most(tokens_s.get(member.peer_id), MAX_TOKENS_S),
                 )
                 for member in self.network.members()
             ),
             plan=self.view.plan,
             worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
         )
+
+
+def _at_most(figure: float | None, bound: float) -> float | None:
+    return None if figure is None else min(figure, bound)

@@ -70,9 +70,11 @@ class GatewayFinder:
 
     def describe_dead(self) -> str:
         """Which boxes are dead, and since when; for people, "" where none is."""
-        boxes = (member for member in self._network.members() if member.role is not Role.CLIENT)
-        dead = {box.peer_id: box.gone_s for box in boxes if box.state is MemberState.DEAD and box.gone_s is not None}
-        return describe_gone(dead)
+        ages: dict[str, float] = {}
+        for member in self._network.members():
+            if member.role is not Role.CLIENT and member.state is MemberState.DEAD and member.gone_s is not None:
+                ages[member.peer_id] = member.gone_s
+        return describe_gone(ages)
 
     def candidates(self) -> list[GatewayCandidate]:
         """The nodes that are alive."""

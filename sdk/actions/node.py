@@ -135,9 +135,9 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
     stop = trio.Event()
     code = 0
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        line = LiveLine(sys.stderr, time.monotonic)
         async with trio.open_nursery() as nursery:
             joined = False
-            line = LiveLine(sys.stderr, time.monotonic)
 
             async def watch() -> None:
                 nonlocal code
@@ -154,8 +154,11 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(watch)
-            started: Started = await nursery.start(serve)
-            joined = True
+            with line:
+                if sys.stderr.isatty():  # anywhere else it would be a line too many where joining fails
+                    line.show("joins the network")
+                started: Started = await nursery.start(serve)
+                joined = True
             greet(started)
     return code
 

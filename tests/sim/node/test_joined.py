@@ -16,7 +16,7 @@ from p2pserve.bootstrap.testing import MemoryNetwork
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node import messages, methods
 from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.joined import Joined
+from p2pserve.node.joined import MAX_TOKENS_S, Joined
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.observing.values import Served
 from p2pserve.node.settings import NodeSettings
@@ -143,6 +143,13 @@ def test_a_status_says_what_boxes_write_and_how_long_others_are_gone() -> None:
             found = {node.peer: node for node in one.joined.status().nodes}
             assert found[other].tokens_s == pytest.approx(25.0, rel=0.1)
             assert (found[other].gone_s, found[one.joined.own].tokens_s) == (None, None)
+            boast = messages.Advert(hardware=HARDWARE, draining=False, served=Served(decoded_tokens=1 << 48))
+            two.joined.publish(messages.ADVERT, boast)
+            with trio.move_on_after(2.0):
+                await trio.sleep_forever()
+            one.look()
+            status = await two.joined.network.request(one.joined.own, methods.STATUS, messages.StatusQuery(), 5)
+            assert {node.peer: node.tokens_s for node in status.nodes}[other] == MAX_TOKENS_S
             await two.joined.network.leave()
             with trio.move_on_after(20.0):
                 await trio.sleep_forever()
