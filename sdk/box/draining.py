@@ -30,23 +30,24 @@ def leave(arguments: SimpleNamespace) -> int:
     """`p2pserve leave`."""
     home = arguments.home.expanduser() / arguments.node
     with LiveLine(sys.stderr, time.monotonic) as line:
-        leave_node(home, arguments.timeout_s, look=_Looking(home, line).look)
+        leave_node(home, arguments.timeout_s, look=Looking(home, line, time.monotonic).look)
     if arguments.format == "json":
         print(json.dumps({"node": arguments.node, "left": True}))
     return 0
 
 
-class _Looking:
+class Looking:
     """Says now and then how far a node is that leaves. One that does not answer is about to be gone."""
 
-    def __init__(self, home: Path, line: LiveLine) -> None:
+    def __init__(self, home: Path, line: LiveLine, clock: Callable[[], float]) -> None:
         self._home = home
         self._line = line
-        self._due_at = time.monotonic()
+        self._clock = clock
+        self._due_at = clock()
 
     def look(self) -> None:
         """Say it if it is due."""
-        if time.monotonic() < self._due_at:
+        if self._clock() < self._due_at:
             return
         try:
             drained = ask_node(self._home, OwnerQuestion(), LOOK_S).drained
@@ -54,7 +55,7 @@ class _Looking:
             drained = None
         if drained is not None and drained.requests and drained.left_s is not None:
             self._line.show(f"{describe_left(drained.requests)}, {drained.left_s:.0f} s at most")
-        self._due_at = time.monotonic() + LOOK_S
+        self._due_at = self._clock() + LOOK_S
 
 
 def drain(arguments: SimpleNamespace) -> int:

@@ -1,11 +1,16 @@
 """`p2pserve drain` waits until a box has no request left, and says how many it has."""
 
+import io
+from pathlib import Path
+
 import pytest
 
 from p2pserve.node.box.errors import NodeError
 from p2pserve.node.messages import Drained
-from p2pserve.node.owner.questions import OwnerAnswer
+from p2pserve.node.owner.questions import OwnerAnswer, OwnerQuestion
+from p2pserve.sdk.box import draining
 from p2pserve.sdk.box.draining import wait_until_idle
+from p2pserve.sdk.live_line import LiveLine
 
 PEER = "12D3KooWGhxyz"
 
@@ -47,3 +52,27 @@ def test_a_box_that_has_been_told_to_serve_again_meanwhile_is_waited_for_no_long
     world = World(2, 2)
     world.answers[1] = OwnerAnswer(node=PEER, drained=Drained(draining=False, requests=2))
     assert world.wait().drained == Drained(draining=False, requests=2)
+
+
+def test_leave_says_what_is_left_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[OwnerAnswer | NodeError] = [
+        OwnerAnswer(node=PEER, drained=Drained(draining=True, requests=1, left_s=21.6)),
+        OwnerAnswer(node=PEER, drained=Drained(draining=False)),  # it has not had the signal yet
+        NodeError("it is gone"),
+    ]
+
+    def ask(home: Path, question: OwnerQuestion, timeout_s: float) -> OwnerAnswer:
+        assert question == OwnerQuestion()
+        answer = said.pop(0)
+        if isinstance(answer, NodeError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(draining, "ask_node", ask)
+    stream, world = io.StringIO(), World()
+    looking = draining.Looking(Path("/home"), LiveLine(stream, lambda: world.now), lambda: world.now)
+    for at in (0.0, 0.1, 0.6, 1.2):
+        world.now = at
+        looking.look()
+    assert stream.getvalue() == "1 request left, 22 s at most\n"
+    assert said == []
