@@ -95,7 +95,10 @@ def _add(
 
 def _check_role(method: _Registered, role: Role, name: str) -> None:
     if role not in method.callers:
-        raise RemoteError("forbidden", f"{role.value}s may not call {name!r}; join with a worker or admin token")
+        others = " or ".join(sorted(each.value for each in method.callers))
+        raise RemoteError(
+            "forbidden", f"{role.value}s may not call {name!r}; it is for those with a token for {others}"
+        )
 
 
 def _decode(method: _Registered, name: str, body: bytes | msgspec.Raw) -> Any:

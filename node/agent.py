@@ -11,7 +11,7 @@ import os
 import random
 import time
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NamedTuple, final
 
 import trio
 
@@ -43,8 +43,11 @@ from .links.data_port import DataPort, RelayDesk
 from .links.prober import Prober
 from .observing.event_file import EventFile
 from .observing.event_log import EventLog
+from .observing.node_log import keep_log
 from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
+from .owner.answering import answer_owner
+from .owner.draining import DrainDesk, DrainOrder, describe_left
 from .planning.coordination import Coordinator
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.messages import PlanManifest
@@ -69,15 +72,28 @@ class Started:
     http: Address | None = None
 
 
+class Owner(NamedTuple):
+    """Whoever has started the node, and watches it: `say` has lines for good, `show` how far long work is."""
+
+    say: Say
+    show: Say
+
+
+def _show_nobody(text: str) -> None:
+    """Nobody watches."""
+
+
 async def run_node(
     settings: NodeSettings,
     *,
     say: Say,
     stop: trio.Event,
+    show: Say | None = None,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). Raises NodeError, ModelError,
-    GpuError, EngineError or NetworkError, perhaps in exception groups."""
+    """Run a node until `stop` is set and its requests have ended (at most `drain_s`). `show` is told how far long work
+    is, and "" when it is done; without it, nobody is. Raises NodeError, ModelError, GpuError, EngineError or
+    NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
     if settings.http is not None:
         check_listen(settings.http, _front_rules(settings))
@@ -87,9 +103,9 @@ async def run_node(
     served: ServedModel | None = None
     if settings.model is not None:
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
-    with lock_home(settings.home):
+    with lock_home(settings.home), keep_log(settings.home, say) as say:
         membership = invitation if invitation is not None else new_network(settings.home, say)
-        await _join(settings, membership, found, served, say, stop, task_status)
+        await _join(settings, membership, found, served, Owner(say, show or _show_nobody), stop, task_status)
 
 
 async def _join(
@@ -97,11 +113,12 @@ async def _join(
     membership: Invitation,
     found: hardware.Hardware,
     served: ServedModel | None,
-    say: Say,
+    owner: Owner,
     stop: trio.Event,
     task_status: trio.TaskStatus[Started],
 ) -> None:
     """Join, serve, drain, leave."""
+    say = owner.say
     from ..bootstrap.streams.libp2p_host import Libp2pTransport  # 0.4 s and 80 MB that only a running node pays
 
     identity = Identity.load_or_create(settings.home)
@@ -135,6 +152,7 @@ async def _join(
             events = EventFile(settings.home, say)
             log = EventLog(identity.peer_id, time.time, await trio.to_thread.run_sync(events.load))
             joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
+            joined.show = owner.show
             nursery.start_soon(plans.keep, joined.view)
             events.follow(log)
             spans = open_spans(identity.peer_id, os.environ, say)
@@ -143,17 +161,18 @@ async def _join(
                 nursery.start_soon(_close_in_the_end, spans)
             nursery.start_soon(events.keep)
             node = Node(joined, found, served, port, relay, nursery)
+            nursery.start_soon(answer_owner, settings.home, node.drains.answer, say)
             http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
             handed_out: dict[str, str] = {}
-            owner = membership.owner
-            if owner is not None:
+            keeper = membership.owner
+            if keeper is not None:
                 here = Bootstrap(address.host, address.port, identity.peer_id)
-                handed_out = await trio.to_thread.run_sync(owner.take_greetings, here, settings.also, time.time())
-                nursery.start_soon(owner.follow, network, time.time, network.settings)
+                handed_out = await trio.to_thread.run_sync(keeper.take_greetings, here, settings.also, time.time())
+                nursery.start_soon(keeper.follow, network, time.time, network.settings)
             task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out, http=http))
             await stop.wait()
-            await node.drain()
+            await node.finish()
             await network.leave()
         nursery.cancel_scope.cancel()
 
@@ -177,7 +196,7 @@ class Node:
         self._hardware = found
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._looked = trio.Event()  # set when the view of the network is another
-        self._draining = False
+        self._leaving = False
         self._plans = PlanExchange(
             network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
         )
@@ -195,6 +214,15 @@ class Node:
         )
         serving = self._serving
         self.showing = Showing(joined, serving)
+        self.drains = DrainDesk(
+            DrainOrder(settings.home),
+            network,
+            nodes=self.showing.nodes,
+            requests=lambda: serving.open_requests if serving is not None else 0,
+            apply=self._on_drain_order,
+        )
+        if self.drains.is_draining:
+            self._on_drain_order(True, None)
         if serving is not None:
             serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(
@@ -229,19 +257,45 @@ class Node:
     def _hurry(self) -> None:
         self._news.set()
 
-    async def drain(self) -> None:
-        """Take no new work, tell everyone, and wait for what is running."""
-        self._draining = True
-        self._news.set()
+    @property
+    def _draining(self) -> bool:
+        return self._leaving or self.drains.is_draining
+
+    def _on_drain_order(self, draining: bool, by: PeerId | None) -> None:
+        """The owner of the box, or an admin of the network, has given the order to drain, or taken it back."""
+        serving, joined = self._serving, self._joined
+        if serving is not None and draining:
+            serving.drain()
+        elif serving is not None and not self._leaving:
+            serving.resume()
+        joined.record(EventKind.MEMBER_DRAINING if draining else EventKind.MEMBER_RESUMED, peer=by or joined.own)
+        who = f" as {by} wants, an admin of the network" if by is not None else ""
+        if draining:
+            joined.say(f"draining{who}: takes no new requests; `p2pserve drain --undo` ends that")
+        else:
+            joined.say(f"takes new requests again{who}")
+        self._hurry()
+        self._apply_view()
+
+    async def finish(self) -> None:
+        """Before it leaves: take no new work, tell everyone, and wait for what is running."""
+        self._leaving = True
+        self._hurry()
         serving, drain_s = self._serving, self._joined.settings.drain_s
+        leaves_at = trio.current_time() + (drain_s if serving is not None else 0.0)
+        self.drains.leaves_in = lambda: leaves_at - trio.current_time()
         if serving is None:
             return
         serving.drain()
         if not serving.is_idle:
-            self._joined.say(f"draining: waiting up to {drain_s:g} s for running requests")
-        with trio.move_on_after(drain_s):
-            while not serving.is_idle:  # noqa: ASYNC110 (two rooms' worth of state, seconds at most)
+            self._joined.say(f"draining: {describe_left(serving.open_requests)}, {drain_s:g} s at most")
+        with trio.move_on_at(leaves_at):
+            while not serving.is_idle:
+                left_s = leaves_at - trio.current_time()
+                if left_s < drain_s - 1.0:  # before that it has just been said
+                    self._joined.show(f"draining: {describe_left(serving.open_requests)}, {left_s:.0f} s at most")
                 await trio.sleep(DRAIN_POLL_S)
+        self._joined.show("")
 
     async def _advertise(self) -> None:
         """Publish the advert when it has changed: at once for news, else once per interval."""
@@ -294,7 +348,7 @@ class Node:
                 if leads and not led:
                     await planner.start()
                 led = leads
-                task = coordinator.next(view, joined.leader, trio.current_time()) if not self._draining else None
+                task = coordinator.next(view, joined.leader, trio.current_time()) if not self._leaving else None
                 if task is None:
                     self._looked = trio.Event()
                     with trio.move_on_after(self._tuning.quiet_s):
@@ -367,7 +421,8 @@ class Node:
         self.showing.follow_plan()
         if self._serving is not None:
             self._serving.gateway.network_changed()
-            if not self._draining:
+            # A box that drains keeps its place in a replica until it has no request: it, and then all, may be moved.
+            if not self._leaving and (not self.drains.is_draining or self._serving.is_idle):
                 self._serving.host.follow(self._joined.view.plan)
 
 

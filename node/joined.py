@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import final
+from typing import Final, final
 
 import msgspec
 import trio
@@ -19,10 +19,15 @@ from . import messages, methods
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
 from .observing.event_log import EventLog
+from .observing.rates import CounterRates
 from .observing.values import EventKind
 from .planning.plan_intake import PlanIntake
 from .settings import NodeSettings
 from .view import NetworkView, fit_status
+
+MAX_GONE_S: Final = 1e6  # what `NodeStatus` takes
+MAX_TOKENS_S: Final = 1e9  # a box may say that it has written anything: nobody writes so much
+RATES_S: Final = 1.0  # between two readings of what boxes have written
 
 Say = Callable[[str], None]
 Leader = tuple[PeerId, int]
@@ -46,6 +51,7 @@ class Joined:
         self.own = network.peer_id
         self.settings = settings
         self.say = say
+        self.show: Say = say  # how far long work is, for its owner: of interest until it is done
         self.view = NetworkView()
         # Boxes behind one address are one site unless their owners say otherwise: thirty boxes have 870 links.
         host = network.address.host
@@ -59,6 +65,8 @@ class Joined:
         self._foreign: tuple[str, ...] = ()
         self._states: dict[PeerId, MemberState] = {}
         self._phase = ""
+        self._tokens: CounterRates[PeerId] = CounterRates()
+        self._rates_at = -RATES_S
         network.handle(methods.STATUS, self._on_status)
         network.on_hung(self._record_hung)
 
@@ -97,6 +105,10 @@ class Joined:
         self._addresses = {member.peer_id: member.address for member in present if member.address.port}
         self.knowledge.learn(self.view.links_told, self._addresses)
         self._record_members(members)
+        now = trio.current_time()
+        dead = self._others(members, MemberState.DEAD)
+        self.view.dead_at = {member.peer_id: now - (member.gone_s or 0.0) for member in dead}
+        self._learn_rates(now)
         self._say_members({member.peer_id for member in self._others(members, MemberState.ALIVE)})
         leader = self.network.coordinator
         if leader != self.leader:
@@ -196,12 +208,19 @@ class Joined:
             if member.peer_id != self.own and member.role is not Role.CLIENT and member.state in states
         ]
 
+    def _learn_rates(self, now: float) -> None:
+        """From what boxes say that they have written since they were started."""
+        if now - self._rates_at >= RATES_S:
+            self._rates_at = now
+            told = ((peer, advert.served) for peer, advert in self.view.adverts.items())
+            self._tokens.learn({peer: served.decoded_tokens for peer, served in told if served is not None}, now)
+
     async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
         return fit_status(self.status())
 
     def status(self) -> messages.Status:
         """The network as this node sees it."""
-        leader = self.network.coordinator
+        leader, tokens_s = self.network.coordinator, self._tokens.rates()
         return messages.Status(
             answered_by=self.own,
             coordinator=leader[0] if leader else None,
@@ -215,9 +234,15 @@ class Joined:
                     rtt_s=member.rtt_s,
                     advert=self.view.adverts.get(member.peer_id),
                     links=self.view.links_told.get(member.peer_id),
+                    gone_s=_at_most(member.gone_s, MAX_GONE_S),
+                    tokens_s=_at_most(tokens_s.get(member.peer_id), MAX_TOKENS_S),
                 )
                 for member in self.network.members()
             ),
             plan=self.view.plan,
             worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
         )
+
+
+def _at_most(figure: float | None, bound: float) -> float | None:
+    return None if figure is None else min(figure, bound)

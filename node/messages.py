@@ -37,7 +37,7 @@ from .box.hardware import Hardware
 from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, LayerTimes, Outlet, PipeEnd, WorkerRank
 from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
-from .observing.values import Served
+from .observing.values import Served, UnixTime
 
 ADVERT: Final = "advert"
 PLAN: Final = "plan"
@@ -339,6 +339,23 @@ class ReplicaHung(Message, frozen=True, kw_only=True):
     hung: bool
 
 
+class Drain(Message, frozen=True, kw_only=True):
+    """Ask a box whether it takes new requests; with `draining`, that it is to take none, or (False) to take them
+    again."""
+
+    draining: bool | None = None
+
+
+class Drained(Message, frozen=True, kw_only=True):
+    """Whether a box takes no new requests, and how many it has yet to finish. `since`: the order for it was given, 0
+    where there is none; `left_s`: after which it leaves the network, whatever is unfinished then."""
+
+    draining: bool
+    since: UnixTime = 0.0
+    requests: Count = 0
+    left_s: Seconds | None = None
+
+
 class FirstToken(Message, frozen=True, kw_only=True):
     """The client has been shown this token, which the prefill node has written: go on from there."""
 
@@ -454,7 +471,8 @@ class StatusQuery(Message, frozen=True, kw_only=True):
 
 
 class NodeStatus(Message, frozen=True, kw_only=True):
-    """One member as the answering node sees it."""
+    """One member as the answering node sees it. `gone_s`: for so long it has been dead, or away; `tokens_s`: tokens of
+    answers that its engine writes per second now, where that is known."""
 
     peer: Name
     role: Label
@@ -463,6 +481,8 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     rtt_s: Seconds | None
     advert: Advert | None
     links: LinkTable | None = None
+    gone_s: Seconds | None = None
+    tokens_s: Figure | None = None
 
 
 class Status(Message, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..bootstrap.methods import EVERYONE, Method, Notice
+from ..bootstrap.trust.tokens import Role
 from . import messages as m
 from .http import messages as http
 from .observing import queries
@@ -51,6 +52,9 @@ STAGE_OUTLETS: Final = Method("stage.outlets", m.StageOutlets, m.StageOutletsOpe
 STAGE_TRANSFER: Final = Notice("stage.transfer", m.StageTransfer)
 STAGE_ABORT: Final = Notice("stage.abort", m.StageAbort)
 STAGE_HUNG: Final = Notice("stage.hung", m.ReplicaHung)
+
+# An admin of the network tells any box.
+DRAIN: Final = Method("drain", m.Drain, m.Drained, frozenset({Role.ADMIN}))
 
 # Any two nodes, for plans.
 PLAN_PIECE: Final = Method("plan.piece", plans.PlanPieceQuery, plans.PlanPiece)

@@ -46,6 +46,7 @@ class Serving:
         self.served = served
         self.engine: messages.EngineAdvert | None = None  # nothing to tell before its first state
         self._say = joined.say
+        self._show = joined.show
         self._record = joined.record
         self._on_news = on_news
         self._selector = PathSelector(
@@ -150,11 +151,23 @@ class Serving:
         """Whether no request is under way here."""
         return self.host.worker.idle and self.gateway.idle and self.http.is_idle
 
+    @property
+    def open_requests(self) -> int:
+        """How many are under way here: those of this gateway, and others' in this engine."""
+        found = self.gateway.open_requests + self.host.worker.count_requests_of_others()
+        return found or int(not self.is_idle)  # an exchange over HTTP need not be a request for tokens
+
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
         self.host.worker.drain()
         self.gateway.drain()
         self.http.drain()
+
+    def resume(self) -> None:
+        """Take what is new again."""
+        self.host.worker.resume()
+        self.gateway.resume()
+        self.http.resume()
 
     def peer_lost(self, peer: PeerId) -> None:
         """The connection to a node or a client has ended."""
@@ -191,9 +204,13 @@ class Serving:
         if before is None or (before.state, before.detail) != (engine.state, engine.detail):
             self._record_engine(engine)
         self._on_news()
+        is_long = engine.state in ("waiting", "loading", "starting") or (
+            engine.state == "restarting" and before is not None and before.state == engine.state
+        )
+        self._show(f"engine {engine.state}: {engine.detail}" if is_long and engine.detail else "")
         if engine.state == "ready" and not engine.kv_tokens:  # a stage: its head has the scheduler
             self._say("stage ready: the head of its replica serves requests")
         elif engine.state == "ready":
             self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache")
-        elif engine.detail and (engine.state != "loading" or before is None or before.state != "loading"):
+        elif engine.detail and not is_long:
             self._say(f"engine {engine.state}: {engine.detail}")

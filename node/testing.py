@@ -24,7 +24,7 @@ from ..kvtransport.wire.dial_path import DialPath
 from ..kvtransport.wire.tickets import LinkTicket
 from . import messages
 from .engine import protocol
-from .engine.agent_side.engine_link import ApiLink, EngineLost, EngineStartError
+from .engine.agent_side.engine_link import ApiLink, EngineLost, EngineStartError, ignore_starting
 from .engine.api.protocol import ApiConfig, FromApi
 
 
@@ -185,17 +185,23 @@ class MemoryStarter:
     """In place of a fork server: an `EngineStarter`. `start` makes an engine, or raises EngineStartError."""
 
     gone = False
-    version = "0.0"
 
     def __init__(self, start: Callable[[protocol.EngineConfig], Awaitable[MemoryEngine]]) -> None:
         self._start = start
+        self.version = "0.0"
+        self.starting: list[protocol.Starting] = []  # what engines say of themselves before they have started
 
     async def wait_ready(self) -> None:
         await trio.lowlevel.checkpoint()
 
     async def start_engine(
-        self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
+        self,
+        config: protocol.EngineConfig,
+        on_message: Callable[[protocol.FromEngine], None],
+        on_starting: Callable[[protocol.Starting], None] = ignore_starting,
     ) -> MemoryEngine:
+        for each in self.starting:
+            on_starting(each)
         return await self._start(config)
 
     async def start_api(self, config: ApiConfig, on_message: Callable[[FromApi], None]) -> ApiLink:

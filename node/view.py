@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from typing import NamedTuple, Self, final
@@ -25,6 +25,7 @@ from .box.hardware import Hardware
 from .engine.protocol import EngineStats
 from .messages import Advert, EngineAdvert, LinkTable, Status
 from .models import ModelInfo
+from .observing.ages import describe_gone
 
 MIN_FIGURE = 1e-6  # no box computes or copies less than this many TFLOP/s or GB/s
 UNKNOWN_CARD_PCIE = 4  # the bus between two GPUs of which nothing is known
@@ -87,6 +88,7 @@ class NetworkView(AdvertBook):
 
     plan: Plan | None = None
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
+    dead_at: dict[PeerId, float] = field(default_factory=dict)  # boxes that died, by the clock of the agent
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, Queue] = field(default_factory=dict)
@@ -142,6 +144,10 @@ class NetworkView(AdvertBook):
         """How long a request may be that every engine of the model takes."""
         lengths = (engine.max_model_len for _, engine in self._engines(model.service))
         return min([model.max_model_len, *(length for length in lengths if length)])
+
+    def describe_dead(self, now: float, peers: Collection[str] | None = None) -> str:
+        """Which boxes (of these) are dead, and since when; for people, "" where none is."""
+        return describe_gone({peer: now - at for peer, at in self.dead_at.items() if peers is None or peer in peers})
 
     def starts(self, peer: PeerId) -> int:
         """How often this peer's engine has been started: tells a restarted engine from the one that failed."""

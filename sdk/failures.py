@@ -13,7 +13,11 @@ EXIT_USAGE = 2
 EXIT_NOT_READY = 3
 EXIT_REFUSED = 4
 
-_REFUSED: Final = {"bootstrap.errors": ("Refused",), "sdk.errors": ("AccessRefused",)}
+_REFUSED: Final = {
+    "bootstrap.errors": ("Refused",),
+    "node.owner.questions": ("OwnerRefused",),
+    "sdk.errors": ("AccessRefused",),
+}
 _NOT_READY: Final = {"sdk.errors": ("NotReady",)}
 _USAGE: Final = {
     "bootstrap.errors": ("AddressError", "TokenError"),

@@ -10,9 +10,11 @@ from typing import TypedDict, final
 
 import msgspec
 
+from ..coordinator.names import name_of
 from ..node.engine.sampling import TopTokens
-from ..node.messages import AnswerUpdate, Generate, RequestFigures
+from ..node.messages import AnswerUpdate, Generate, RequestFigures, Status
 from ..node.models.errors import PromptError
+from ..node.observing.ages import describe_gone
 from ..node.requests.acceptance import check
 from ..node.requests.gateway_choice import GatewayCandidate
 from .errors import InvalidRequest
@@ -134,7 +136,8 @@ def _explain(text: str, fields: Mapping[str, object]) -> str:
     name = where.rstrip("`").removeprefix(".") if at else ""
     what = what.replace("Object contains unknown field", "unknown parameter")
     if isinstance(fields.get(name), float | int) and "got" not in what:
-        return f"{name}: {fields[name]} is out of range"
+        bounds = "above 0 and at most a day" if name == "deadline_s" else "within its bounds"
+        return f"{name}: {fields[name]} is out of range; take one {bounds}"
     return f"{name}: {what[:1].lower()}{what[1:]}" if name else what
 
 
@@ -204,3 +207,17 @@ def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -
     if not any(service in (model.service, model.name) for model in models):
         served = ", ".join(sorted({model.service for model in models}))
         raise InvalidRequest(f"service: nobody serves {service}; this network serves {served}")
+
+
+def describe_unserved(status: Status, service: str | None) -> str:
+    """Boxes that would serve, if they did not drain or had not died; "" where there are none."""
+    models = ((node.peer, node.advert) for node in status.nodes if node.state == "alive")
+    draining = [
+        name_of(peer)
+        for peer, advert in models
+        if advert is not None and advert.draining and advert.model is not None
+        if service in (None, advert.model.service, advert.model.name)
+    ]
+    dead = {node.peer: node.gone_s for node in status.nodes if node.state == "dead" and node.gone_s is not None}
+    found = [f"{', '.join(draining)} {'is' if len(draining) == 1 else 'are'} draining"] if draining else []
+    return ", ".join([*found, *filter(None, [describe_gone(dead)])])

@@ -43,6 +43,7 @@ from ..node.messages import (
     StopRequest,
 )
 from ..node.methods import ANSWER, GENERATE, GENERATE_CONTINUE, GENERATE_STOP, STATUS
+from ..node.observing.ages import describe_age
 from ..node.requests.gateway_choice import STATUS_TIMEOUT_S, GatewayCandidate, GatewayFinder
 from . import environment
 from .errors import (
@@ -57,7 +58,7 @@ from .errors import (
     RequestFailed,
     first_of,
 )
-from .requests import Diverged, Generation, Replay, TextDelta, check_service, new_request_id
+from .requests import Diverged, Generation, Replay, TextDelta, check_service, describe_unserved, new_request_id
 
 ACCEPT_TIMEOUT_S = 15.0  # a gateway accepts or refuses at once; tokenising a very long prompt takes seconds
 DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can
@@ -171,6 +172,7 @@ class _Loss:
 
     reason: str
     retry_at: float
+    at: float
 
 
 @final
@@ -262,7 +264,8 @@ class Session:
                     if not isinstance(error, _GatewayRefuses):
                         earlier.append(f"gateway {name_of(gateway)} was lost: {error}")
                     wait_s = error.retry_after_s
-                    lost[gateway] = _Loss(str(error), math.inf if wait_s is None else trio.current_time() + wait_s)
+                    now = trio.current_time()
+                    lost[gateway] = _Loss(str(error), math.inf if wait_s is None else now + wait_s, now)
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
 
     async def _attempt(
@@ -359,11 +362,23 @@ class Session:
             if not lost and now >= give_up:
                 nodes = len(self._gateways.candidates())
                 model = f"the model {service}" if service is not None else "a model"
+                others = await self._describe_others(service)
                 raise NotReady(
-                    f"no node of this network serves {model} ({nodes} alive); start one with `p2pserve join`"
+                    f"no node of this network serves {model} ({nodes} alive{others}); start one with `p2pserve join`"
                 )
             with trio.move_on_at(again if lost else give_up):
                 await self._network.wait_changed(revision)
+
+    async def _describe_others(self, service: str | None) -> str:
+        """Who would serve otherwise, as the nearest node that answers knows it."""
+        for candidate in sorted(self._gateways.candidates(), key=_nearness)[:2]:
+            try:
+                found = await self._network.request(candidate.peer, STATUS, StatusQuery(), STATUS_TIMEOUT_S)
+            except NetworkError:
+                continue
+            others = describe_unserved(found, service)
+            return f"; {others}" if others else ""
+        return ""
 
     def _on_update(self, peer: PeerId, role: Role, update: AnswerUpdate) -> None:
         inbox = self._inboxes.get(update.request)
@@ -419,4 +434,6 @@ def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:
 
 
 def _reasons(lost: dict[PeerId, _Loss]) -> str:
-    return "; ".join(f"{name_of(peer)}: {loss.reason}" for peer, loss in lost.items())
+    now = trio.current_time()
+    ages = {peer: f", {describe_age(now - loss.at)} ago" if now - loss.at >= 1.0 else "" for peer, loss in lost.items()}
+    return "; ".join(f"{name_of(peer)}: {loss.reason}{ages[peer]}" for peer, loss in lost.items())

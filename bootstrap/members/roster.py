@@ -128,11 +128,14 @@ class Roster:
             record, grant = self._table.record(peer), self._table.grant(peer)
             if record is None or not (peer == self.me or peer in self._has_lived or record.left):
                 continue
+            state, gone_at = self.state_of(peer, now), self._gone_since.get(peer)
+            is_gone = state in (MemberState.DEAD, MemberState.LEFT) and gone_at is not None
             found.append(
                 Member(
                     peer_id=peer,
                     role=record.role,
-                    state=self.state_of(peer, now),
+                    state=state,
+                    gone_s=max(0.0, now - gone_at) if is_gone and gone_at is not None else None,
                     address=Address(record.host, record.port),
                     incarnation=self._table.life(peer),
                     may_lead=grant is not None and grant.lead,

@@ -37,6 +37,7 @@ class Member:
     incarnation: int
     may_lead: bool = False
     rtt_s: float | None = None
+    gone_s: float | None = None  # for so long it has been dead or away, as far as this node knows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

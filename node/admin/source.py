@@ -13,6 +13,7 @@ from ...coordinator.bounds import Counter, Name
 from ...coordinator.plan import Deadlines
 from ...kvtransport.probing.figures import gbps_of
 from ..observing.counts import NO_DEADLINES
+from ..observing.rates import CounterRates
 from ..observing.values import (
     MAX_EVENTS,
     LinkSummary,
@@ -23,7 +24,6 @@ from ..observing.values import (
     UnixTime,
     Word,
 )
-from .rates import CounterRates
 
 MAX_REQUESTS: Final = 1024  # that one snapshot has
 SNAPSHOT_S: Final = 1.0

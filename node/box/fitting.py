@@ -139,6 +139,14 @@ def count_layers_that_fit(model: ModelInfo, room: Room, *, tp: int, max_model_le
     return 0
 
 
+def count_lacking_bytes(model: ModelInfo, room: Room, *, tp: int, max_model_len: int | None) -> int:
+    """How much more memory would hold all layers, and a request of that length, or else of the least."""
+    kv = room.kv_cache_bytes
+    if kv is None:
+        kv = _kv_bytes(model, room, max_model_len or LEAST_MODEL_LEN + KEPT_BACK_TOKENS, 0, model.layers, tp)
+    return max(0, model.weights.of_stage(0, model.layers, room.float_bytes) + kv - room.memory_bytes)
+
+
 def measure_kv_room(model: ModelInfo, room: Room, layers: int) -> int:
     """Bytes for KV beside any `layers` layers, or those that the cache is to have; 0 where these do not fit."""
     weights = max(

@@ -61,10 +61,12 @@ def leave_node(
     home: Path,
     timeout_s: float,
     *,
+    look: Callable[[], None] = lambda: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Ask the node of `home` to drain and leave, and wait until it has. Raises NodeError."""
+    """Ask the node of `home` to drain and leave, and wait until it has. `look` is called meanwhile. Raises
+    NodeError."""
     pid = running_pid(home)
     if pid is None:
         raise NodeError(f"home {home}: no node is running there; give its folder with --home")
@@ -78,6 +80,7 @@ def leave_node(
     while running_pid(home) == pid:
         if clock() > give_up:
             raise NodeError(f"home {home}: the node (pid {pid}) is still draining after {timeout_s:g} s")
+        look()
         sleep(0.05)
 
 

@@ -16,6 +16,7 @@ from .fitting import (
     choose_requests,
     choose_step_tokens,
     count_kv_tokens,
+    count_lacking_bytes,
     count_layers_that_fit,
     default_tp,
     find_longest_that_fits,
@@ -34,6 +35,7 @@ class Share:
     tp: int
     limits: BatchLimits
     kv_cache_mib: int | None = None
+    lacking_bytes: int = 0  # of memory, for the other layers
 
 
 def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) -> Share:
@@ -52,17 +54,34 @@ def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) 
     room = measure_room(hardware, settings, tp=tp, working_bytes=working)
     layers, longest = _fit_layers(model, room, settings, tp)
     if layers == 0:
+        if (option := _too_little(settings, room)) is not None:
+            raise NodeUsageError(f"{option} not one of the {model.layers} layers of {model.name} fits")
         raise NodeError(
             f"model {model.name}: not one of its {model.layers} layers fits the memory of this box; take a smaller "
             "model, --max-model-len or --kv-cache-mib"
         )
+    lacking = 0
+    if layers < model.layers:
+        lacking = count_lacking_bytes(model, room, tp=tp, max_model_len=settings.max_model_len)
     if not hardware.gpus:
-        return Share(layers, tp, choose_limits(settings, tokens, FEW_REQUESTS, longest), settings.kv_cache_mib)
+        limits = choose_limits(settings, tokens, FEW_REQUESTS, longest)
+        return Share(layers, tp, limits, settings.kv_cache_mib, lacking)
     kv_cache_mib = settings.kv_cache_mib
     if kv_cache_mib is None and settings.memory_gib is not None:  # left to itself, the engine takes all of the GPU
         kv_cache_mib = max(1, measure_kv_room(model, room, layers) >> 20)
     requests = choose_requests(count_kv_tokens(model, room, layers, tp=tp), fitting)
-    return Share(layers, tp, choose_limits(settings, tokens, requests, longest), kv_cache_mib)
+    return Share(layers, tp, choose_limits(settings, tokens, requests, longest), kv_cache_mib, lacking)
+
+
+def _too_little(settings: BoxEngineSettings, room: Room) -> str | None:
+    """What the owner has said of the memory, where that leaves too little of it."""
+    kv_bytes = room.kv_cache_bytes or 0
+    if settings.kv_cache_mib is not None and kv_bytes >= room.memory_bytes:
+        gib = room.memory_bytes / 2**30
+        return f"kv-cache-mib: {settings.kv_cache_mib} MiB are more than this box has ({gib:.1f} GiB); beside them"
+    if settings.memory_gib is not None:
+        return f"memory-gib: in {settings.memory_gib:g} GiB"
+    return None
 
 
 def _choose_tp(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) -> int:

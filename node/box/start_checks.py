@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from . import prerequisites
-from .errors import NodeError
+from .errors import NodeError, NodeUsageError
 from .hardware import VISIBLE, Hardware
 
 SHARED_MEMORY: Final = "/dev/shm"
@@ -73,6 +73,23 @@ def require_engine(hardware: Hardware, environ: Mapping[str, str]) -> None:
         complaint = prerequisites.describe_lack(prerequisites.inspect_box(environ=environ), "cuda")
     if complaint is not None:
         raise NodeError(f"engine: {complaint}")
+
+
+IN_16_BITS: Final = frozenset(
+    {"auto_awq", "auto_gptq", "awq", "awq_marlin", "experts_int8", "fbgemm_fp8", "fp8", "gptq", "gptq_marlin"}
+    | {"gpt_oss_mxfp4", "inc", "moe_wna16", "mxfp4"}
+)
+"""How weights may be quantised that vLLM 0.32 computes with in 16 bits alone."""
+
+
+def require_dtype(model: str, method: str, dtype: str, hardware: Hardware) -> None:
+    """Raise NodeUsageError where weights that are quantised by `method` ("" for none) do not go with the engine's
+    dtype: on a processor that is float32 unless the owner says otherwise."""
+    if method.lower() in IN_16_BITS and (dtype == "float32" or (dtype == "auto" and not hardware.gpus)):
+        raise NodeUsageError(
+            f"dtype: the weights of {model} are quantised with {method}, which does not compute in float32; take "
+            "--dtype bfloat16, or the model in 16 bits"
+        )
 
 
 def wanted_bytes(hardware: Hardware, tp: int) -> int:

@@ -39,6 +39,12 @@ class Outbox:
                 self._unwritten += 1
                 self._queue.put(data)
 
+    def tell_weights(self, file: int, files: int) -> None:
+        """Which file of the weights is being read, of how many; (0, 0): all have been."""
+        self.send(
+            protocol.Starting(part="weights", file=file, files=files) if files else protocol.Starting(part="warm-up")
+        )
+
     def flush(self) -> None:
         """Wait until everything queued so far has been written (at most 5 s)."""
         done = threading.Event()

@@ -274,6 +274,14 @@ class EngineReady(EngineMessage, frozen=True, kw_only=True, tag="ready"):
     async_scheduling: bool = False
 
 
+class Starting(EngineMessage, frozen=True, kw_only=True, tag="starting"):
+    """What the engine is doing before it can serve. Of `weights`: the file that it reads, and of how many."""
+
+    part: Literal["weights", "warm-up"]
+    file: Count = 0
+    files: Count = 0
+
+
 class StartFailed(EngineMessage, frozen=True, kw_only=True, tag="start-failed"):
     """The model could not be loaded. `reason` is one line for the user."""
 
@@ -399,7 +407,7 @@ class LinkReport(EngineMessage, frozen=True, kw_only=True, tag="link"):
 
 
 ToEngine = Submit | SetFirstToken | Cancel | AbortTransfer | SetLinkPaths | CloseLink | LimitSteps | AskBeat | Stop
-FromEngine = EngineReady | StartFailed | EngineFailed | Step | TransferReport | LinkReport | Beat
+FromEngine = EngineReady | Starting | StartFailed | EngineFailed | Step | TransferReport | LinkReport | Beat
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

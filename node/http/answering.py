@@ -91,6 +91,10 @@ class HttpAnswering:
         """Finish what is running, refuse what is new."""
         self._draining = True
 
+    def resume(self) -> None:
+        """Take what is new again."""
+        self._draining = False
+
     async def open(self, peer: PeerId, role: Role, body: HttpOpen) -> messages.Opened:
         """Hand a request to the API server; its answer follows as notices. Raises RemoteError."""
         self._check(peer, role, body)
@@ -144,7 +148,7 @@ class HttpAnswering:
 
     def _check(self, peer: PeerId, role: Role, body: HttpOpen) -> None:
         if self._draining:
-            raise RemoteError("draining", "this node is leaving; send the request to another one")
+            raise RemoteError("draining", "this node is draining; send the request to another one")
         if (refusal := find_refusal(body.method, body.target, role)) is not None:
             raise RemoteError(f"http-{refusal[0]}", refusal[1])
         if (peer, body.exchange) in self._served:

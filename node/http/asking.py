@@ -130,6 +130,7 @@ class Boxes(Protocol):
     def candidates(self) -> list[GatewayCandidate]: ...
     def rank(self, service: str | None) -> list[PeerId]: ...
     async def pick(self, usable: list[PeerId], service: str | None) -> PeerId: ...
+    def describe_dead(self) -> str: ...
 
 
 @final
@@ -199,8 +200,10 @@ class HttpAsking:
         usable = [peer for peer in self._rank(request) if peer not in lost]
         if not usable:
             reasons = "; ".join(f"{name_of(peer)}: {reason}" for peer, reason in lost.items())
-            text = reasons or "no node of this network serves a model now; start one with `p2pserve join`"
-            raise NotCarried(503, text, NOBODY_RETRY_S)
+            dead = self._boxes.describe_dead()
+            known = f" ({dead})" if dead else ""
+            nobody = f"no node of this network serves a model now{known}; start one with `p2pserve join`"
+            raise NotCarried(503, f"{reasons}{known}" if reasons else nobody, NOBODY_RETRY_S)
         return await self._boxes.pick(usable, request.service)
 
     async def _ask(self, box: PeerId, request: CarriedRequest, lost: dict[PeerId, str]) -> CarriedAnswer | None:

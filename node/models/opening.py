@@ -137,6 +137,13 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return value
 
 
+def quantisation_of(folder: Path, name: str) -> str:
+    """How the weights of a model are quantised, as its configuration calls it; "" where it says nothing of that."""
+    said = read_json(folder / "config.json", name).get("quantization_config")
+    method = said.get("quant_method") if isinstance(said, dict) else None
+    return method if isinstance(method, str) else ""
+
+
 def _family(config: dict[str, Any]) -> str:
     """What its configuration calls this kind of model, for people: `qwen3`."""
     return re.sub(r"[^a-z0-9_.]", "", str(config.get("model_type", "")).lower())[:32] or "model"

@@ -104,7 +104,7 @@ class EventLog:
         )
         self._next += 1
         self._events.append(event)
-        _log.info("%s", describe(event))
+        _log.info("%s", describe(event), extra={"request": event.request, "peer": event.peer})
         for follower in self.followers:
             follower(event)
 

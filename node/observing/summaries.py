@@ -69,6 +69,8 @@ def _summarise_node(node: NodeStatus, status: Status, name: str) -> NodeSummary:
         is_coordinator=node.peer == status.coordinator,
         site=table.site,
         rtt_s=node.rtt_s,
+        gone_s=node.gone_s,
+        tokens_s=node.tokens_s,
         up_usd_per_gb=table.box.up_usd_per_gb,
         down_usd_per_gb=table.box.down_usd_per_gb,
     )

@@ -41,6 +41,8 @@ class EventKind(StrEnum):
     MEMBER_DEAD = "member.dead"
     MEMBER_HUNG = "member.hung"
     MEMBER_ANSWERS = "member.answers"
+    MEMBER_DRAINING = "member.draining"
+    MEMBER_RESUMED = "member.resumed"
     COORDINATOR_ELECTED = "coordinator.elected"
     COORDINATOR_LOST = "coordinator.lost"
     PLAN_MADE = "plan.made"
@@ -190,6 +192,8 @@ class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     up_usd_per_gb: Figure = 0.0
     down_usd_per_gb: Figure = 0.0
     rtt_s: Seconds | None = None  # from the answering node
+    gone_s: Seconds | None = None  # for which it has been dead or away
+    tokens_s: Figure | None = None  # of answers, that it writes now
 
 
 class LinkSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,13 +17,14 @@ from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
 from ..box.errors import NodeError
 from ..box.hardware import Hardware
+from ..box.shares import Share
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.agent_side.fork_server import open_fork_server
 from ..engine.backend import ServedModel
 from ..engine.vllm_program.backend import VLLM
 from ..links.kv_outlets import KvOutlets
-from ..models import DownloadProgress, TerminalProgress
+from ..models import DownloadProgress, ProgressLine
 from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
@@ -40,6 +40,13 @@ def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | N
     if longest is None or settings.max_model_len is not None:
         return None
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
+
+
+def describe_wait(share: Share, layers: int) -> str:
+    """For people: what a box waits for that has no room for all of the model, and no place in a replica yet."""
+    lacking = share.lacking_bytes / 2**30
+    more = f"{lacking:.1f} GiB" if lacking >= 0.1 else f"{1024 * lacking + 0.5:.0f} MiB"
+    return f"has {share.layers} of {layers} layers, needs another box or {more} more"
 
 
 def engine_config(
@@ -108,6 +115,7 @@ class Host:
             # Elsewhere the API process is started when somebody asks, which may be never.
             open_server=partial(open_fork_server, serves_api=settings.http is not None and served_by_vllm),
         )
+        self._supervisor.waits_for = describe_wait(served.share, info.layers)
 
     async def run(self) -> None:
         """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start
@@ -139,18 +147,18 @@ class Host:
     async def _fetch(self, place: Place, say: Callable[[str], None]) -> Path:
         """Download what the place needs and is not here. Raises ModelError."""
         token = trio.lowlevel.current_trio_token()
-        terminal = TerminalProgress(sys.stderr, time.monotonic)
-        told = -1
+        line, told = ProgressLine(0.0), -1
         called_off = False
 
         def report(progress: DownloadProgress) -> None:
             nonlocal told
             if called_off:
                 raise NodeError("the download has been called off")
-            terminal(progress)
             if progress.percent != told:
                 told = progress.percent
-                token.run_sync_soon(say, f"downloads {progress.file}: {told} % of {progress.total_bytes / 1e9:.1f} GB")
+                text = line.line(progress, time.monotonic())
+                if text is not None:
+                    token.run_sync_soon(say, f"downloads {text}")
 
         try:
             return await trio.to_thread.run_sync(

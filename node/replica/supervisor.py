@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import final
+from typing import Final, final
 
 import msgspec
 import trio
@@ -30,6 +30,9 @@ from ..settings import WAN, NodeTuning
 from .place import Place
 from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
+
+QUICK_IMPORT_S: Final = 1.0
+"""An engine that takes longer to import is told of: vLLM may take half a minute."""
 
 Fetch = Callable[[Place, Callable[[str], None]], Awaitable[Path]]
 """Makes sure that the weights of a place are on this box and returns their folder; tells how far it is."""
@@ -58,6 +61,8 @@ class Supervisor:
         self._log = Path(config.log_file) if config.log_file is not None else None
         self._channel = channel
         self._on_change = on_change
+        self.waits_for = "no plan gives this box layers yet"
+        """What the box needs as long as it has no place, for people."""
         self._tuning = tuning
         self._open_server = open_server
         self._place: Place | None = None
@@ -120,7 +125,7 @@ class Supervisor:
         self._changed = trio.Event()
         place = self._place
         if place is None:
-            self._report("waiting", "no plan gives this box layers yet")
+            self._report("waiting", self.waits_for)
         if place is None or self._failures > self._tuning.max_failures:
             await self._changed.wait()
             return
@@ -147,6 +152,10 @@ class Supervisor:
         say(self._failure)
         try:
             folder = await self._fetch(place, say)
+            with trio.move_on_after(QUICK_IMPORT_S):
+                await server.wait_ready()
+            if not server.version:
+                say(f"imports {config.backend}")
             await find_backend(config.backend).self_test(server)
             if place.is_head:
                 pipes = await self._stages.open_others(place, limits_of(config), say) if not alone else ()
@@ -157,7 +166,11 @@ class Supervisor:
                 pipes = call.pipes
                 config = with_limits(config, call.limits)
             config = with_stage(msgspec.structs.replace(config, model=str(folder)), place, pipes)
-            link = self._link = await server.start_engine(config, self._worker.on_engine_message)
+            await server.wait_ready()
+            say("loads the model")
+            link = self._link = await server.start_engine(
+                config, self._worker.on_engine_message, lambda progress: self._tell_starting(state, progress)
+            )
             self._worker.use(link, place, frozenset(end.ticket.link for end in pipes))
             return await self._serve(link, place, call)
         except (EngineStartError, ModelError) as error:
@@ -192,6 +205,11 @@ class Supervisor:
         if trio.current_time() - started > self._tuning.healthy_after_s:
             self._failures = 0
         return f"the engine process {how}"
+
+    def _tell_starting(self, state: str, progress: protocol.Starting) -> None:
+        """How far the engine is, until it serves."""
+        if self._advert is not None and self._advert.state == state:
+            self._report(state, describe_starting(progress))
 
     async def _pause(self, failure: str) -> None:
         self._failures, self._failure = self._failures + 1, failure
@@ -235,3 +253,10 @@ class Supervisor:
         if advert != self._advert:
             self._advert = advert
             self._on_change(advert)
+
+
+def describe_starting(progress: protocol.Starting) -> str:
+    """For people: `weights 3/8`; of a single file only that it is being read."""
+    if progress.part == "warm-up":
+        return "warms up"
+    return f"weights {progress.file}/{progress.files}" if progress.files > 1 else "weights"

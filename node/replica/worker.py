@@ -102,6 +102,16 @@ class Worker:
         """Finish what is running, refuse what is new."""
         self._accepting = False
 
+    def resume(self) -> None:
+        """Take what is new again."""
+        self._accepting = True
+
+    def count_requests_of_others(self) -> int:
+        """How many requests are in the engine whose gateways are other nodes."""
+        own = self._messenger.peer_id
+        jobs = (*self._decodes.values(), *self._prefills.values())
+        return len({job.request for job in jobs if job.gateway != own})
+
     def engine_lost(self, how: str) -> None:
         """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
         self._engine, self._pipes = None, frozenset()
@@ -412,7 +422,7 @@ class Worker:
         if service != self._service:
             raise RemoteError("wrong-service", f"this node serves {self._service}, not {service}")
         if not self._accepting:
-            raise RemoteError("draining", "this node is leaving and takes no new requests")
+            raise RemoteError("draining", "this node is draining and takes no new requests")
         place = self._transfers.place
         if self._engine is None or not self._engine.running or place is None:
             raise RemoteError("no-engine", "the engine process of this node is not running")

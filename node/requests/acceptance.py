@@ -144,7 +144,7 @@ def tokenize(body: Generate, text: TextModel, max_model_len: int) -> tuple[tuple
 def check_arrival(body: Generate, model: ModelInfo, *, is_draining: bool, is_id_in_use: bool) -> None:
     """Raise RemoteError if this gateway must not take the request, whatever its prompt is."""
     if is_draining:
-        raise RemoteError("draining", "this node is leaving; send the request to another one")
+        raise RemoteError("draining", "this node is draining; send the request to another one")
     if body.service is not None and body.service not in (model.service, model.name):
         raise RemoteError("invalid", f"service: {body.service} is not served here; {model.service} is")
     if is_id_in_use:

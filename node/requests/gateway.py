@@ -102,7 +102,7 @@ class Gateway:
     @property
     def open_requests(self) -> int:
         """How many have not ended."""
-        return len(self._requests)
+        return len(self._requests) + len(self._tokenizing)
 
     @property
     def is_served(self) -> bool:
@@ -113,8 +113,10 @@ class Gateway:
     def why_not_served(self) -> str:
         """For people, while it is not."""
         if self._draining:
-            return "this node is leaving; send the request to another one"
-        return f"no engine of this network serves {self._model.name} now; `p2pserve status` says what each does"
+            return "this node is draining; send the request to another one"
+        dead = self._view.describe_dead(trio.current_time())
+        known = f" ({dead})" if dead else ""
+        return f"no engine of this network serves {self._model.name} now{known}; `p2pserve status` says what each does"
 
     @property
     def demand(self) -> Demand | None:
@@ -129,6 +131,10 @@ class Gateway:
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
         self._draining = True
+
+    def resume(self) -> None:
+        """Take what is new again."""
+        self._draining = False
 
     # ---- clients --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from ...bootstrap.network import Network
 from ..adverts import AdvertBook
 from ..messages import ADVERT, PLAN, Advert, Status, StatusQuery
 from ..methods import STATUS
+from ..observing.ages import describe_gone
 from ..planning.manifest import read_manifest
 
 STATUS_TIMEOUT_S: Final = 5.0
@@ -66,6 +67,14 @@ class GatewayFinder:
         self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
         self._planned: str | None = None  # its service
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
+
+    def describe_dead(self) -> str:
+        """Which boxes are dead, and since when; for people, "" where none is."""
+        ages: dict[str, float] = {}
+        for member in self._network.members():
+            if member.role is not Role.CLIENT and member.state is MemberState.DEAD and member.gone_s is not None:
+                ages[member.peer_id] = member.gone_s
+        return describe_gone(ages)
 
     def candidates(self) -> list[GatewayCandidate]:
         """The nodes that are alive."""

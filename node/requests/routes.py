@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import final
 
 from ...bootstrap import PeerId
-from ...coordinator import NoRoute, Route, Router, RoutingSettings
+from ...coordinator import NoRoute, Plan, Route, Router, RoutingSettings
 from ...coordinator.requests.values import FindRoute
 from ..view import NetworkView, Queue
 
@@ -51,7 +51,15 @@ class RouteFinder:
         self._router.report(view.loads(self._queues()))
         try:
             return self._router.route(wanted.tokens, frozenset(unusable | self.hung | {wanted.leaving}), now=now)
-        except NoRoute:
+        except NoRoute as error:
             if wanted.leaving or self.hung <= unusable:
-                raise
-        return self._router.route(wanted.tokens, frozenset(unusable), now=now)
+                raise self._explain(error, plan, now) from None
+        try:
+            return self._router.route(wanted.tokens, frozenset(unusable), now=now)
+        except NoRoute as error:
+            raise self._explain(error, plan, now) from None
+
+    def _explain(self, error: NoRoute, plan: Plan, now: float) -> NoRoute:
+        """With the boxes of the plan that are dead."""
+        dead = self._view.describe_dead(now, plan.peers)
+        return NoRoute(f"{error}; {dead}") if dead else error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +22,14 @@ from ...coordinator import Phase
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
-from ...node.box.home import leave_node
 from ...node.engine.api.options import OptionRefused, check_options
 from ...node.messages import MAX_DEADLINE_S
+from ...node.observing.node_log import TOLD
 from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..environment import network_address
 from ..errors import UsageError
+from ..live_line import LiveLine
 from ..options.values import settings_of
-from ..printing import printable
 from .http_options import read_admin_token, read_http, read_keys
 
 SWITCH_S: Final = 0.0005
@@ -43,14 +45,6 @@ def join(arguments: SimpleNamespace) -> int:
     """`p2pserve join`."""
     where = network_address(arguments.bootstrap, arguments.token)[0]
     return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
-
-
-def leave(arguments: SimpleNamespace) -> int:
-    """`p2pserve leave`."""
-    leave_node(arguments.home.expanduser() / arguments.node, arguments.timeout_s)
-    if arguments.format == "json":
-        print(json.dumps({"node": arguments.node, "left": True}))
-    return 0
 
 
 _GREETINGS: Final = (  # those that lead keep the network going when this box is lost
@@ -69,6 +63,15 @@ def _check_tp(arguments: SimpleNamespace) -> None:
         raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has none; leave --tp out")
     if arguments.tp > gpus:
         raise UsageError(f"tp: {arguments.tp} GPUs are to share each layer, and this box has {gpus}")
+
+
+def _check_threads(arguments: SimpleNamespace) -> None:
+    """Refuse more threads than cores, which would wait for each other. Raises UsageError."""
+    if arguments.threads is None or arguments.model is None or arguments.emulate is not None:
+        return
+    cores = probe().cores
+    if arguments.threads > cores:
+        raise UsageError(f"threads: {arguments.threads} are more than the {cores} cores of this box")
 
 
 def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
@@ -95,6 +98,7 @@ def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
 
 def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> NodeSettings:
     _check_tp(arguments)
+    _check_threads(arguments)
     listen = f"0.0.0.0:{arguments.port}" if arguments.port is not None else arguments.listen
     return replace(
         settings_of(NodeSettings, arguments),
@@ -110,9 +114,20 @@ def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> Node
 
 
 def _run_node(settings: NodeSettings, arguments: SimpleNamespace) -> int:
+    _let_nodes_log(arguments.debug)
     greet = _greet_json if arguments.format == "json" else _greet
     sys.setswitchinterval(SWITCH_S)
     return trio.run(_serve_until_signal, settings, greet)
+
+
+def _let_nodes_log(debug: bool) -> None:
+    """A node keeps a log in its home. Without --debug the terminal has errors alone."""
+    if not debug:
+        logging.disable(logging.NOTSET)
+        terminal = logging.StreamHandler()
+        terminal.setLevel(logging.ERROR)
+        terminal.addFilter(lambda record: record.name != TOLD)  # the command says it itself
+        logging.getLogger().addHandler(terminal)
 
 
 async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:
@@ -120,6 +135,7 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
     stop = trio.Event()
     code = 0
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        line = LiveLine(sys.stderr, time.monotonic)
         async with trio.open_nursery() as nursery:
             joined = False
 
@@ -131,15 +147,18 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
                         nursery.cancel_scope.cancel()
                     else:
                         stop.set()
-                        _say("leaving; once more to leave at once")
+                        line.say("leaving; once more to leave at once")
 
             async def serve(*, task_status: trio.TaskStatus[Started]) -> None:
-                await run_node(settings, say=_say, stop=stop, task_status=task_status)
+                await run_node(settings, say=line.say, show=line.show, stop=stop, task_status=task_status)
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(watch)
-            started: Started = await nursery.start(serve)
-            joined = True
+            with line:
+                if sys.stderr.isatty():  # anywhere else it would be a line too many where joining fails
+                    line.show("joins the network")
+                started: Started = await nursery.start(serve)
+                joined = True
             greet(started)
     return code
 
@@ -160,7 +179,3 @@ def _greet_json(started: Started) -> None:
     if started.http is not None:
         greeting["http"] = f"http://{started.http}"
     print(json.dumps(greeting), flush=True)
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

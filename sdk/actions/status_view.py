@@ -17,12 +17,18 @@ from ...bootstrap import Role
 from ...coordinator import Phase
 from ...coordinator.names import name_of, with_names
 from ...node.messages import Advert, NodeStatus, Status
+from ...node.observing.ages import describe_age
 from ...node.replica.place import Place
 from ..printing import printable
 
-COLUMNS = ("node", "role", "phase", "state", "address", "rtt", "hardware", "engine", "model", "load")
-NARROW = ("node", "phase", "state", "hardware", "load")
-"""What fits 80 columns."""
+COLUMNS = (
+    "node", "role", "phase", "state", "address", "rtt", "hardware", "engine", "model", "load", "req/s", "tok/s", "$/h",
+)  # fmt: skip
+NARROW = ("node", "phase", "state", "hardware", "reqs", "tok/s", "$/h")
+"""What fits 80 columns; `reqs`: running and waiting."""
+
+NUMBERS = frozenset({"reqs", "req/s", "tok/s", "$/h"})
+GONE = frozenset({"dead", "left"})
 
 MODEL_COLUMNS = ("model", "name", "boxes", "ready", "tokens", "KV tokens")
 CLIENT = Role.CLIENT.value
@@ -75,17 +81,40 @@ def print_status(status: Status, console: Console | None = None, *, wide: bool =
     """Print the table of nodes, the coordinator and the plan."""
     console = console or open_console()
     console.print(status_table(status, COLUMNS if wide else NARROW))
-    print_prose((*engine_lines(status), *plan_lines(status), *worth_lines(status)), console)
+    lines = (*gone_lines(status), *engine_lines(status), *plan_lines(status), *worth_lines(status))
+    print_prose(lines, console)
 
 
 def status_table(status: Status, columns: Sequence[str] = COLUMNS) -> Table:
-    """One line for each node, with these of COLUMNS; clients come and go, and are only counted."""
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    """One line for each node that is here, with these of COLUMNS or NARROW; clients come and go, and are only
+    counted."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in NUMBERS else "left")
     for node in status.nodes:
-        if node.role != CLIENT:
-            cells = dict(zip(COLUMNS, node_row(node, status), strict=True))
+        if node.role != CLIENT and node.state not in GONE:
+            cells = dict(zip(COLUMNS, node_row(node, status), strict=True)) | _short(node.advert, columns)
             table.add_row(*(cells[column] for column in columns))
     return keep_whole(table, "node", "address", "model")
+
+
+def gone_lines(status: Status) -> list[str]:
+    """One line for each node that has died or left lately."""
+    gone = [node for node in status.nodes if node.role != CLIENT and node.state in GONE]
+    ages = [f", {describe_age(node.gone_s)} ago" if node.gone_s is not None else "" for node in gone]
+    return [f"{node.state}: {name_of(node.peer)}{age}, at {node.address}" for node, age in zip(gone, ages, strict=True)]
+
+
+def _short(advert: Advert | None, columns: Sequence[str]) -> dict[str, str]:
+    """Cells that a narrow table has shorter."""
+    if columns != NARROW or advert is None:
+        return {"reqs": "-"}
+    hardware = advert.hardware.summary().replace("NVIDIA ", "").replace("GeForce ", "")
+    stats = advert.stats
+    return {
+        "hardware": hardware.partition(" (")[0],
+        "reqs": f"{stats.running}+{stats.waiting}" if stats is not None else "-",
+    }
 
 
 def engine_lines(status: Status) -> list[str]:
@@ -105,7 +134,7 @@ def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
     rtt = "here" if node.peer == status.answered_by else "-" if node.rtt_s is None else f"{node.rtt_s * 1000:.1f} ms"
     advert = node.advert
     if advert is None:
-        return (name_of(node.peer) + marks, node.role, "-", node.state, node.address, rtt, "-", "-", "-", "-")
+        return (name_of(node.peer) + marks, node.role, "-", node.state, node.address, rtt, *["-"] * 7)
     state = "draining" if advert.draining and node.state == "alive" else node.state
     return (
         name_of(node.peer) + marks,
@@ -118,6 +147,9 @@ def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
         _engine(advert, node.peer),
         advert.model.service if advert.model is not None else "-",
         _load(advert),
+        f"{advert.demand.requests_s:.2f}" if advert.demand is not None else "-",
+        f"{node.tokens_s:.1f}" if node.tokens_s is not None else "-",
+        f"{advert.usd_per_hour:.2f}" if advert.usd_per_hour else "-",
     )
 
 
@@ -129,9 +161,7 @@ def plan_lines(status: Status) -> list[str]:
         lines = [f"coordinator*: {status.coordinator} (epoch {status.epoch})"]
     clients = sum(node.role == CLIENT and node.state == "alive" for node in status.nodes)
     lines.append(f"clients of the answering node: {clients}")
-    prices = [node.advert.usd_per_hour for node in status.nodes if node.advert is not None and node.state == "alive"]
-    if any(prices):
-        lines.append(f"cost: ${sum(prices):.2f}/h")
+    lines.append(now_line(status))
     plan = status.plan
     if plan is None:
         return [*lines, "plan: none yet"]
@@ -149,6 +179,21 @@ def plan_lines(status: Status) -> list[str]:
                 f"decode on {name_of(pair.decode)}"
             )
     return [*lines, *(f"  why: {shortened(reason, plan.peers)}" for reason in plan.why)]
+
+
+def now_line(status: Status) -> str:
+    """What the network does now, all boxes together, and what they cost."""
+    here = [node for node in status.nodes if node.state == "alive"]
+    adverts = [node.advert for node in here if node.advert is not None]
+    requests_s = sum(advert.demand.requests_s for advert in adverts if advert.demand is not None)
+    rates = [node.tokens_s for node in here if node.tokens_s is not None]
+    parts = [f"{requests_s:.2f} requests/s"]
+    if rates:
+        parts.append(f"{sum(rates):.1f} tokens/s")
+    usd = sum(advert.usd_per_hour for advert in adverts)
+    if usd:
+        parts.append(f"${usd:.2f}/h")
+    return f"now: {', '.join(parts)}"
 
 
 def worth_lines(status: Status) -> list[str]:

@@ -1,4 +1,4 @@
-"""`p2pserve bootstrap`, `join` and `leave`: what runs a node on this box. Running one imports all of it."""
+"""`p2pserve bootstrap`, `join`, `leave`, `drain` and `logs`: the node of this box. Running one imports all of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
-from ..options.values import COUNT, SECONDS
+from ..options.values import AGE, COUNT, POSITIVE, SECONDS
 
 vllm_options: Final = click.argument(
     "vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
@@ -92,6 +92,71 @@ def join(arguments: SimpleNamespace) -> int:
     option("--timeout-s", type=SECONDS, default=60.0, metavar="S", help="give up after this long (default: 60)"),
 )
 def leave(arguments: SimpleNamespace) -> int:
-    from ..actions.node import leave as run
+    from ..box.draining import leave as run
+
+    return run(arguments)
+
+
+@command(
+    "drain",
+    example=["p2pserve drain", "p2pserve drain --undo", "p2pserve drain amber-otter   (on the box of an admin)"],
+    formats=("text", "json"),
+)
+@combine(
+    click.argument(
+        "box",
+        default="node",
+        help="the node of this box that runs `join` (`node`, the default) or `bootstrap`; or, on a box that is an "
+        "admin of its network as the one that ran `bootstrap` is, the name or id of another box",
+    ),
+    option("--undo", is_flag=True, help="take new requests again"),
+    option("--no-wait", is_flag=True, help="do not wait until its requests have ended"),
+    home_option("the node's own folder is inside it"),
+    option(
+        "--timeout-s",
+        type=SECONDS,
+        default=300.0,
+        metavar="S",
+        help="wait no longer for its requests; it goes on draining (default: 300)",
+    ),
+)
+def drain(arguments: SimpleNamespace) -> int:
+    from ..box.draining import drain as run
+
+    return run(arguments)
+
+
+@command(
+    "logs",
+    example=["p2pserve logs --since 10m --level warning", "p2pserve logs --follow --request 5f3a9c..."],
+    formats=("table", "json"),
+)
+@combine(
+    click.argument(
+        "node",
+        type=click.Choice(("node", "bootstrap")),
+        default="node",
+        help="the one that runs, or ran, `join` (default), or `bootstrap`",
+    ),
+    option(
+        "--of",
+        type=click.Choice(("node", "engine", "api")),
+        default="node",
+        help="what the node has logged (default), or what its engine or API process has printed",
+    ),
+    option("--follow", is_flag=True, help="go on as lines are written, until Ctrl-C"),
+    option("--since", type=AGE, metavar="TIME", help="not older than 90s, 30m, 12h or 7d (default: any age)"),
+    option("--lines", type=POSITIVE, default=100, metavar="N", help="the latest so many (default: 100)"),
+    option(
+        "--level",
+        type=click.Choice(("debug", "info", "warning", "error")),
+        default="debug",
+        help="as bad as this or worse (default: all)",
+    ),
+    option("--request", default="", metavar="ID", help="of this request alone: its id, or how that begins"),
+    home_option("the node's own folder is inside it"),
+)
+def logs(arguments: SimpleNamespace) -> int:
+    from ..box.logs import logs as run
 
     return run(arguments)

@@ -23,6 +23,9 @@ COMMANDS: Final[dict[str, Declared]] = {
     ),
     "gateway": Declared("network", "serve the network's OpenAI API at a port of this machine, which needs no engine"),
     "leave": Declared("node", "let a node of this box finish its requests and stop"),
+    "drain": Declared(
+        "node", "let a box finish its requests and take no new ones; it stays in the network until --undo or `leave`"
+    ),
     "token": Declared("token", "make, show, revoke and renew join tokens, on the box that ran `bootstrap`"),
     "generate": Declared(
         "network", "continue a prompt or a conversation; the text goes to stdout as it comes, figures to stderr"
@@ -34,6 +37,11 @@ COMMANDS: Final[dict[str, Declared]] = {
     "topology": Declared("seeing", "show sites, boxes, links and KV flows, as a table, a drawing or a live view"),
     "inspect": Declared("seeing", "say all that is known of a request, a box, a link, a path or the plan, and why"),
     "events": Declared("seeing", "show what has happened at a box, and what happens"),
+    "logs": Declared(
+        "node",
+        "show what the node of this box has written to its log, or its engine printed (what happened in the "
+        "network, at any box: `events`)",
+    ),
     "plan": Declared(
         "planning",
         "say which GPUs should form replicas, what each should do and what to expect, for a described cluster or, with "

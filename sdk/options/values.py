@@ -121,6 +121,7 @@ FIGURE = Parsed("number", figure)
 SECONDS = Parsed("number of seconds", seconds)
 ABOVE_ZERO = Parsed("number", above_zero)
 DURATION = Parsed("time from now", duration)
+AGE = Parsed("length of time", duration)
 FILE = click.Path(path_type=Path)
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.routing.paths import NoPath, PathNetwork, PathQuery, choose
+from ...node.observing.ages import describe_age
 from ...node.observing.values import LinkSummary, NodeSummary
 from ..actions.status_view import keep_whole
 from . import colours
@@ -215,7 +216,7 @@ def link_lines(link: LinkSummary, source: str, target: str) -> Iterator[str]:
     yield f"  capacity    {bound}{link.gbps:.3f} Gb/s over {link.streams} streams; {single}"
     yield f"  round trip  {link.rtt_s * 1e3:.2f} ms, jitter {link.jitter_s * 1e3:.2f} ms, loss {link.loss:.2%}"
     yield f"  price       ${link.usd_per_gb:.4f} per GB"
-    age = f", measured {age_text(link.age_s)} ago" if link.age_s is not None else ""
+    age = f", measured {describe_age(link.age_s)} ago" if link.age_s is not None else ""
     yield f"  known       {link.known}, {link.confidence:.0%} sure{age}"
     yield f"  why         {link.reason or '-'}"
     relayed = f", {link.relayed_bytes / 1e9:.3f} GB of it through relays" if link.relayed_bytes else ""
@@ -226,7 +227,8 @@ def link_lines(link: LinkSummary, source: str, target: str) -> Iterator[str]:
 def node_lines(node: NodeSummary, topology: Topology) -> Iterator[str]:
     """All that is known of a box, for `inspect node`."""
     mark = ", coordinator" if node.is_coordinator else ""
-    yield f"box {label(node)}: {node.state}{mark}"
+    age = f", {describe_age(node.gone_s)} ago" if node.gone_s is not None else ""
+    yield f"box {label(node)}: {node.state}{age}{mark}"
     yield f"  id        {node.id}"
     yield f"  address   {node.address}, role {node.role}, site {node.site or '-'}"
     rtt = (

@@ -65,6 +65,10 @@ class EngineHandle(Protocol):
         """Hang up: the process ends."""
 
 
+def ignore_starting(progress: protocol.Starting) -> None:
+    """For who waits for an engine without telling anybody how far it is."""
+
+
 class EngineStarter(Protocol):
     """What starts engines: a `ForkServerClient`, or in tests a value."""
 
@@ -80,10 +84,13 @@ class EngineStarter(Protocol):
         """Wait until engines can be forked. Raises EngineStartError."""
 
     async def start_engine(
-        self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
+        self,
+        config: protocol.EngineConfig,
+        on_message: Callable[[protocol.FromEngine], None],
+        on_starting: Callable[[protocol.Starting], None] = ignore_starting,
     ) -> EngineHandle:
-        """Start an engine and wait until its model is loaded; `on_message` is called for everything it says later.
-        Raises EngineStartError."""
+        """Start an engine and wait until its model is loaded; `on_message` is called for everything it says later,
+        `on_starting` for how far it is. Raises EngineStartError."""
 
     async def start_api(self, config: api.ApiConfig, on_message: Callable[[api.FromApi], None]) -> ApiLink:
         """Start an API process and wait until it serves, as `start_engine` does."""
@@ -114,11 +121,15 @@ class ForkServerClient:
             raise EngineStartError(self._failure)
 
     async def start_engine(
-        self, config: protocol.EngineConfig, on_message: Callable[[protocol.FromEngine], None]
+        self,
+        config: protocol.EngineConfig,
+        on_message: Callable[[protocol.FromEngine], None],
+        on_starting: Callable[[protocol.Starting], None] = ignore_starting,
     ) -> EngineLink:
         await self.wait_ready()
         engine = self._number()
         link, theirs = open_link(EngineLink, on_message)
+        link.on_starting = on_starting
         await self._start(engine, protocol.Spawn(engine=engine, config=config), link, theirs, self._log)
         return link
 
@@ -211,6 +222,7 @@ class ProcessLink(Generic[Ready]):
         self._refusal: str | None = None  # said by the engine itself, while it was starting
         self._status: int | None = None
         self.ready: Ready | None = None
+        self.on_starting: Callable[[protocol.Starting], None] = ignore_starting
 
     def __repr__(self) -> str:
         state = "gone" if self._gone.is_set() else "ready" if self.ready else "starting"
@@ -319,6 +331,8 @@ class ProcessLink(Generic[Ready]):
             case self._ready_type():
                 self.ready = message
                 self._started.set()
+            case protocol.Starting():
+                self.on_starting(message)
             case protocol.StartFailed(reason=reason):
                 self._failure = self._refusal = reason
                 self._started.set()

@@ -15,7 +15,7 @@ import msgspec
 from ....coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from ....coordinator.costs.model_shape import ModelShape, ModelShapeError, model_shape, shape_of_config
 from ....coordinator.planning.model.cluster_file import card_link_gbps
-from ...box.errors import NodeError
+from ...box.errors import NodeError, NodeUsageError
 from ...box.fitting import can_share, choose_requests, choose_step_tokens, default_tp
 from ...box.hardware import Gpu, Hardware
 from ...box.shares import Share, choose_limits
@@ -119,10 +119,10 @@ def _choose_tp(hardware: Hardware, wanted: int | None, model: ModelInfo) -> int:
     """GPUs that share each layer: all that can. Raises NodeError."""
     tp = wanted or default_tp(hardware, model)
     if tp > len(hardware.gpus):
-        raise NodeError(f"tp: {tp} is more than the {len(hardware.gpus)} emulated GPUs of this box")
+        raise NodeUsageError(f"tp: {tp} is more than the {len(hardware.gpus)} emulated GPUs of this box")
     if not can_share(model, tp):
         heads = f"{model.shape.heads} heads and {model.kv_heads} KV heads"
-        raise NodeError(f"tp: {tp} GPUs cannot share the {heads} of {model.name} evenly")
+        raise NodeUsageError(f"tp: {tp} GPUs cannot share the {heads} of {model.name} evenly")
     return tp
 
 

@@ -31,7 +31,7 @@ from ..protocol import (
     Stop,
     ToEngine,
 )
-from ..vllm.weights import LOAD_FORMAT
+from ..vllm.weights import LOAD_FORMAT, telling_weights
 from .call_server import CallServer
 from .executor import PipelineExecutor
 from .pipes import ActivationsOutput, OnLost, PipeConnections, PipeInput, PipelineError, StageRank, open_pipes
@@ -197,7 +197,8 @@ class StageProgram:
         try:
             pipes, workers = join_pipeline(self._config, self._connections, self._forked, on_lost)
             name = self._switchboard.name
-            serve_stage(self._config, pipes, lambda hello: _load(workers, hello, lambda: self._make_config(name)))
+            with telling_weights(self._outbox.tell_weights):
+                serve_stage(self._config, pipes, lambda hello: _load(workers, hello, lambda: self._make_config(name)))
         except PipelineError as error:
             self.close()
             on_lost(error)

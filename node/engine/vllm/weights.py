@@ -3,16 +3,19 @@
 A stage's folder need not have the other shards (vLLM's own loader insists on all that the index names). Files are
 mapped, so of a shard that is shared with another stage only the pages of the tensors named here are read.
 
-Without pipeline parallelism this is vLLM's default loader. Importing this module registers the load format, which must
-have happened before vLLM checks its arguments, in each process that loads weights.
+Without pipeline parallelism this is vLLM's default loader. Either tells how far it is (`telling_weights`). Importing
+this module registers the load format, which must have happened before vLLM checks its arguments, in each process that
+loads weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from safetensors import safe_open
 from vllm.distributed.parallel_state import get_pp_group
@@ -21,7 +24,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from ...models import StageLayers
-from ...models.checkpoint import stage_files
+from ...models.checkpoint import INDEX_FILE, read_index, stage_files
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +33,57 @@ if TYPE_CHECKING:
     from vllm.config.load import LoadConfig
 
 LOAD_FORMAT = "p2pserve"
+
+T = TypeVar("T")
+
+
+Tell = Callable[[int, int], None]
+"""Hears which file of the weights is read now, the first being 1, and of how many; then (0, 0): all of them are."""
+
+_tell: ContextVar[Tell | None] = ContextVar("tell_weights", default=None)
+
+
+@contextmanager
+def telling_weights(tell: Tell) -> Iterator[None]:
+    """`tell` hears how far the weights are that this thread loads in the body, also with vLLM's own loader."""
+    original = DefaultModelLoader.get_all_weights
+
+    def get_all_weights(
+        loader: DefaultModelLoader, model_config: ModelConfig, model: nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        yield from told(original(loader, model_config, model), _files_of(Path(model_config.model)))
+
+    token = _tell.set(tell)
+    DefaultModelLoader.get_all_weights = get_all_weights  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DefaultModelLoader.get_all_weights = original  # type: ignore[method-assign]
+        _tell.reset(token)
+
+
+def told(weights: Iterable[tuple[str, T]], files: Mapping[str, str]) -> Iterator[tuple[str, T]]:
+    """The same tensors, while the listener of this thread is told of each new one of `files`, by a tensor's name."""
+    tell = _tell.get()
+    if tell is None:
+        yield from weights
+        return
+    total, begun = len(set(files.values())) or 1, set[str]()
+    for name, tensor in weights:
+        file = files.get(name, "")
+        if file not in begun and (file or not begun):
+            begun.add(file)
+            tell(min(len(begun), total), total)
+        yield name, tensor
+    tell(0, 0)
+
+
+def _files_of(folder: Path) -> dict[str, str]:
+    """By tensor, as the folder's index has it; empty without one."""
+    try:
+        return read_index(folder / INDEX_FILE)
+    except (OSError, ValueError):
+        return {}
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -51,7 +105,9 @@ class StageLoader(DefaultModelLoader):
         total = model_config.get_total_num_hidden_layers()
         first, last = get_pp_indices(total, stages.rank_in_group, stages.world_size)
         tied = getattr(config, "tie_word_embeddings", False) is True
-        yield from stage_tensors(Path(model_config.model), StageLayers(first, last, total), tied=tied)
+        folder, layers = Path(model_config.model), StageLayers(first, last, total)
+        files = {name: path.name for path, names in stage_files(folder, layers, tied=tied) for name in names}
+        yield from told(stage_tensors(folder, layers, tied=tied), files)
 
 
 def stage_tensors(folder: Path, layers: StageLayers, *, tied: bool) -> Iterator[tuple[str, torch.Tensor]]:

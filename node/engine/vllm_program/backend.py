@@ -29,12 +29,14 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
 
 def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:
     from ...box.shares import share_of
-    from ...box.start_checks import require_engine, require_shared_memory
+    from ...box.start_checks import require_dtype, require_engine, require_shared_memory
     from ...models import open_model
+    from ...models.opening import quantisation_of
     from ...models.text import TextModel
 
     require_engine(hardware, os.environ)
     model = open_model(name)
+    require_dtype(name, quantisation_of(model.folder, name), knobs.dtype, hardware)
     share = share_of(model.info, hardware, knobs)
     require_shared_memory(hardware, share.tp)
     return ServedModel(model=model, text=TextModel(model.folder), share=share)

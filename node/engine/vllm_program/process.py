@@ -31,6 +31,7 @@ from ..vllm.device import DeviceKind, device_of
 from ..vllm.layout import head_dim, kv_heads
 from ..vllm.speed import measure, measure_worker
 from ..vllm.synchronisations import record_if_asked
+from ..vllm.weights import telling_weights
 from .arguments import build_engine, device_kind, eos_tokens, stage_config
 from .constraints import BACKEND, ConstraintSupport
 from .logprobs import prompt_top_tokens, top_tokens
@@ -83,7 +84,7 @@ class VllmProgram:
             if self._config.partition:
                 check_pipeline(self._config)
                 join_pipeline(self._config, self._connections, self._forked, end_process(self._outbox))
-            with own_temporary_folder():
+            with own_temporary_folder(), telling_weights(self._outbox.tell_weights):
                 return EngineRunner(self._config, self._outbox, self._switchboard, self._inbox, self._forked)
         except PipelineError as error:
             raise StartError(str(error)) from error

@@ -4,6 +4,8 @@ vLLM 0.32; anything else is shown as vLLM says it."""
 from __future__ import annotations
 
 import re
+import traceback
+from pathlib import Path
 from typing import Final
 
 from ..process import MAX_REASON
@@ -25,7 +27,7 @@ _KNOWN: Final = (
     ),
     (
         r"No available memory for the cache blocks",
-        r"no memory is left for KV beside the weights; take a smaller model, or more cards with --tp",
+        r"no memory is left for KV beside the weights; take a larger --kv-cache-mib, a smaller model, or more cards",
     ),
     (
         r"Free memory on device \S+ \(([\d.]+)/([\d.]+) GiB\)",
@@ -52,6 +54,22 @@ _KNOWN: Final = (
         r"models of type \1 overflow in float16; take --dtype bfloat16",
     ),
     (
+        r"has model type `(\S+)` but Transformers does not recognize",
+        r"models of type \1 are not known to this vLLM; take another model, or a newer release of p2pserve",
+    ),
+    (
+        r"Model architectures \['(\w+)'.*?\] are not supported",
+        r"vLLM has no architecture \1, as its config.json calls it; take another model",
+    ),
+    (
+        r"size of tensor a \((\d+)\) must match the size of tensor b \((\d+)\)",
+        r"its weights have not the shapes that its config.json says (\2 where that says \1); copy the model again",
+    ),
+    (
+        r"Unknown RoPE scaling type (\w+)",
+        r"its config.json asks for RoPE scaling \1, which this vLLM does not know; take another model",
+    ),
+    (
         r"Bfloat16 is only supported on GPUs",
         r"this GPU does not compute in bfloat16; take --dtype float16",
     ),
@@ -67,5 +85,13 @@ def explain_start_failure(error: BaseException) -> str:
             return found.expand(line)
     # Configuration errors come wrapped in pages of context; the first lines say what is wrong.
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    shown = " ".join(lines[:3]) or type(error).__name__
+    shown = " ".join(lines[:3]) or _describe_silent(error)
     return shown if len(shown) <= MAX_REASON else f"{shown[:MAX_REASON]}..."
+
+
+def _describe_silent(error: BaseException) -> str:
+    """An error without a text, as failed assertions are: where it was, and what is behind most of them."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {Path(frames[-1].filename).name}, {frames[-1].name}" if frames else ""
+    fault = "; its config.json and its weights may not belong together" if isinstance(error, AssertionError) else ""
+    return f"{type(error).__name__}{where}{fault}"

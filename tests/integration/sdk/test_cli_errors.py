@@ -310,6 +310,25 @@ def test_a_second_signal_is_not_needed_and_leave_works(tmp_path: Path) -> None:
     fails(1, "leave", "bootstrap", "--home", str(tmp_path), says="no node is running there")
 
 
+def test_a_node_drains_and_serves_again_and_its_log_says_so(tmp_path: Path) -> None:
+    running = start_bootstrap(tmp_path)
+    home = ["--home", str(tmp_path)]
+    drained = json.loads(run("drain", "bootstrap", *home, "--format", "json").stdout)
+    assert (drained["draining"], drained["requests"]) == (True, 0)
+    assert run("drain", drained["node"], *home).stdout.count(b"is draining") == 1  # itself, by its id
+    fails(2, "drain", "no-such-box", *home, says="no box is called no-such-box")
+    back = run("drain", "bootstrap", "--undo", *home)
+    assert (back.returncode, back.stdout.endswith(b" takes new requests\n")) == (0, True)
+    lines = [json.loads(line) for line in run("logs", "bootstrap", *home, "--format", "json").stdout.splitlines()]
+    told = [line["text"] for line in lines if line["part"] == "node"]
+    assert [text for text in told if "new requests" in text] == [
+        "draining: takes no new requests; `p2pserve drain --undo` ends that",
+        "takes new requests again",
+    ]
+    assert running.stop() == 0
+    fails(1, "drain", "bootstrap", *home, says="no node is running there")
+
+
 def test_a_reader_who_has_had_enough(network: Running) -> None:
     command = [*COMMAND, "status", "--bootstrap", network.tokens["client"]]
     with subprocess.Popen(

@@ -106,6 +106,7 @@ class World:
         self.fetch_faults: dict[PeerId, list[str]] = {}
         self.fetch_s: dict[PeerId, float] = {}
         self.servers = 0
+        self.starters: list[MemoryStarter] = []  # the fork servers
         self._random = random.Random(4).randbytes
         for peer in peers:
             self._add(PeerId(peer))
@@ -152,7 +153,9 @@ class World:
         self, *, log: Path | None, threads: int, channel: int | None, backend: str
     ) -> AsyncIterator[MemoryStarter]:
         self.servers += 1
-        yield MemoryStarter(partial(self._start, PeerId(str(log))))
+        starter = MemoryStarter(partial(self._start, PeerId(str(log))))
+        self.starters.append(starter)
+        yield starter
 
     async def _start(self, own: PeerId, config: protocol.EngineConfig) -> MemoryEngine:
         process = MemoryEngine(None, config)

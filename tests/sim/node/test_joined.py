@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -15,10 +16,12 @@ from p2pserve.bootstrap.testing import MemoryNetwork
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node import messages, methods
 from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.joined import Joined
+from p2pserve.node.joined import MAX_TOKENS_S, Joined
 from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.observing.values import Served
 from p2pserve.node.settings import NodeSettings
 
+HARDWARE = Hardware(cores=1, memory_gib=1.0, processor="x")
 NOW = 1_750_000_000.0
 ADDRESSES = (Address("10.0.0.1", 4001), Address("10.0.0.2", 4001))
 
@@ -42,8 +45,7 @@ class Member:
     said: list[str] = field(default_factory=list)
 
     def serve(self, service: str) -> None:
-        hardware = Hardware(cores=1, memory_gib=1.0, processor="x")
-        self.joined.publish(messages.ADVERT, messages.Advert(hardware=hardware, draining=False, model=model(service)))
+        self.joined.publish(messages.ADVERT, messages.Advert(hardware=HARDWARE, draining=False, model=model(service)))
 
     def look(self) -> None:
         self.joined.view.update(self.joined.network.entries(messages.ADVERT))
@@ -123,6 +125,37 @@ def test_members_are_said_dialled_and_shown() -> None:
             assert {node.peer for node in status.nodes} == {one.joined.own, other}
             one.look()
             assert one.said.count(f"joined: {other}") == 1
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_status_says_what_boxes_write_and_how_long_others_are_gone() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, two = await join_both(stack)
+            other = two.joined.own
+            for second in range(4):
+                served = Served(decoded_tokens=50 * second)
+                two.joined.publish(messages.ADVERT, messages.Advert(hardware=HARDWARE, draining=False, served=served))
+                with trio.move_on_after(2.0):
+                    await trio.sleep_forever()
+                one.look()
+            found = {node.peer: node for node in one.joined.status().nodes}
+            assert found[other].tokens_s == pytest.approx(25.0, rel=0.1)
+            assert (found[other].gone_s, found[one.joined.own].tokens_s) == (None, None)
+            boast = messages.Advert(hardware=HARDWARE, draining=False, served=Served(decoded_tokens=1 << 48))
+            two.joined.publish(messages.ADVERT, boast)
+            with trio.move_on_after(2.0):
+                await trio.sleep_forever()
+            one.look()
+            status = await two.joined.network.request(one.joined.own, methods.STATUS, messages.StatusQuery(), 5)
+            assert {node.peer: node.tokens_s for node in status.nodes}[other] == MAX_TOKENS_S
+            await two.joined.network.leave()
+            with trio.move_on_after(20.0):
+                await trio.sleep_forever()
+            (gone,) = [node for node in one.joined.status().nodes if node.peer == other]
+            assert gone.state == "left"
+            assert gone.gone_s == pytest.approx(20.0, abs=2.0)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 

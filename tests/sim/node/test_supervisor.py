@@ -29,6 +29,23 @@ def test_a_box_waits_until_a_plan_gives_it_layers() -> None:
     play("a")(story)
 
 
+def test_what_takes_long_is_told_step_by_step() -> None:
+    async def story(world: World) -> None:
+        (starter,) = world.starters
+        starter.version = ""  # the import takes longer than a moment
+        starter.starting += [protocol.Starting(part="weights", file=file, files=2) for file in (1, 2)]
+        starter.starting += [protocol.Starting(part="warm-up"), protocol.Starting(part="weights", file=1, files=1)]
+        world.assign("a")
+        await world.until("ready", "a")
+        assert [advert.detail for advert in world.box("a").adverts if advert.state == "starting"] == [
+            *("", "downloads 50 %", "imports emulated", "loads the model"),
+            *("weights 1/2", "weights 2/2", "warms up", "weights"),
+        ]
+        assert world.box("a").adverts[-1].detail == ""
+
+    play("a")(story)
+
+
 def test_the_boxes_of_a_replica_start_together() -> None:
     async def story(world: World) -> None:
         world.assign("a", "b", "c")

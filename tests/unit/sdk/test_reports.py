@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator import Demand, Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.names import name_of
 from p2pserve.node.box.hardware import Gpu, Hardware
@@ -19,8 +20,10 @@ from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.actions.network import figures_line
 from p2pserve.sdk.actions.status_view import (
     COLUMNS,
+    gone_lines,
     list_models,
     node_row,
+    now_line,
     open_console,
     plan_lines,
     print_models,
@@ -38,7 +41,7 @@ from p2pserve.sdk.demo.report import (
     request_table,
 )
 from p2pserve.sdk.errors import UsageError
-from p2pserve.sdk.requests import Generation
+from p2pserve.sdk.requests import Generation, describe_unserved
 
 BOOT, FIRST, SECOND = "12D3boot01", "12D3first1", "12D3second"
 MODEL = ModelInfo(
@@ -95,7 +98,62 @@ def test_a_row_has_every_column() -> None:
         "engine": "ready, vllm 0.32.0 on cuda",
         "model": "m-1",
         "load": "1 running, 2 waiting, KV 25%",
+        "req/s": "-",
+        "tok/s": "-",
+        "$/h": "-",
     }
+    busy = advert(usd_per_hour=0.4, demand=Demand(requests_s=1.5, arrival_cv=1.0, lengths=((10, 20),)))
+    row = node_row(msgspec.structs.replace(node(FIRST, advert=busy), tokens_s=31.44), status(plan=SPLIT))
+    assert row[-3:] == ("1.50", "31.4", "0.40")
+
+
+def test_what_the_network_does_now_is_of_all_boxes_that_are_here() -> None:
+    asked = Demand(requests_s=1.5, arrival_cv=1.0, lengths=((10, 20),))
+    busy = advert(usd_per_hour=0.4, demand=asked)
+    boxes = [msgspec.structs.replace(node(peer, advert=busy), tokens_s=10.0) for peer in (FIRST, SECOND)]
+    gone = msgspec.structs.replace(node("gone", state="dead", advert=busy), tokens_s=1000.0)
+    assert now_line(status(*boxes, gone)) == "now: 3.00 requests/s, 20.0 tokens/s, $0.80/h"
+    assert now_line(status(node(BOOT))) == "now: 0.00 requests/s"
+
+
+def test_nodes_that_are_gone_have_a_line_with_their_age() -> None:
+    dead = msgspec.structs.replace(node(FIRST, state="dead"), gone_s=130.0)
+    found = status(node(BOOT, "admin"), dead, node(SECOND, state="left"), node("c", "client", "dead"))
+    assert gone_lines(found) == ["dead: solar-deer, 2 min ago, at 1.2.3.4:5", "left: vast-goat, at 1.2.3.4:5"]
+    page = io.StringIO()
+    print_status(found, Console(file=page, width=80))
+    assert page.getvalue().count("solar-deer") == 1
+
+
+def test_who_would_serve_is_named_with_the_reason_why_not() -> None:
+    gone = msgspec.structs.replace(node(SECOND, state="dead"), gone_s=130.0)
+    found = status(node(FIRST, advert=advert(draining=True)), gone, node(BOOT, state="left"))
+    assert describe_unserved(found, None) == "solar-deer is draining, vast-goat is dead since 2 min"
+    assert describe_unserved(found, "m") == "solar-deer is draining, vast-goat is dead since 2 min"
+    assert describe_unserved(found, "another") == "vast-goat is dead since 2 min"
+    assert describe_unserved(status(node(FIRST, advert=advert())), None) == ""
+
+
+def test_the_narrow_table_fits_80_columns_with_long_names_and_many_requests() -> None:
+    real = Gpu(name="NVIDIA GeForce RTX 4090", memory_gib=24, uuid="u")
+    modelled = Gpu(name="A40-48GB", memory_gib=45, uuid="u")
+    box = Hardware(cores=8, memory_gib=31.2, processor="x")
+    eight = msgspec.structs.replace(box, gpus=(real,) * 8)
+    emulated = msgspec.structs.replace(box, gpus=(modelled,), emulated_as=Specs.DENSE)
+    busy = advert(draining=True, usd_per_hour=12.5, stats=EngineStats(64, 12, 0.25, 300))
+    adverts = {
+        FIRST: msgspec.structs.replace(busy, hardware=eight),
+        SECOND: msgspec.structs.replace(busy, hardware=emulated),
+    }
+    rows = [msgspec.structs.replace(node(peer, advert=each), tokens_s=1234.5) for peer, each in adverts.items()]
+    page = io.StringIO()
+    print_status(status(*rows, plan=SPLIT), Console(file=page, width=80))
+    table = page.getvalue().splitlines()[:3]
+    assert max(map(len, table)) <= 80
+    assert [line.split()[0] for line in table] == ["node", "solar-deer", "vast-goat"]
+    assert "8x RTX 4090" in table[1]
+    assert "emulated 1x A40-48GB" in table[2]
+    assert table[1].split()[-3:] == ["64+12", "1234.5", "12.50"]
 
 
 @pytest.mark.parametrize(

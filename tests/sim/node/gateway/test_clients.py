@@ -209,6 +209,10 @@ def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
             await world.settle()
             assert world.tokens(name) == ANSWER[:12]
             assert world.chunks[name][-1].finish == "length"
+            world.gateway.resume()
+            again = await world.ask()
+            await world.settle()
+            assert world.tokens(again) == ANSWER[:12]
 
     virtually(main)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from p2pserve.node.admin import source
-from p2pserve.node.admin.rates import WINDOW_S, CounterRates
 from p2pserve.node.admin.source import LINKS_S, SNAPSHOT_S, Feed, NetworkSnapshot, SourceError
+from p2pserve.node.observing.rates import WINDOW_S, CounterRates
 from p2pserve.node.observing.values import LinkSummary, NodeSummary, RequestTrace
 
 

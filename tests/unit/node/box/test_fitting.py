@@ -302,7 +302,7 @@ def test_owners_limits_of_a_step_count_and_contradictions_are_refused() -> None:
         share_of(model, box_with(4, 24), BoxEngineSettings(tp=3))
     with pytest.raises(NodeUsageError, match="tp: 4 is more than the 2 GPUs"):
         share_of(model, box_with(2, 24), BoxEngineSettings(tp=4))
-    with pytest.raises(NodeError, match="not one of its 32 layers fits"):
+    with pytest.raises(NodeError, match=r"memory-gib: in 0.5 GiB not one of the 32 layers"):
         share_of(model, box, BoxEngineSettings(memory_gib=0.5))
 
 

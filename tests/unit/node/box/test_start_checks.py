@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from p2pserve.node.box import prerequisites, start_checks
-from p2pserve.node.box.errors import NodeError
+from p2pserve.node.box.errors import NodeError, NodeUsageError
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.prerequisites import Prerequisites
 from p2pserve.node.box.start_checks import (
     Build,
     contradiction,
     installed_build,
+    require_dtype,
     require_engine,
     require_shared_memory,
     wanted_bytes,
@@ -115,3 +116,27 @@ def test_shared_memory_for_workers_that_share_layers() -> None:
 @pytest.mark.parametrize(("gpus", "tp"), [(1, 1), (8, 1), (0, 2)])
 def test_others_want_none(gpus: int, tp: int) -> None:
     require_shared_memory(hardware(gpus), tp, 0)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "gpus", "refused"),
+    [
+        ("awq", "auto", 0, True),
+        ("AWQ", "float32", 0, True),
+        ("awq", "bfloat16", 0, False),
+        ("awq", "auto", 1, False),
+        ("awq", "float32", 1, True),
+        ("compressed-tensors", "auto", 0, False),
+        ("", "auto", 0, False),
+    ],
+)
+def test_quantised_weights_need_a_dtype_that_they_compute_in(method: str, dtype: str, gpus: int, refused: bool) -> None:
+    gpu = Gpu(name="NVIDIA A40", memory_gib=45.0, uuid="u")
+    hardware = Hardware(cores=1, memory_gib=1.0, processor="x", gpus=(gpu,) * gpus)
+    if not refused:
+        require_dtype("m", method, dtype, hardware)
+        return
+    with pytest.raises(
+        NodeUsageError, match=r"^dtype: the weights of m are quantised with (awq|AWQ).*--dtype bfloat16"
+    ):
+        require_dtype("m", method, dtype, hardware)

@@ -113,6 +113,8 @@ FROM_ENGINE: list[EngineMessage] = [
     ),
     protocol.EngineFailed(reason="a stage is gone"),
     protocol.Beat(),
+    protocol.Starting(part="weights", file=3, files=8),
+    protocol.Starting(part="warm-up"),
 ]
 PACKETS: list[EngineMessage] = [
     protocol.Spawn(engine=3, config=protocol.EngineConfig(model="/models/a", kv_cache_mib=64, log_file="engine.log")),

@@ -1,5 +1,6 @@
 """How much of a model a box takes: by its memory, its GPUs, and what its owner allows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from p2pserve.node.box.fitting import Room, count_layers_that_fit, default_tp, m
 from p2pserve.node.box.hardware import CPU_KV_CACHE_MIB, Gpu, Hardware
 from p2pserve.node.box.shares import share_of
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import step_limit
+from p2pserve.node.replica.hosting import describe_wait, step_limit
 from p2pserve.node.settings import BoxEngineSettings
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
@@ -159,12 +160,43 @@ def test_a_box_serves_alone_when_it_can_and_takes_a_share_when_it_cannot() -> No
 
 
 @pytest.mark.parametrize(
+    ("sizes", "hardware", "knobs"),
+    [
+        (model(*[10] * 4), box(), BoxEngineSettings(memory_gib=0.31)),
+        (model(*[10] * 4, embeddings=5, head=20), box(), BoxEngineSettings(memory_gib=0.33)),
+        (TWENTY, box(), BoxEngineSettings(memory_gib=10.0, max_model_len=64)),
+    ],
+)
+def test_a_box_knows_what_it_lacks(sizes: ModelInfo, hardware: Hardware, knobs: BoxEngineSettings) -> None:
+    share = share_of(sizes, hardware, knobs)
+    assert 0 < share.layers < sizes.layers
+    assert knobs.memory_gib is not None
+    lacking = share.lacking_bytes / GIB
+    assert lacking > 0
+    enough = share_of(sizes, hardware, replace(knobs, memory_gib=knobs.memory_gib + lacking))
+    assert (enough.layers, enough.lacking_bytes) == (sizes.layers, 0)
+    short = share_of(sizes, hardware, replace(knobs, memory_gib=knobs.memory_gib + lacking - 0.002))
+    assert short.layers < sizes.layers
+
+
+def test_and_says_so() -> None:
+    share = share_of(model(*[10] * 4), box(), BoxEngineSettings(memory_gib=0.31))
+    assert describe_wait(replace(share, lacking_bytes=int(1.24 * GIB)), 4) == (
+        "has 3 of 4 layers, needs another box or 1.2 GiB more"
+    )
+    assert describe_wait(replace(share, lacking_bytes=MIB // 2), 4) == (
+        "has 3 of 4 layers, needs another box or 1 MiB more"
+    )
+
+
+@pytest.mark.parametrize(
     ("hardware", "knobs", "said"),
     [
         (box(24.0, 24.0, 24.0), BoxEngineSettings(tp=3), "cannot share the 4 heads and 4 KV heads"),
         (box(24.0), BoxEngineSettings(tp=2), "more than the 1 GPUs"),
         (box(2.0), BoxEngineSettings(), "not one of its 20 layers"),
-        (box(), BoxEngineSettings(memory_gib=0.1), "not one of its 20 layers"),
+        (box(), BoxEngineSettings(memory_gib=0.1), "^memory-gib: in 0.1 GiB not one of the 20 layers"),
+        (box(), BoxEngineSettings(kv_cache_mib=1 << 24), "^kv-cache-mib: 16777216 MiB are more than this box has"),
         (
             box(24.0),
             BoxEngineSettings(max_requests=300, max_batched_tokens=256),

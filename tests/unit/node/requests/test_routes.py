@@ -60,6 +60,14 @@ def test_only_replicas_that_serve_are_taken() -> None:
         assert {finder(view).find(WANTED, 0.0).decode for _ in range(4)} == {TWO}
 
 
+def test_boxes_of_the_plan_that_are_dead_are_named_with_their_age() -> None:
+    """Also to whoever has asked: it is the reason that its request ends with."""
+    dead = {TWO: 10.0, PeerId("not in the plan"): 100.0}
+    view = NetworkView(adverts={ONE: advert("failed")}, plan=plan_of(ONE, TWO), dead_at=dead)
+    with pytest.raises(NoRoute, match=r"; \S+ is dead since 2 min$"):
+        finder(view).find(WANTED, 130.0)
+
+
 def test_an_engine_that_failed_the_request_is_not_asked_again_but_the_next_one_there_is() -> None:
     view = NetworkView(adverts={ONE: advert(starts=2)}, plan=plan_of(ONE))
     with pytest.raises(NoRoute):

@@ -320,6 +320,12 @@ def test_options_of_an_engine_that_cannot_be(option: str, says: str, capsys: pyt
     assert says in line
 
 
+def test_more_threads_than_cores(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(node_commands, "probe", lambda: Hardware(processor="x", cores=8, memory_gib=32.0))
+    code, line = error_line(["bootstrap", "--model", "bundled", "--threads", "9"], capsys)
+    assert (code, line) == (2, "p2pserve: error: threads: 9 are more than the 8 cores of this box\n")
+
+
 @pytest.mark.parametrize(("gpus", "says"), [(0, "this box has none"), (1, "this box has 1")])
 def test_more_gpus_than_there_are(
     gpus: int, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

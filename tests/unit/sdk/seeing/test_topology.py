@@ -126,7 +126,7 @@ def test_all_that_is_known_of_a_link_and_a_box() -> None:
     topology = build_topology(network(8), NOW)
     link = "\n".join(link_lines(topology.links[peer(0), peer(1)], "a", "b"))
     assert "link a -> b: up" in link
-    assert "measured, 80% sure, measured 2m ago" in link
+    assert "measured, 80% sure, measured 2 min ago" in link
     assert "3.000 GB in 10 transfers" in link
     node = "\n".join(node_lines(topology.nodes[0], topology))
     assert peer(0) in node

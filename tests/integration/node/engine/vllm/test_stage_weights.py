@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from vllm.config.load import LoadConfig
 from vllm.model_executor.model_loader import get_model_loader
 
+from p2pserve.node.box.start_checks import IN_16_BITS
 from p2pserve.node.engine.vllm import weights
 from p2pserve.node.models import StageLayers
 from p2pserve.node.models.checkpoint import stage_files
@@ -99,6 +100,42 @@ def test_every_tensor_is_read_by_one_stage(monkeypatch: pytest.MonkeyPatch, fold
 
 def test_one_stage_is_the_default_loader(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     assert read(monkeypatch, folder, 0, "6").keys() == everything(folder).keys()
+
+
+@pytest.mark.parametrize(("stage", "partition"), [(0, "6"), (1, "2,4")])
+def test_each_file_is_told_of_when_it_is_begun(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, stage: int, partition: str
+) -> None:
+    told: list[tuple[int, int]] = []
+    with weights.telling_weights(lambda file, files: told.append((file, files))):
+        own = read(monkeypatch, folder, stage, partition)
+    every = {file.name: load_file(file).keys() for file in folder.glob("*.safetensors")}
+    files = sum(bool(names & own.keys()) for names in every.values())
+    assert files > 1
+    assert told == [*((number + 1, files) for number in range(files)), (0, 0)]
+    read(monkeypatch, folder, stage, partition)
+    assert told[-1] == (0, 0)
+    assert len(told) == files + 1  # nobody listens any more
+
+
+def test_of_a_single_file_it_is_told_that_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"one": torch.ones(2), "two": torch.ones(2)}, tmp_path / "model.safetensors")
+    told: list[tuple[int, int]] = []
+    with weights.telling_weights(lambda file, files: told.append((file, files))):
+        assert len(read(monkeypatch, tmp_path, 0, "6")) == 2
+    assert told == [(1, 1), (0, 0)]
+
+
+def test_weights_that_are_refused_in_float32_are_those_that_vllm_refuses() -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+
+    known = IN_16_BITS & set(QUANTIZATION_METHODS)
+    assert known >= {"awq", "gptq", "fp8"}
+    for method in known:
+        config: Any = get_quantization_config(method)
+        assert torch.float32 not in config.get_supported_act_dtypes()
 
 
 def test_tied_embeddings_are_read_at_both_ends(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -1,5 +1,7 @@
 """What vLLM says when it does not start becomes one line with what to do. The texts are those of vLLM 0.32."""
 
+from pathlib import Path
+
 import pytest
 
 from p2pserve.node.engine.process import MAX_REASON
@@ -16,7 +18,7 @@ To serve at least one request with the model's max seq len (4096), (2.0 GiB KV c
 a request of 4096 tokens needs 2.0 GiB of KV cache, and there are 0.01 GiB; take a smaller model, or more memory
 
 No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the engine
-no memory is left for KV beside the weights; take a smaller model, or more cards with --tp
+no memory is left for KV beside the weights; take a larger --kv-cache-mib, a smaller model, or more cards
 
 Free memory on device cuda:0 (1.2/79.1 GiB) on startup is less than desired GPU memory utilization (0.92, 72.8 GiB)
 other programs use the GPU: 1.2 of 79.1 GiB are free; end them, or give --kv-cache-mib
@@ -38,6 +40,18 @@ models of type gemma2 overflow in float16; take --dtype bfloat16
 
 Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla T4 GPU has compute capability 7.5
 this GPU does not compute in bfloat16; take --dtype float16
+
+Value error, The checkpoint you are trying to load has model type `nosuch` but Transformers does not recognize this architecture. This could be
+models of type nosuch are not known to this vLLM; take another model, or a newer release of p2pserve
+
+Value error, Model architectures ['NoSuchForCausalLM'] are not supported for now. Supported architectures: dict_keys(['AfmoeForCausalLM',
+vLLM has no architecture NoSuchForCausalLM, as its config.json calls it; take another model
+
+The size of tensor a (100) must match the size of tensor b (256) at non-singleton dimension 1
+its weights have not the shapes that its config.json says (256 where that says 100); copy the model again
+
+Unknown RoPE scaling type nosuch
+its config.json asks for RoPE scaling nosuch, which this vLLM does not know; take another model
 """  # noqa: E501 (vLLM's sentence, and ours)
 
 
@@ -54,3 +68,16 @@ def test_what_is_not_known_is_said_as_vllm_says_it_in_one_line() -> None:
     longest = "x" * MAX_REASON
     assert explain_start_failure(ValueError(longest)) == longest
     assert explain_start_failure(ValueError(f"{longest}y")) == f"{longest}..."
+
+
+def test_an_assertion_without_a_text_says_where_it_was() -> None:
+    def load() -> None:
+        raise AssertionError
+
+    with pytest.raises(AssertionError) as caught:
+        load()
+    said = explain_start_failure(caught.value)
+    assert (
+        said
+        == f"AssertionError in {Path(__file__).name}, load; its config.json and its weights may not belong together"
+    )

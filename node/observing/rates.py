@@ -28,11 +28,16 @@ class CounterRates(Generic[K]):
             self._readings.popleft()
 
     def rates(self) -> dict[K, float]:
-        """Of each counter per second. None of one that has begun anew, nor before there are two readings."""
-        if len(self._readings) < 2:
+        """Of each counter per second. None of one that has begun anew, nor before it was read twice."""
+        if not self._readings:
             return {}
-        (begin, before), (end, after) = self._readings[0], self._readings[-1]
-        if end - begin < LEAST_S:
-            return {}
-        grown = {name: after[name] - value for name, value in before.items() if name in after}
-        return {name: growth / (end - begin) for name, growth in grown.items() if growth >= 0}
+        end, after = self._readings[-1]
+        first: dict[K, tuple[float, float]] = {}  # the earliest reading of each
+        for at, counters in self._readings:
+            for name, value in counters.items():
+                first.setdefault(name, (at, value))
+        return {
+            name: (after[name] - value) / (end - at)
+            for name, (at, value) in first.items()
+            if name in after and end - at >= LEAST_S and after[name] >= value
+        }
