@@ -52,6 +52,7 @@ class Joined:
         site = settings.links.site or (host if names_one_place(host) else "")
         self.knowledge = LinkKnowledge(self.own, replace(settings.links, site=site), settings.tuning)
         self.leader: Leader | None = None
+        self.key_usd: Callable[[], dict[str, float]] = dict  # what API keys have cost here; none without a gateway
         self._addresses: dict[PeerId, Address] = {}
         self._present: set[PeerId] = set()
         self.intake = PlanIntake(self.own, settings.tuning)
@@ -197,7 +198,9 @@ class Joined:
         ]
 
     async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
-        return fit_status(self.status())
+        status = fit_status(self.status())
+        # What the owner's customers have spent is the owner's business.
+        return msgspec.structs.replace(status, key_usd=self.key_usd()) if role is Role.ADMIN else status
 
     def status(self) -> messages.Status:
         """The network as this node sees it."""

@@ -67,6 +67,7 @@ class Showing:
             plan=plan.number if plan is not None else (0, 0),
             is_coordinator=status.coordinator == joined.own,
             waiting=self._serving.gateway.open_requests if self._serving is not None else 0,
+            key_usd=joined.key_usd(),
             up_s=now - self._began,
         )
         return render_metrics(self.counts, snapshot)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import pytest
 import trio
 from trio.testing import MockClock
 
@@ -53,19 +54,19 @@ class Member:
         return [line for line in self.said if line.startswith("warning")]
 
 
-async def join_both(stack: AsyncExitStack) -> tuple[Member, Member]:
+async def join_both(stack: AsyncExitStack, second: Role = Role.WORKER) -> tuple[Member, Member]:
     memory, key = MemoryNetwork(), NetworkKey.generate()
     identities = [Identity.generate() for _ in ADDRESSES]
     first = Bootstrap(ADDRESSES[0].host, ADDRESSES[0].port, identities[0].peer_id)
     members = []
-    for identity, address in zip(identities, ADDRESSES, strict=True):
+    for identity, address, role in zip(identities, ADDRESSES, (Role.WORKER, second), strict=True):
         known = () if address is ADDRESSES[0] else (first,)
         network = Network(
             transport=memory.transport(identity, address),
             identity=identity,
-            token=key.issue(known, Role.WORKER, NOW + 1e6, lead=True),
+            token=key.issue(known, role, NOW + 1e6, lead=role is Role.WORKER),
             network_key_public=key.public,
-            role=Role.WORKER,
+            role=role,
             announce=address,
             bootstraps=known,
             rng=random.Random(1),
@@ -123,6 +124,18 @@ def test_members_are_said_dialled_and_shown() -> None:
             assert {node.peer for node in status.nodes} == {one.joined.own, other}
             one.look()
             assert one.said.count(f"joined: {other}") == 1
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize(("role", "told"), [(Role.WORKER, {}), (Role.CLIENT, {}), (Role.ADMIN, {"alice": 0.5})])
+def test_what_keys_have_cost_is_told_to_admins(role: Role, told: dict[str, float]) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, two = await join_both(stack, role)
+            one.joined.key_usd = lambda: {"alice": 0.5}
+            status = await two.joined.network.request(one.joined.own, methods.STATUS, messages.StatusQuery(), 5)
+            assert status.key_usd == told
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 
