@@ -198,9 +198,7 @@ class Joined:
         ]
 
     async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
-        status = fit_status(self.status())
-        # What the owner's customers have spent is the owner's business.
-        return msgspec.structs.replace(status, key_usd=self.key_usd()) if role is Role.ADMIN else status
+        return fit_status(self.status())
 
     def status(self) -> messages.Status:
         """The network as this node sees it."""
@@ -223,4 +221,5 @@ class Joined:
             ),
             plan=self.view.plan,
             worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
+            key_usd=self.key_usd(),
         )

@@ -11,6 +11,11 @@ from typing import Final
 REQUEST_ID: Final = b"x-request-id"
 CLIENT: Final = b"x-p2p-client"
 """Who asks: a box adds it for its API server, which counts and limits by it instead of a key."""
+ROLE: Final = b"x-p2p-role"
+"""The role of who asks: likewise, where it is an admin."""
+VOUCHED: Final = "p2pserve.admin"
+"""In the scope of an ASGI request: it was carried here from an admin, as the node has told. No field of a request
+can say so."""
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 

@@ -14,8 +14,9 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Protocol, final
 
+from ....bootstrap import Role
 from ...web.envelope import describe_error, describe_event
-from ...web.fields import pick_request_id
+from ...web.fields import ROLE, VOUCHED, find_header, pick_request_id
 from ...web.listening import HttpRefusal
 from ...web.paths import is_below
 from .admission import admit, too_large
@@ -80,7 +81,8 @@ class Door:
             await self._tell_health(answer)
             return
         if is_below(path, self._open_paths):
-            await self._app(scope, receive, send)
+            is_admin = self._is_vouched and find_header(headers, ROLE) == Role.ADMIN.value.encode()
+            await self._app({**scope, VOUCHED: is_admin}, receive, send)
             return
         admitted = admit(scope["method"], headers, self._config, is_vouched=self._is_vouched)
         if isinstance(admitted, HttpRefusal):
