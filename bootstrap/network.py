@@ -245,6 +245,11 @@ class Network:
         return self._peering.roster.boxes_by_certificate()
 
     @property
+    def asks_as(self) -> Role:
+        """As what others answer this node: its certificate says so."""
+        return self._certificate.role
+
+    @property
     def coordinator(self) -> tuple[PeerId, int] | None:
         """Who coordinates, and in which epoch."""
         return self._peering.coordinator

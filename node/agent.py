@@ -222,7 +222,7 @@ class Node:
         joined = self._joined
         if self._serving is not None:
             return self._serving.api.listen(listen)
-        rules = replace(_front_rules(joined.settings), role=joined.network.role)
+        rules = replace(_front_rules(joined.settings), role=joined.network.asks_as)
         front = HttpFront(HttpAsking(joined.network, nursery), rules)
         at: Address = await nursery.start(front.serve, listen)
         return at

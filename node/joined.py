@@ -198,7 +198,10 @@ class Joined:
         ]
 
     async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
-        return fit_status(self.status())
+        status = fit_status(self.status())
+        # What the owner's customers have spent is for the owner: the network is full of rented boxes and of clients.
+        is_owners = role is Role.ADMIN or peer == self.own
+        return msgspec.structs.replace(status, key_usd=self.key_usd()) if is_owners else status
 
     def status(self) -> messages.Status:
         """The network as this node sees it."""
@@ -221,5 +224,4 @@ class Joined:
             ),
             plan=self.view.plan,
             worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
-            key_usd=self.key_usd(),
         )

@@ -467,7 +467,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The network as one node sees it. `key_usd`: what requests have cost there, by API key."""
+    """The network as one node sees it. `key_usd`: what requests have cost there, by API key, for admins."""
 
     answered_by: Name
     coordinator: Name | None

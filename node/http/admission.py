@@ -8,7 +8,7 @@ from typing import Final, final
 from ...bootstrap import Address, Role
 from ...bootstrap.errors import AddressError
 from ..admin.access import Access, Caller, Verdict
-from ..web.fields import RawHeaders, is_allowed
+from ..web.fields import RawHeaders, decode_headers, is_allowed
 from ..web.listening import HttpRefusal, host_of, is_loopback
 from ..web.paths import ADMIN, find_refusal, is_below, path_of
 from .messages import MAX_HEADER_BYTES, MAX_HEADERS, MAX_HEADERS_BYTES, MAX_NAME_BYTES, MAX_TARGET_BYTES
@@ -67,12 +67,12 @@ def _judge_admin(
     if rules.role is not Role.ADMIN:
         return HttpRefusal(
             403,
-            "path: this is for admins, and this gateway is a client's; ask where `p2pserve bootstrap --http` or a box "
-            "that serves has its own endpoint",
+            f"path: this is for admins, and this gateway has a {rules.role.value}'s join token; start it with an "
+            "admin's, which the network's owner makes: p2pserve token create --role admin",
         )
     if (found := find_refusal(method, target, rules.role)) is not None:
         return HttpRefusal(*found)
-    fields = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
+    fields = decode_headers(headers)
     caller = Caller.of((host,) if host is not None else None, fields)
     verdict = Access(rules.admin_token).judge_bearer(caller, fields.get("authorization", ""))
     if verdict is Verdict.ADMITTED:

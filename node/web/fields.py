@@ -16,6 +16,8 @@ ROLE: Final = b"x-p2p-role"
 VOUCHED: Final = "p2pserve.admin"
 """In the scope of an ASGI request: it was carried here from an admin, as the node has told. No field of a request
 can say so."""
+KEYS_TOLD: Final = "p2pserve.keys"
+"""Likewise: the names of the API keys whose costs may be told to who asks; None: of all."""
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -25,6 +27,11 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 def find_header(headers: RawHeaders, name: bytes) -> bytes | None:
     """The first field of that name."""
     return next((value for field, value in headers if field.lower() == name), None)
+
+
+def decode_headers(headers: RawHeaders) -> dict[str, str]:
+    """As text, by their names in lower case; of several with one name, the last."""
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
 
 
 def pick_request_id(headers: RawHeaders) -> bytes:

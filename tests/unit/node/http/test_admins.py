@@ -43,7 +43,7 @@ def test_who_may_look_through_a_front(
 
 def test_who_may_not_look_is_told_what_to_do() -> None:
     texts = [judge("GET", "/dashboard", LOCAL, rules) for rules in (FrontRules(), ADMINS, GUARDED)]
-    fixes = ("`p2pserve bootstrap --http`", "--admin-token", "Authorization: Bearer")
+    fixes = ("p2pserve token create --role admin", "--admin-token", "Authorization: Bearer")
     for refusal, fix in zip(texts, fixes, strict=True):
         assert refusal is not None
         assert fix in refusal.text
@@ -52,9 +52,11 @@ def test_who_may_not_look_is_told_what_to_do() -> None:
     assert refusal.status == 405
 
 
-def test_an_admins_front_lets_in_who_shows_the_token_and_the_box_is_told() -> None:
+@pytest.mark.parametrize("role", [Role.ADMIN, Role.CLIENT])  # as `bootstrap --http` is in the network, and a gateway
+def test_an_admins_front_lets_in_who_shows_the_token_and_the_box_is_told(role: Role) -> None:
     async def main() -> None:
-        async with http_world(echo, rules=FrontRules(role=Role.ADMIN, admin_token=TOKEN), role=Role.ADMIN) as world:
+        async with http_world(echo, rules=GUARDED, role=role, token_role=Role.ADMIN) as world:
+            assert world.client.asks_as is Role.ADMIN
             browser = world.connect()
             for shown in (NO_HEADERS, {"authorization": "Bearer another-token-"}):
                 told = await browser.ask("GET", "/dashboard/", headers={**shown, "x-p2p-role": "admin"})
