@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from ...bootstrap import Role
-from ..web.fields import CLIENT, REQUEST_ID, ROLE, RawHeaders, find_header
+from ..web.fields import CLIENT, DEADLINE, REQUEST_ID, ROLE, RawHeaders, find_header
 from .messages import HttpHeader
 
 HOP_BY_HOP: Final = frozenset(
@@ -16,6 +16,11 @@ HOP_BY_HOP: Final = frozenset(
 """RFC 9110, 7.6.1: what is said between two neighbours only."""
 KEYS: Final = frozenset({b"authorization", b"x-api-key"})
 OURS: Final = b"x-p2p-"  # how the names of fields begin that boxes add; nobody else may say them
+
+
+def _is_ours(name: bytes) -> bool:
+    """Whether a field is one that boxes add. How long an answer may take is for who asks to say."""
+    return name.lower().startswith(OURS) and name.lower() != DEADLINE
 
 
 def drop_hop_by_hop(headers: RawHeaders) -> RawHeaders:
@@ -33,7 +38,7 @@ def pass_request(headers: RawHeaders, request_id: bytes, *, names_front: bool = 
     kept = [
         HttpHeader(name.lower(), value)
         for name, value in drop_hop_by_hop(headers)
-        if name.lower() not in left and not name.lower().startswith(OURS)
+        if name.lower() not in left and not _is_ours(name)
     ]
     return (*kept, HttpHeader(REQUEST_ID, request_id))
 
@@ -42,7 +47,7 @@ def to_api_server(headers: Iterable[HttpHeader], peer: str, role: Role) -> list[
     """What of a peer's fields goes to the API server; that it is this peer stands beside them. An admin's front may
     say by which name it was asked."""
     passed = drop_hop_by_hop([(header.name, header.value) for header in headers])
-    kept = [(name, value) for name, value in passed if name not in KEYS and not name.lower().startswith(OURS)]
+    kept = [(name, value) for name, value in passed if name not in KEYS and not _is_ours(name)]
     own = {b"host", b"connection"}
     is_admin = role is Role.ADMIN
     host = find_header(kept, b"host") if is_admin else None

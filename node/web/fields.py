@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 REQUEST_ID: Final = b"x-request-id"
+DEADLINE: Final = b"x-p2p-deadline-s"
+"""How long the whole answer may take, in seconds: a field of the request."""
 CLIENT: Final = b"x-p2p-client"
 """Who asks: a box adds it for its API server, which counts and limits by it instead of a key."""
 ROLE: Final = b"x-p2p-role"

@@ -6,14 +6,11 @@ import hmac
 import math
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from ...web.fields import CLIENT, RawHeaders, find_header, shown_keys
+from ...web.fields import CLIENT, DEADLINE, RawHeaders, find_header, shown_keys
 from ...web.listening import HttpRefusal, host_of, is_loopback
 from .protocol import ApiConfig, KeyDigest
-
-DEADLINE: Final = b"x-p2p-deadline-s"
-"""How long the whole answer may take, in seconds: a field of the request."""
 
 
 class Admitted(NamedTuple):

@@ -127,6 +127,15 @@ def test_fields_for_one_hop_do_not_pass() -> None:
     assert drop_hop_by_hop(headers) == [(b"Accept", b"*/*")]
 
 
+def test_how_long_an_answer_may_take_passes() -> None:
+    passed = pass_request([(b"X-P2P-Deadline-S", b"3"), (b"x-p2p-role", b"admin")], b"new")
+    assert passed == (HttpHeader(b"x-p2p-deadline-s", b"3"), HttpHeader(b"x-request-id", b"new"))
+    for role in Role:
+        fields = dict(to_api_server([*passed, HttpHeader(b"X-P2P-Role", b"admin")], "12D3", role))
+        assert fields[b"x-p2p-deadline-s"] == b"3"
+        assert fields.get(b"x-p2p-role") == (b"admin" if role is Role.ADMIN else None)
+
+
 def test_keys_and_what_boxes_add_do_not_pass() -> None:
     headers = [
         (b"Host", b"localhost"),
