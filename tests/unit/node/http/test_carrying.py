@@ -16,6 +16,7 @@ from p2pserve.node.http.answering import EXCHANGES_EACH, STALLED_S
 from p2pserve.node.http.asking import CarriedAnswer
 from p2pserve.node.http.messages import PIECE_BYTES, WINDOW_PIECES, HttpAnswer, HttpHeader, HttpMore, HttpOpen
 from p2pserve.node.messages import StopRequest
+from p2pserve.node.web.envelope import describe_error
 
 from .http_world import (
     NO_HEADERS,
@@ -247,6 +248,26 @@ def test_nobody_serves() -> None:
             assert world.boxes[0].seen == []
             assert (await world.connect().ask("GET", "/health?generate=1")).status == 200
             assert world.boxes[0].seen[0].target == "/health?generate=1"
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("status", [400, 413, 422, 429, 503, 504])
+def test_what_a_box_refuses_is_told_as_it_is(status: int) -> None:
+    said = describe_error(status, "body: why", "/v1/completions")
+
+    async def refuse(box: Box, seen: Seen, send: Send) -> None:
+        assert seen.headers["x-p2p-deadline-s"] == "2"
+        headers = [("content-length", str(len(said))), ("retry-after", "7"), ("x-request-id", "of-the-box")]
+        await send(h11.Response(status_code=status, headers=headers))
+        await send(h11.Data(said))
+        await send(h11.EndOfMessage())
+
+    async def main() -> None:
+        async with http_world(refuse) as world:
+            told = await world.connect().ask("POST", "/v1/completions", b"{}", {"x-p2p-deadline-s": "2"})
+            assert (told.status, told.headers["retry-after"], told.body) == (status, "7", said)
+            assert told.headers["x-request-id"] == "of-the-box"
 
     in_virtual_time(main)
 
