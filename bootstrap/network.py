@@ -361,8 +361,7 @@ class Network:
         )
 
     def _rtt_s(self, peer: PeerId) -> float | None:
-        session = self._sessions.by_peer.get(peer)
-        return None if session is None else session.control.rtt_s
+        return None if (session := self._sessions.by_peer.get(peer)) is None else session.control.rtt_s
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
