@@ -245,6 +245,11 @@ class Network:
         return self._peering.roster.boxes_by_certificate()
 
     @property
+    def asks_as(self) -> Role:
+        """As what others answer this node: its certificate says so."""
+        return self._certificate.role
+
+    @property
     def coordinator(self) -> tuple[PeerId, int] | None:
         """Who coordinates, and in which epoch."""
         return self._peering.coordinator
@@ -356,8 +361,7 @@ class Network:
         )
 
     def _rtt_s(self, peer: PeerId) -> float | None:
-        session = self._sessions.by_peer.get(peer)
-        return None if session is None else session.control.rtt_s
+        return None if (session := self._sessions.by_peer.get(peer)) is None else session.control.rtt_s
 
     # -- joining ----------------------------------------------------------------------------------------------------
 

@@ -323,11 +323,12 @@ class PeerSessions:
         """File an admitted connection; of two to one peer, both ends keep the same one."""
         assert self._nursery is not None
         peer, now = connection.peer, trio.current_time()
+        asks_as = self._admission.read_grant(peer, record).role
         session = PeerSession(
             ControlStream(
                 connection,
-                serve=lambda method, body: self._handlers.serve(peer, record.role, method, body),
-                notice=lambda method, body: self._handlers.notify(peer, record.role, method, body),
+                serve=lambda method, body: self._handlers.serve(peer, asks_as, method, body),
+                notice=lambda method, body: self._handlers.notify(peer, asks_as, method, body),
                 settings=self._settings,
             ),
             record.role,

@@ -50,11 +50,11 @@ class BoxLine(NamedTuple):
 def weigh_boxes(boxes: Sequence[BoxView], lines: Mapping[str, BoxLine], workload: Workload) -> dict[str, BoxWorth]:
     """By peer, all boxes of one service that have a price and an engine that was measured."""
     started = {box.peer: box for box in boxes}
-    now = {box.peer: calibrated for box in boxes if (calibrated := _calibrate(box, workload)) is not None}
-    pace = {peer: _mtok_per_hour(box, workload) for peer, box in now.items()}
-    usd = {peer: box.usd_per_hour / pace[peer] for peer, box in now.items() if box.usd_per_hour > 0.0}
+    now = {box.peer: measured for box in boxes if (measured := _measure(box, workload)) is not None}
+    pace = {peer: mtok_per_hour for peer, (_, mtok_per_hour) in now.items()}
+    usd = {peer: box.usd_per_hour / pace[peer] for peer, (box, _) in now.items() if box.usd_per_hour > 0.0}
     middle = median(usd.values()) if len(usd) > 1 else None
-    slowed = {peer: _slowed(started[peer], box) for peer, box in now.items()}
+    slowed = {peer: _slowed(started[peer], box) for peer, (box, _) in now.items()}
     return {
         peer: BoxWorth(
             peer=peer, usd_per_hour=started[peer].usd_per_hour, mtok_per_hour=pace[peer], usd_per_mtok=each,
@@ -68,15 +68,14 @@ def weigh_boxes(boxes: Sequence[BoxView], lines: Mapping[str, BoxLine], workload
     }  # fmt: skip
 
 
-def _calibrate(box: BoxView, workload: Workload) -> BoxView | None:
-    """By its own steps alone; None for one that says of itself what cannot be: its word costs no
-    other box its figures."""
+def _measure(box: BoxView, workload: Workload) -> tuple[BoxView, float] | None:
+    """As its own steps alone have it, and its pace; None for one that says of itself what cannot
+    be: its word costs no other box its figures."""
     try:
         found = calibrate_boxes({box.peer: box}, workload)[box.peer]
-        _mtok_per_hour(found, workload)
+        return found, _mtok_per_hour(found, workload)
     except (ReplicaError, ArithmeticError):
         return None
-    return found
 
 
 def _mtok_per_hour(box: BoxView, workload: Workload) -> float:

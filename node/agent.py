@@ -250,7 +250,8 @@ class Node:
         joined = self._joined
         if self._serving is not None:
             return self._serving.api.listen(listen)
-        front = HttpFront(HttpAsking(joined.network, nursery), _front_rules(joined.settings))
+        rules = replace(_front_rules(joined.settings), role=joined.network.asks_as)
+        front = HttpFront(HttpAsking(joined.network, nursery), rules)
         at: Address = await nursery.start(front.serve, listen)
         return at
 
@@ -427,7 +428,10 @@ class Node:
 
 
 def _front_rules(settings: NodeSettings) -> FrontRules:
-    return FrontRules(keys=tuple(key.secret for key in settings.api.keys), needs_no_key=settings.api.needs_no_key)
+    api = settings.api
+    return FrontRules(
+        keys=tuple(key.secret for key in api.keys), needs_no_key=api.needs_no_key, admin_token=api.admin_token
+    )
 
 
 async def _close_in_the_end(closing: Relay | SpanExport) -> None:

@@ -58,6 +58,7 @@ class Joined:
         site = settings.links.site or (host if names_one_place(host) else "")
         self.knowledge = LinkKnowledge(self.own, replace(settings.links, site=site), settings.tuning)
         self.leader: Leader | None = None
+        self.key_usd: Callable[[], dict[str, float]] = dict  # what API keys have cost here; none without a gateway
         self._addresses: dict[PeerId, Address] = {}
         self._present: set[PeerId] = set()
         self.intake = PlanIntake(self.own, settings.tuning)
@@ -216,7 +217,10 @@ class Joined:
             self._tokens.learn({peer: served.decoded_tokens for peer, served in told if served is not None}, now)
 
     async def _on_status(self, peer: PeerId, role: Role, body: messages.StatusQuery) -> messages.Status:
-        return fit_status(self.status())
+        status = fit_status(self.status())
+        # What the owner's customers have spent is for the owner: the network is full of rented boxes and of clients.
+        is_owners = role is Role.ADMIN or peer == self.own
+        return msgspec.structs.replace(status, key_usd=self.key_usd()) if is_owners else status
 
     def status(self) -> messages.Status:
         """The network as this node sees it."""

@@ -38,6 +38,7 @@ from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, Layer
 from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
 from .observing.values import Served, UnixTime
+from .web.keys import MAX_KEYS
 
 ADVERT: Final = "advert"
 PLAN: Final = "plan"
@@ -486,7 +487,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The network as one node sees it."""
+    """The network as one node sees it. `key_usd`: what requests have cost there, by API key, for admins."""
 
     answered_by: Name
     coordinator: Name | None
@@ -494,3 +495,4 @@ class Status(Message, frozen=True, kw_only=True):
     nodes: Annotated[tuple[NodeStatus, ...], msgspec.Meta(max_length=2 * MAX_PEERS)]
     plan: Plan | None
     worth: Annotated[dict[Name, BoxWorth], msgspec.Meta(max_length=MAX_PEERS)] = {}
+    key_usd: Annotated[dict[Label, Figure], msgspec.Meta(max_length=2 * MAX_KEYS)] = {}

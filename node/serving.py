@@ -86,13 +86,15 @@ class Serving:
             limits=settings.tuning.clients,
         )
         self.gateway.record = outlets.record = joined.record
+        accounts = KeyAccounts({key.name: key.limits for key in settings.api.keys})
+        joined.key_usd = accounts.cost_by_key
         self.api = ApiServer(
             api_config(served.model, settings.api, settings.home / "api.log"),
             wait_server=self.host.wait_server,
             state=self._describe_service,
             gateway=self.gateway,
             clients=clients,
-            accounts=KeyAccounts({key.name: key.limits for key in settings.api.keys}),
+            accounts=accounts,
             say=joined.say,
             settings=settings.api,
         )

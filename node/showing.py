@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import final
 
 import trio
@@ -53,8 +53,9 @@ class Showing:
         """What happened here."""
         return self._joined.log.select(query)
 
-    def metrics(self) -> str:
-        """In Prometheus's text format; to be put behind those of vLLM."""
+    def metrics(self, keys: Collection[str] | None) -> str:
+        """In Prometheus's text format; to be put behind those of vLLM. `keys`: the API keys whose costs are told; None:
+        all of them."""
         from .observing.metrics import Snapshot, render_metrics  # 12 MB that few nodes are asked for
 
         joined, now = self._joined, trio.current_time()
@@ -67,6 +68,7 @@ class Showing:
             plan=plan.number if plan is not None else (0, 0),
             is_coordinator=status.coordinator == joined.own,
             waiting=self._serving.gateway.open_requests if self._serving is not None else 0,
+            key_usd={key: usd for key, usd in joined.key_usd().items() if keys is None or key in keys},
             up_s=now - self._began,
         )
         return render_metrics(self.counts, snapshot)
@@ -77,4 +79,5 @@ class Showing:
         self.counts.deadlines = plan.deadlines if plan is not None else Deadlines()
 
     async def _on_metrics(self, peer: PeerId, role: Role, query: MetricsQuery) -> MetricsPage:
-        return MetricsPage(text=self.metrics())
+        is_owners = role is Role.ADMIN or peer == self._joined.own
+        return MetricsPage(text=self.metrics(None if is_owners else ()))

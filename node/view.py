@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import product
+from math import inf
 from typing import NamedTuple, Self, final
 
 import msgspec
@@ -237,14 +238,18 @@ class NetworkView(AdvertBook):
         """By box, the best that was measured over its links, beside what was offered: both ends' owners say."""
         up: dict[str, float] = {}
         down: dict[str, float] = {}
+        offered_down = {str(peer): table.box.down_gbps or inf for peer, table in self.links_told.items()}
         for source, table in self.links_told.items():
-            for target, figures in table.links.items():
-                ends = table.box.up_gbps, self._table(PeerId(target)).box.down_gbps
-                offered = min((rate for rate in ends if rate), default=None)
-                if offered is None or figures.source is not Source.MEASURED or not figures.rate_confidence:
+            offered_up = table.box.up_gbps or inf
+            for target, figures in table.links.items():  # thousands of them, on the event loop
+                offered = min(offered_up, offered_down.get(target, inf))
+                if offered == inf or figures.source is not Source.MEASURED or not figures.rate_confidence:
                     continue
                 share = figures.capacity_gbps / offered
-                up[source], down[target] = max(share, up.get(source, 0.0)), max(share, down.get(target, 0.0))
+                if share > up.get(source, -1.0):
+                    up[source] = share
+                if share > down.get(target, -1.0):
+                    down[target] = share
         return {
             peer: BoxLine(up.get(peer) if table.box.up_gbps else None, down.get(peer) if table.box.down_gbps else None)
             for peer, table in self.links_told.items()

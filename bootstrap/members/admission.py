@@ -95,11 +95,7 @@ class Admission:
         if record.credential is None:
             raise TokenError("no join token was shown; ask the network's owner for one")
         grant = admit_credential(record.credential, peer, self.network, None)
-        if grant.role is not record.role:
-            raise TokenError(
-                f"the join token is for the role {grant.role.value!r}, not {record.role.value!r}; "
-                f"use one for {record.role.value!r}"
-            )
+        grant.check_role(record.role, f"use one for {record.role.value!r}")
         return grant
 
     def check_revoked(self, grant: Grant) -> None:

@@ -1,6 +1,5 @@
 """What this node shows of its join token, and what the owner's orders make of it."""
 
-from ..errors import TokenError
 from ..trust.keys import PeerId
 from ..trust.tokens import Credential, JoinToken, Role, check_network
 from .admission import Admission
@@ -15,16 +14,17 @@ class OwnCertificate:
         self._admission = admission
         self._heeded = 0  # the number of the orders that were looked at last
 
+    @property
+    def role(self) -> Role:
+        """As what others answer this node, whatever it is a member as."""
+        return self._token.role
+
     def check(self, role: Role, now: float, *, has_joined: bool) -> None:
         """Refuse here what others would refuse. Raises TokenError. Whoever ``has_joined`` in an earlier run is a
         member beyond the end of its certificate, as far as the others know: they are asked."""
         token, grant = self._token, self._token.grant
         check_network(token.network, self._admission.network)
-        if grant.role is not role:
-            raise TokenError(
-                f"the join token is for the role {grant.role.value!r}, not {role.value!r}; "
-                f"start as {grant.role.value!r} or use another token"
-            )
+        grant.check_role(role, f"start as {grant.role.value!r} or use another token")
         self._admission.check_revoked(grant)
         if not has_joined:
             self._admission.check_end(self._peer, grant, now)

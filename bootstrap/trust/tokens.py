@@ -83,6 +83,12 @@ class Grant:
     uses: int
     expires_at: int
 
+    def check_role(self, role: Role, fix: str) -> None:
+        """Raise TokenError unless its holders may be in the network as this. An admin may come as a client, too: nobody
+        dials it then or tells others of it, and it may ask what admins may."""
+        if role is not self.role and (role, self.role) != (Role.CLIENT, Role.ADMIN):
+            raise TokenError(f"the join token is for the role {self.role.value!r}, not {role.value!r}; {fix}")
+
     def check_expiry(self, now: float) -> None:
         """Raise TokenError when its holders may not join any more at unix time ``now``."""
         if now >= self.expires_at:

@@ -4,6 +4,8 @@ With a token, whoever shows it: as `Authorization: Bearer`, or by the cookie tha
 but the box itself: the connection comes from loopback and was not passed on by a proxy, and it was this box's name that
 was asked for. A browser sends the last even from a page of somebody else's whose name was made to lead here (DNS
 rebinding); and it says from which page a request comes, so that another's cannot use a cookie or this loophole.
+
+A front that is an admin's by its certificate judges by the same rules who asks at its port; the box takes its word.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from hmac import compare_digest, new
 from ipaddress import ip_address
 from typing import Any, Final, NamedTuple, final
 from urllib.parse import urlsplit
+
+from ..web.fields import VOUCHED
 
 MIN_TOKEN_CHARACTERS: Final = 16
 SESSION_S: Final = 12 * 3600
@@ -42,22 +46,29 @@ class Verdict(Enum):
 
 class Caller(NamedTuple):
     """A request as far as it matters here: the other end's address (None: a Unix socket), the page that a browser says
-    it comes from, the name asked for, and whether a proxy has passed it on."""
+    it comes from, the name asked for, whether a proxy has passed it on, and whether an admin's front has."""
 
     host: str | None
     asked_for: str
     origin: str = ""
     passed_on: bool = False
+    is_vouched: bool = False
 
     @classmethod
-    def of(cls, client: Sequence[Any] | None, headers: Mapping[str, str]) -> Caller:
-        """From an ASGI connection's peer and headers (with lower-case names)."""
+    def of(cls, client: Sequence[Any] | None, headers: Mapping[str, str], *, is_vouched: bool = False) -> Caller:
+        """From a connection's peer (its host first) and headers (with lower-case names)."""
         return cls(
             host=str(client[0]) if client else None,
             asked_for=headers.get("host", ""),
             origin=headers.get("origin", ""),
             passed_on=any(name in headers for name in _PASSED_ON),
+            is_vouched=is_vouched,
         )
+
+    @classmethod
+    def of_scope(cls, scope: Mapping[str, Any], headers: Mapping[str, str]) -> Caller:
+        """From an ASGI request."""
+        return cls.of(scope.get("client"), headers, is_vouched=scope.get(VOUCHED) is True)
 
     @property
     def is_local(self) -> bool:
@@ -96,7 +107,7 @@ class Access:
 
     def judge_bearer(self, caller: Caller, authorization: str) -> Verdict:
         """Of a program that shows the token in each request."""
-        if self._token is None or not caller.is_own_page:
+        if self._token is None or not caller.is_own_page or caller.is_vouched:
             return self._judge_place(caller)
         scheme, _, shown = authorization.partition(" ")
         if scheme.lower() != "bearer" or not shown.strip():
@@ -105,7 +116,7 @@ class Access:
 
     def judge_session(self, caller: Caller, cookie: str, now: float) -> Verdict:
         """Of a browser that has logged in, or need not."""
-        if self._token is None or not caller.is_own_page:
+        if self._token is None or not caller.is_own_page or caller.is_vouched:
             return self._judge_place(caller)
         expiry, _, _ = cookie.partition(".")
         known = expiry.isascii() and expiry.isdigit() and len(expiry) < 16
@@ -124,7 +135,7 @@ class Access:
     def _judge_place(self, caller: Caller) -> Verdict:
         if not caller.is_own_page:
             return Verdict.OTHER_PAGE
-        return Verdict.ADMITTED if caller.is_local else Verdict.NOT_FROM_HERE
+        return Verdict.ADMITTED if caller.is_local or caller.is_vouched else Verdict.NOT_FROM_HERE
 
     def _sign(self, expiry: int) -> str:
         return f"{expiry}.{new(self._session_key, str(expiry).encode(), sha256).hexdigest()}"

@@ -11,15 +11,16 @@ from ...bootstrap import NetworkError, Role
 from ..joined import Joined
 from ..observing.queries import EventQuery, TraceQuery
 from ..showing import Showing
-from .asking import LINKS, METRICS, SNAPSHOT, TRACE, TraceTold
+from .asking import LINKS, METRICS, SNAPSHOT, TRACE, MetricsAsked, TraceTold
 from .source import MAX_REQUESTS, NetworkSnapshot
 
 _queries = msgspec.msgpack.Decoder(TraceQuery)
+_metrics = msgspec.msgpack.Decoder(MetricsAsked)
 
 
 @final
 class NodeAnswers:
-    """The node's side. What it answers is for its owner: the admin token is looked at before it is asked."""
+    """The node's side. What it answers is for its owner, but for metrics: who asks is looked at before it is asked."""
 
     def __init__(self, joined: Joined, showing: Showing) -> None:
         self._joined = joined
@@ -50,7 +51,7 @@ class NodeAnswers:
 
     async def metrics(self, body: bytes) -> bytes:
         """As AskedNode.metrics."""
-        return self._showing.metrics().encode()
+        return self._showing.metrics(_metrics.decode(body).keys).encode()
 
     async def trace(self, body: bytes) -> bytes:
         """As AskedNode.trace."""

@@ -129,9 +129,8 @@ async def admin_of(request: Request) -> Admin:
     """The application's own, for who may look and asks for what there is. Raises AdminRefusal."""
     admin = request.app.state.admin
     assert isinstance(admin, Admin)
-    verdict = admin.access.judge_bearer(
-        Caller.of(request.client, request.headers), request.headers.get("authorization", "")
-    )
+    caller = Caller.of_scope(request.scope, request.headers)
+    verdict = admin.access.judge_bearer(caller, request.headers.get("authorization", ""))
     if verdict is not Verdict.ADMITTED:
         status = 401 if verdict in (Verdict.TOKEN_MISSING, Verdict.TOKEN_WRONG) else 403
         raise AdminRefusal(status, verdict.value)

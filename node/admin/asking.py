@@ -27,6 +27,12 @@ class TraceTold(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
+class MetricsAsked(msgspec.Struct, frozen=True):
+    """The metrics, for somebody who may see what these API keys have cost; None: all of them."""
+
+    keys: tuple[str, ...] | None
+
+
 _snapshots = msgspec.msgpack.Decoder(NetworkSnapshot)
 _links = msgspec.msgpack.Decoder(tuple[LinkSummary, ...])
 _traces = msgspec.msgpack.Decoder(TraceTold)
@@ -55,9 +61,10 @@ class AskedNode:
             raise SourceError(told.error)
         return told.trace
 
-    async def metrics(self) -> str:
-        """The node's metrics in Prometheus's text format. Raises SourceError."""
-        return (await self._get(METRICS)).decode("utf-8", "replace")
+    async def metrics(self, keys: tuple[str, ...] | None) -> str:
+        """The node's metrics in Prometheus's text format, with what these API keys have cost; None: all of them. Raises
+        SourceError."""
+        return (await self._get(METRICS, msgspec.msgpack.encode(MetricsAsked(keys)))).decode("utf-8", "replace")
 
     async def _get(self, what: str, body: bytes = b"") -> bytes:
         try:

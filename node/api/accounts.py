@@ -79,6 +79,13 @@ class KeyAccounts:
         """By name of the key; without a key, the name is empty."""
         return {name: account.usage for name, account in self._accounts.items()}
 
+    def cost_by_key(self) -> dict[str, float]:
+        """US dollars, of each key of the owner's from the start; those without a key have the empty name. What peers
+        carry here costs under the keys of their own fronts."""
+        named = {name: self._accounts[name].usage.usd if name in self._accounts else 0.0 for name in self._limits}
+        keyless = self._accounts.get("")
+        return named if keyless is None else {**named, "": keyless.usage.usd}
+
     def begin(self, key: str, exchange: str, tokens: int, now: float) -> None:
         """A request of so many tokens at most begins. Raises OverLimit; nothing has changed then, but the count of
         refusals."""

@@ -155,7 +155,7 @@ class Dashboard:
             body += chunk
             if len(body) > MAX_FORM:
                 return self._answer(request, "login.html", 413, page="", error="admin-token: that is too long for one")
-        caller = Caller.of(request.client, request.headers)
+        caller = Caller.of_scope(request.scope, request.headers)
         token = dict(parse_qsl(body.decode("latin-1"))).get("token", "").strip()
         if not caller.is_own_page or not self._access.knows(token):
             return self._answer(request, "login.html", 401, page="", error="That is not this node's admin token.")
@@ -189,7 +189,7 @@ class Dashboard:
         return RedirectResponse(_base(request) + "/login", 303)
 
     def _judge(self, request: Request) -> Verdict:
-        caller = Caller.of(request.client, request.headers)
+        caller = Caller.of_scope(request.scope, request.headers)
         return self._access.judge_session(caller, request.cookies.get(COOKIE, ""), self._wall())
 
     async def _look(self, request: Request, page: str, about: str) -> View:

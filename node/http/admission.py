@@ -7,9 +7,10 @@ from typing import Final, final
 
 from ...bootstrap import Address, Role
 from ...bootstrap.errors import AddressError
-from ..web.fields import RawHeaders, is_allowed
+from ..admin.access import Access, Caller, Verdict
+from ..web.fields import RawHeaders, decode_headers, is_allowed
 from ..web.listening import HttpRefusal, host_of, is_loopback
-from ..web.paths import find_refusal, path_of
+from ..web.paths import ADMIN, find_refusal, is_below, path_of
 from .messages import MAX_HEADER_BYTES, MAX_HEADERS, MAX_HEADERS_BYTES, MAX_NAME_BYTES, MAX_TARGET_BYTES
 
 OPEN_PATHS: Final = frozenset({"/health", "/live"})  # for load balancers, which have no key
@@ -19,10 +20,13 @@ OPEN_PATHS: Final = frozenset({"/health", "/live"})  # for load balancers, which
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontRules:
     """Who may ask. `keys`: any of them lets in; none: whoever reaches the port, which must be this machine alone unless
-    its owner says that it `needs_no_key`."""
+    its owner says that it `needs_no_key`. `role`: what the network takes the front for; where it is an admin, the admin
+    API and the dashboard are for who shows the `admin_token`, or without one, for this machine."""
 
     keys: tuple[str, ...] = ()
     needs_no_key: bool = False
+    role: Role = Role.CLIENT
+    admin_token: str | None = None
 
 
 def check_listen(listen: Address, rules: FrontRules) -> None:
@@ -34,22 +38,46 @@ def check_listen(listen: Address, rules: FrontRules) -> None:
         )
 
 
-def judge(method: str, target: str, headers: RawHeaders, rules: FrontRules) -> HttpRefusal | None:
-    """Why a request is not taken; None for one that is."""
+def judge(
+    method: str, target: str, headers: RawHeaders, rules: FrontRules, host: str | None = None
+) -> HttpRefusal | None:
+    """Why a request is not taken; None for one that is. `host`: the address that it comes from, where that is known."""
     if (refusal := _judge_size(target, headers)) is not None:
         return refusal
     path = path_of(target)
     if path in OPEN_PATHS and "?" not in target:
         return None
+    if path is not None and is_below(path, ADMIN):
+        return _judge_admin(method, target, headers, rules, host)
     # A page in a browser of this machine can have its own name point here: without a key, that name gives it away.
     if not (rules.keys or rules.needs_no_key or is_loopback(host_of(headers))):
         return HttpRefusal(403, "host: without --api-key this gateway answers to localhost and 127.0.0.1 only")
     # A browser asks before it shows its key.
     if method != "OPTIONS" and not is_allowed(headers, rules.keys):
         return HttpRefusal(401, "api_key: this is not a key of this gateway; send `Authorization: Bearer KEY`")
-    # The role is judged by the box, too. An admin's own front has no key for admins: nobody is one there.
     found = find_refusal(method, target, Role.CLIENT)
     return HttpRefusal(*found) if found is not None else None
+
+
+def _judge_admin(
+    method: str, target: str, headers: RawHeaders, rules: FrontRules, host: str | None
+) -> HttpRefusal | None:
+    """Of what is for admins: the box looks at the role, too, and takes the front's word for the rest. API keys do not
+    count here."""
+    if rules.role is not Role.ADMIN:
+        return HttpRefusal(
+            403,
+            f"path: this is for admins, and this gateway has a {rules.role.value}'s join token; start it with an "
+            "admin's, which the network's owner makes: p2pserve token create --role admin",
+        )
+    if (found := find_refusal(method, target, rules.role)) is not None:
+        return HttpRefusal(*found)
+    fields = decode_headers(headers)
+    caller = Caller.of((host,) if host is not None else None, fields)
+    verdict = Access(rules.admin_token).judge_bearer(caller, fields.get("authorization", ""))
+    if verdict is Verdict.ADMITTED:
+        return None
+    return HttpRefusal(401 if verdict in (Verdict.TOKEN_MISSING, Verdict.TOKEN_WRONG) else 403, verdict.value)
 
 
 def _judge_size(target: str, headers: RawHeaders) -> HttpRefusal | None:

@@ -105,7 +105,7 @@ class HttpAnswering:
         running = False
         try:
             connection = h11.Connection(h11.CLIENT)
-            head = _encode_head(connection, peer, body)
+            head = _encode_head(connection, peer, role, body)
             with served.connecting, trio.move_on_after(CONNECT_S) as limit:
                 stream = await self._connect()
             if stream is None:
@@ -242,9 +242,9 @@ class HttpAnswering:
         self._messenger.notify(served.peer, methods.HTTP_ANSWER, answer)
 
 
-def _encode_head(connection: h11.Connection, peer: PeerId, body: HttpOpen) -> bytes:
+def _encode_head(connection: h11.Connection, peer: PeerId, role: Role, body: HttpOpen) -> bytes:
     """The request as far as it has come. Raises RemoteError where it is no HTTP."""
-    headers = to_api_server(body.headers, peer)
+    headers = to_api_server(body.headers, peer, role)
     names = {name for name, _ in headers}
     if not body.ended and b"content-length" not in names:
         headers.append((b"transfer-encoding", b"chunked"))

@@ -21,7 +21,7 @@ from ...bootstrap.errors import AddressError, PortInUse
 from ..web.envelope import describe_error, describe_event
 from ..web.fields import REQUEST_ID, RawHeaders, find_header, pick_request_id
 from ..web.listening import HttpRefusal
-from ..web.paths import path_of
+from ..web.paths import ADMIN, is_below, path_of
 from .admission import FrontRules, check_listen, judge
 from .asking import AnswerLost, CarriedAnswer, CarriedRequest, HttpAsking, NotCarried
 from .event_stream import EventSplitter
@@ -134,6 +134,7 @@ class _Connection:
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._ahead = 0
         self._is_head = False  # the request that is being answered
+        self._host = _host_of(stream)
 
     async def run(self, is_one_too_many: bool) -> None:
         """Until either side ends it."""
@@ -155,7 +156,7 @@ class _Connection:
         headers = list(head.headers)
         self._is_head = head.method == b"HEAD"
         request_id = pick_request_id(headers)
-        refusal = judge(head.method.decode(), head.target.decode("latin-1"), headers, self._rules)
+        refusal = judge(head.method.decode(), head.target.decode("latin-1"), headers, self._rules, self._host)
         if is_one_too_many:
             refusal = HttpRefusal(503, f"this gateway has {MAX_CONNECTIONS} connections; try again", BUSY_RETRY_S)
         size = 0
@@ -227,7 +228,7 @@ class _Connection:
         request = CarriedRequest(
             method=received.head.method.decode(),
             target=received.target,
-            headers=pass_request(received.headers, received.id),
+            headers=pass_request(received.headers, received.id, names_front=is_below(received.path, ADMIN)),
             body=received.body,
             service=_find_model(received),
         )
@@ -338,6 +339,16 @@ class _Connection:
         data = self._http.send(event)
         if data:
             await self._stream.send_all(data)
+
+
+def _host_of(stream: trio.abc.Stream) -> str | None:
+    """The address at the other end; None where it is gone, or is none."""
+    if not isinstance(stream, trio.SocketStream):
+        return None
+    try:
+        return str(stream.socket.getpeername()[0])
+    except OSError:
+        return None
 
 
 def _find_model(received: _Received) -> str | None:

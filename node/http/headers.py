@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-from ..web.fields import CLIENT, REQUEST_ID, RawHeaders
+from ...bootstrap import Role
+from ..web.fields import CLIENT, DEADLINE, REQUEST_ID, ROLE, RawHeaders, find_header
 from .messages import HttpHeader
 
 HOP_BY_HOP: Final = frozenset(
@@ -17,6 +18,11 @@ KEYS: Final = frozenset({b"authorization", b"x-api-key"})
 OURS: Final = b"x-p2p-"  # how the names of fields begin that boxes add; nobody else may say them
 
 
+def _is_ours(name: bytes) -> bool:
+    """Whether a field is one that boxes add. How long an answer may take is for who asks to say."""
+    return name.lower().startswith(OURS) and name.lower() != DEADLINE
+
+
 def drop_hop_by_hop(headers: RawHeaders) -> RawHeaders:
     """Without the fields that are for this hop alone: those of HOP_BY_HOP, and those that `Connection` names."""
     named = {
@@ -25,24 +31,30 @@ def drop_hop_by_hop(headers: RawHeaders) -> RawHeaders:
     return [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP and name.lower() not in named]
 
 
-def pass_request(headers: RawHeaders, request_id: bytes) -> tuple[HttpHeader, ...]:
-    """What of a request's fields goes to a box: no keys, which are the front's own, and nothing that boxes add."""
+def pass_request(headers: RawHeaders, request_id: bytes, *, names_front: bool = False) -> tuple[HttpHeader, ...]:
+    """What of a request's fields goes to a box: no keys, which are the front's own, and nothing that boxes add.
+    `names_front`: with the name that the front was asked by, for pages that lead to others."""
+    left = {*KEYS, b"expect", REQUEST_ID} | (set() if names_front else {b"host"})
     kept = [
         HttpHeader(name.lower(), value)
         for name, value in drop_hop_by_hop(headers)
-        if name.lower() not in {*KEYS, b"host", b"expect", REQUEST_ID} and not name.lower().startswith(OURS)
+        if name.lower() not in left and not _is_ours(name)
     ]
     return (*kept, HttpHeader(REQUEST_ID, request_id))
 
 
-def to_api_server(headers: Iterable[HttpHeader], peer: str) -> list[tuple[bytes, bytes]]:
-    """What of a peer's fields goes to the API server; that it is this peer stands beside them."""
+def to_api_server(headers: Iterable[HttpHeader], peer: str, role: Role) -> list[tuple[bytes, bytes]]:
+    """What of a peer's fields goes to the API server; that it is this peer stands beside them. An admin's front may
+    say by which name it was asked."""
     passed = drop_hop_by_hop([(header.name, header.value) for header in headers])
-    kept = [(name, value) for name, value in passed if name not in KEYS and not name.lower().startswith(OURS)]
+    kept = [(name, value) for name, value in passed if name not in KEYS and not _is_ours(name)]
     own = {b"host", b"connection"}
+    is_admin = role is Role.ADMIN
+    host = find_header(kept, b"host") if is_admin else None
     return [
-        (b"host", b"p2pserve"),
+        (b"host", host or b"p2pserve"),
         *((name, value) for name, value in kept if name.lower() not in own),
         (CLIENT, peer.encode()),
+        *([(ROLE, role.value.encode())] if is_admin else []),
         (b"connection", b"close"),
     ]

@@ -9,7 +9,7 @@ start, so that a dashboard of an idle node is not empty, and no label takes valu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -33,6 +33,7 @@ class Snapshot:
     plan: tuple[int, int] = (0, 0)  # epoch and version; zeros: it follows none
     is_coordinator: bool = False
     waiting: int = 0  # requests at its gateway
+    key_usd: Mapping[str, float] = field(default_factory=dict)  # what each API key's requests have cost
     up_s: float = 0.0
 
 
@@ -136,6 +137,7 @@ def _cost_families(counts: NodeCounts, now: Snapshot) -> Iterator[Metric]:
     yield price
     spent = {"box": counts.box_usd, "traffic": counts.traffic_usd}
     yield _counter("request_cost_usd_total", "What requests at this gateway have cost, by what for", "part", spent)
+    yield _counter("key_cost_usd_total", "What requests at this gateway have cost, by API key", "key", now.key_usd)
 
 
 def _counter(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:

@@ -9,8 +9,17 @@ from collections.abc import Sequence
 from typing import Final
 
 REQUEST_ID: Final = b"x-request-id"
+DEADLINE: Final = b"x-p2p-deadline-s"
+"""How long the whole answer may take, in seconds: a field of the request."""
 CLIENT: Final = b"x-p2p-client"
 """Who asks: a box adds it for its API server, which counts and limits by it instead of a key."""
+ROLE: Final = b"x-p2p-role"
+"""The role of who asks: likewise, where it is an admin."""
+VOUCHED: Final = "p2pserve.admin"
+"""In the scope of an ASGI request: it was carried here from an admin, as the node has told. No field of a request
+can say so."""
+KEYS_TOLD: Final = "p2pserve.keys"
+"""Likewise: the names of the API keys whose costs may be told to who asks; None: of all."""
 
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -20,6 +29,11 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 def find_header(headers: RawHeaders, name: bytes) -> bytes | None:
     """The first field of that name."""
     return next((value for field, value in headers if field.lower() == name), None)
+
+
+def decode_headers(headers: RawHeaders) -> dict[str, str]:
+    """As text, by their names in lower case; of several with one name, the last."""
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
 
 
 def pick_request_id(headers: RawHeaders) -> bytes:

@@ -6,17 +6,20 @@ import json
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import trio
 
-from ...bootstrap import Address
+from ...bootstrap import Address, Role
+from ...bootstrap.network import Network
 from ...node.http.admission import FrontRules, check_listen
 from ...node.http.asking import HttpAsking
 from ...node.http.front import HttpFront
 from ..environment import network_address
+from ..errors import UsageError
 from ..session import check_target, enter_network, find_network
-from .http_options import read_http, read_keys
+from .http_options import read_admin_token, read_http, read_keys
 
 Greet = Callable[[Address], None]
 
@@ -25,7 +28,11 @@ def gateway(arguments: SimpleNamespace) -> int:
     """`p2pserve gateway`. Serves until a signal."""
     listen = read_http(arguments.http)
     keys = read_keys(arguments.api_key, arguments.api_key_file)
-    rules = FrontRules(keys=tuple(key.secret for key in keys), needs_no_key=arguments.no_api_key)
+    rules = FrontRules(
+        keys=tuple(key.secret for key in keys),
+        needs_no_key=arguments.no_api_key,
+        admin_token=read_admin_token(arguments.admin_token, arguments.admin_token_file),
+    )
     check_listen(listen, rules)
     where, token = network_address(arguments.bootstrap, arguments.token)
     check_target(where, token)
@@ -47,11 +54,22 @@ async def _serve_until_signal(
 
             nursery.start_soon(watch)
             network = await find_network(bootstrap, token, timeout_s)
-            front = HttpFront(HttpAsking(network, nursery), rules)
+            front = HttpFront(HttpAsking(network, nursery), rules_of(network, rules))
             async with enter_network(network), trio.open_nursery() as serving:
                 greet(await serving.start(front.serve, listen))
                 code = 0
     return code
+
+
+def rules_of(network: Network, rules: FrontRules) -> FrontRules:
+    """With what the join token lets it carry. Raises UsageError."""
+    if rules.admin_token is not None and network.asks_as is not Role.ADMIN:
+        raise UsageError(
+            f"admin_token: with a {network.asks_as.value}'s join token this gateway carries neither /dashboard nor "
+            "/p2p/v1; leave it out (P2PSERVE_ADMIN_TOKEN, too), or join with an admin's: p2pserve token create "
+            "--role admin"
+        )
+    return replace(rules, role=network.asks_as)
 
 
 def _greet(at: Address) -> None:

@@ -81,7 +81,7 @@ def print_status(status: Status, console: Console | None = None, *, wide: bool =
     """Print the table of nodes, the coordinator and the plan."""
     console = console or open_console()
     console.print(status_table(status, COLUMNS if wide else NARROW))
-    lines = (*gone_lines(status), *engine_lines(status), *plan_lines(status), *worth_lines(status))
+    lines = (*gone_lines(status), *engine_lines(status), *plan_lines(status), *worth_lines(status), *key_lines(status))
     print_prose(lines, console)
 
 
@@ -200,6 +200,12 @@ def worth_lines(status: Status) -> list[str]:
     """One line for each box that has a price, those first that are not worth it."""
     found = sorted(status.worth.values(), key=lambda worth: (not worth.faults, -worth.usd_per_mtok))
     return [f"worth: {name_of(worth.peer)}{', not as it should be' * bool(worth.faults)}: {worth}" for worth in found]
+
+
+def key_lines(status: Status) -> list[str]:
+    """One line for each API key of the answering node that has cost anything, the dearest first."""
+    spent = sorted(((usd, key) for key, usd in status.key_usd.items() if usd > 0.0), reverse=True)
+    return [f"spent by {f'key {key}' if key else 'who has no key'}: ${usd:.4g}" for usd, key in spent]
 
 
 def shortened(text: str, peers: Iterable[str]) -> str:

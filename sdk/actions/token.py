@@ -17,6 +17,12 @@ from ...node.box.home import running_pid
 from ...node.ownership import Ownership
 from ..printing import printable
 
+_USED_BY: Final = {
+    Role.WORKER: "join --bootstrap {}",
+    Role.CLIENT: 'generate --bootstrap {} "def fibonacci(n):"',
+    Role.ADMIN: "gateway --bootstrap {}",
+}
+
 
 def create(arguments: SimpleNamespace) -> int:
     """`p2pserve token create`."""
@@ -129,17 +135,15 @@ def _report(arguments: SimpleNamespace, token: Issued, line: str) -> None:
 
 def _describe_use(token: Issued) -> str:
     grant = token.grant
-    if grant.role is Role.CLIENT:
-        return f"for {grant.uses} clients at a time" if grant.uses > 1 else "for one client at a time"
+    if grant.role is not Role.WORKER:
+        role = grant.role.value
+        return f"for {grant.uses} {role}s at a time" if grant.uses > 1 else f"for one {role} at a time"
     boxes = "one box" if grant.uses == 1 else f"{grant.uses} boxes"
     return f"for {boxes} that may lead" if grant.lead else f"for {boxes}"
 
 
 def _print_line(token: Issued) -> None:
-    command = (
-        'generate --bootstrap {} "def fibonacci(n):"' if token.grant.role is Role.CLIENT else "join --bootstrap {}"
-    )
-    print(f"p2pserve {command.format(token.text)}")
+    print(f"p2pserve {_USED_BY[token.grant.role].format(token.text)}")
 
 
 def _date(seconds: int) -> str:

@@ -8,7 +8,7 @@ from typing import Final
 import click
 
 from ..options.command import combine, command, option
-from ..options.shared import http_options, network_options, price_options, timeout_option
+from ..options.shared import admin_options, http_options, network_options, price_options, timeout_option
 from ..options.values import FIGURE, FILE
 
 watch_option: Final = option("--watch", is_flag=True, help="again every two seconds, until Ctrl-C")
@@ -111,10 +111,11 @@ def path(arguments: SimpleNamespace) -> int:
     example=[
         "p2pserve gateway --bootstrap p2p_client_...",
         "p2pserve gateway --http 0.0.0.0:8000 --api-key-file keys.txt",
+        "p2pserve gateway --bootstrap p2p_admin_... --admin-token-file admin.txt",
     ],
     formats=("text", "json"),
 )
-@combine(network_options("p2p_client_..."), http_options("127.0.0.1:8000"), timeout_option)
+@combine(network_options("p2p_client_..."), http_options("127.0.0.1:8000"), admin_options, timeout_option)
 def gateway(arguments: SimpleNamespace) -> int:
     from ..actions.gateway import gateway as run
 

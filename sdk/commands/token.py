@@ -51,9 +51,9 @@ def _run(verb: str, arguments: SimpleNamespace) -> int:
     key_option,
     option(
         "--role",
-        type=click.Choice(("worker", "client")),
+        type=click.Choice(("worker", "client", "admin")),
         default="worker",
-        help="what its holders are (default: worker)",
+        help="what its holders are; an admin sees the whole network, and its API keys' costs (default: worker)",
     ),
     option(
         "--uses",

@@ -99,7 +99,7 @@ def _examine_network(arguments: SimpleNamespace, where: str, model: ModelFound |
     yield from checks.check_members(trio.run(probing.ask_members, members, arguments.timeout_s))
     if isinstance(token, str):
         return
-    if token.role is not Role.CLIENT:
+    if token.role is Role.WORKER:
         yield checks.note_unseen(
             "network",
             "clock, served models, and whether the token was revoked or is used up were not looked at",

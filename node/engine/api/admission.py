@@ -6,14 +6,11 @@ import hmac
 import math
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from ...web.fields import CLIENT, RawHeaders, find_header, shown_keys
+from ...web.fields import CLIENT, DEADLINE, RawHeaders, find_header, shown_keys
 from ...web.listening import HttpRefusal, host_of, is_loopback
 from .protocol import ApiConfig, KeyDigest
-
-DEADLINE: Final = b"x-p2p-deadline-s"
-"""How long the whole answer may take, in seconds: a field of the request."""
 
 
 class Admitted(NamedTuple):
@@ -23,10 +20,15 @@ class Admitted(NamedTuple):
     deadline_s: float
 
 
-def admit(method: str, headers: RawHeaders, config: ApiConfig, *, is_vouched: bool) -> Admitted | HttpRefusal:
-    """Judge a request by its head. `is_vouched`: it came through the agent, which says who it is of."""
-    if is_vouched:
-        key: str | None = (find_header(headers, CLIENT) or b"").decode("latin-1")[:256]
+def admit(
+    method: str, headers: RawHeaders, config: ApiConfig, *, is_vouched: bool, has_token: bool = False
+) -> Admitted | HttpRefusal:
+    """Judge a request by its head. `is_vouched`: it came through the agent, which says who it is of. `has_token`: it
+    shows the admin token, where that lets in."""
+    if has_token:
+        key: str | None = ""
+    elif is_vouched:
+        key = (find_header(headers, CLIENT) or b"").decode("latin-1")[:256]
     elif not config.keys:
         # A page in a browser of this machine can have its own name point here: without a key, that name gives it away.
         if not config.is_open and not is_loopback(host_of(headers)):

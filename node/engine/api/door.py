@@ -14,12 +14,15 @@ import math
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Protocol, final
 
+from ....bootstrap import Role
+from ...admin.access import Access, Caller, Verdict
 from ...web.envelope import describe_error, describe_event
-from ...web.fields import pick_request_id
+from ...web.fields import KEYS_TOLD, ROLE, VOUCHED, decode_headers, find_header, pick_request_id
 from ...web.listening import HttpRefusal
 from ...web.paths import is_below
 from .admission import admit, too_large
 from .exchange import Exchange, current_exchange
+from .metrics import PATHS as METRICS
 from .protocol import ApiConfig, ServiceState
 
 _log = logging.getLogger(__name__)
@@ -64,6 +67,7 @@ class Door:
         self._serves = serves
         self._open_paths = open_paths
         self._is_vouched = is_vouched
+        self._access = Access(config.admin_token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -80,12 +84,16 @@ class Door:
             await self._tell_health(answer)
             return
         if is_below(path, self._open_paths):
-            await self._app(scope, receive, send)
+            is_admin = self._is_vouched and find_header(headers, ROLE) == Role.ADMIN.value.encode()
+            await self._app({**scope, VOUCHED: is_admin}, receive, send)
             return
-        admitted = admit(scope["method"], headers, self._config, is_vouched=self._is_vouched)
+        is_owner = path in METRICS and self._is_owner(scope)
+        has_token = is_owner and self._access.needs_token
+        admitted = admit(scope["method"], headers, self._config, is_vouched=self._is_vouched, has_token=has_token)
         if isinstance(admitted, HttpRefusal):
             await answer.refuse(admitted)
             return
+        scope = {**scope, KEYS_TOLD: self._keys_told(admitted.key, is_owner=is_owner)}
         exchange = answer.exchange = Exchange(request_id, admitted.key, admitted.deadline_s)
         token = current_exchange.set(exchange)
         try:
@@ -95,6 +103,21 @@ class Door:
                 await self._app(scope, _BoundedBody(receive, answer, self._config).receive, answer.send)
         finally:
             current_exchange.reset(token)
+
+    def _is_owner(self, scope: Scope) -> bool:
+        """Whether who asks may see the network as the dashboard shows it: not through others' gateways, of whom the
+        agent says which they are, and not who asks there."""
+        if self._is_vouched:
+            return False
+        headers = decode_headers(scope["headers"])
+        caller = Caller.of_scope(scope, headers)
+        return self._access.judge_bearer(caller, headers.get("authorization", "")) is Verdict.ADMITTED
+
+    def _keys_told(self, key: str, *, is_owner: bool) -> tuple[str, ...] | None:
+        """Whose costs are told: of who asks, of all to the owner, and where there are no keys, to everybody."""
+        if self._is_vouched:
+            return ()
+        return None if is_owner or not self._config.keys else (key,)
 
     async def _tell_health(self, answer: _Answer) -> None:
         network = self._serves.network

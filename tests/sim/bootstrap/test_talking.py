@@ -261,3 +261,21 @@ def test_a_notice_does_not_overtake_the_request_before_it() -> None:
                 assert heard.index(f"begin {index}") < heard.index(f"cancel {index}")
 
     simulate(main)
+
+
+@pytest.mark.parametrize("token_role", [Role.ADMIN, Role.CLIENT])
+def test_who_comes_as_a_client_asks_as_what_its_token_says(token_role: Role) -> None:
+    async def main() -> None:
+        async with world() as w:
+            box = await w.start(0)
+            client = await w.start(1, role=Role.CLIENT, token=w.token(token_role))
+            assert client.asks_as is token_role
+            told = await client.request(box.peer_id, asking("echo"), Echo("a"), 1.0)
+            assert told == Echo(f"a from {token_role.value}")
+            await elapse(30.0)
+            assert box.coordinator is not None
+            assert box.coordinator[0] == box.peer_id  # though the admin's token may lead: it is no member
+            (member,) = (each for each in box.members() if each.peer_id == client.peer_id)
+            assert (member.role, member.state) == (Role.CLIENT, MemberState.ALIVE)
+
+    simulate(main)

@@ -10,7 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, PeerId, Role
+from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, PeerId, RemoteError, Role
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.testing import MemoryNetwork
 from p2pserve.coordinator.costs.model_shape import ModelShape
@@ -18,8 +18,10 @@ from p2pserve.node import messages, methods
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.joined import MAX_TOKENS_S, Joined
 from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.observing.queries import MetricsQuery
 from p2pserve.node.observing.values import Served
 from p2pserve.node.settings import NodeSettings
+from p2pserve.node.showing import Showing
 
 HARDWARE = Hardware(cores=1, memory_gib=1.0, processor="x")
 NOW = 1_750_000_000.0
@@ -55,19 +57,21 @@ class Member:
         return [line for line in self.said if line.startswith("warning")]
 
 
-async def join_both(stack: AsyncExitStack) -> tuple[Member, Member]:
+async def join_both(
+    stack: AsyncExitStack, second: Role = Role.WORKER, token_role: Role | None = None
+) -> tuple[Member, Member]:
     memory, key = MemoryNetwork(), NetworkKey.generate()
     identities = [Identity.generate() for _ in ADDRESSES]
     first = Bootstrap(ADDRESSES[0].host, ADDRESSES[0].port, identities[0].peer_id)
     members = []
-    for identity, address in zip(identities, ADDRESSES, strict=True):
+    for identity, address, role in zip(identities, ADDRESSES, (Role.WORKER, second), strict=True):
         known = () if address is ADDRESSES[0] else (first,)
         network = Network(
             transport=memory.transport(identity, address),
             identity=identity,
-            token=key.issue(known, Role.WORKER, NOW + 1e6, lead=True),
+            token=key.issue(known, token_role or role if known else role, NOW + 1e6, lead=role is Role.WORKER),
             network_key_public=key.public,
-            role=Role.WORKER,
+            role=role,
             announce=address,
             bootstraps=known,
             rng=random.Random(1),
@@ -156,6 +160,37 @@ def test_a_status_says_what_boxes_write_and_how_long_others_are_gone() -> None:
             (gone,) = [node for node in one.joined.status().nodes if node.peer == other]
             assert gone.state == "left"
             assert gone.gone_s == pytest.approx(20.0, abs=2.0)
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize(
+    ("role", "token_role", "is_told"),
+    [
+        (Role.WORKER, Role.WORKER, False),
+        (Role.CLIENT, Role.CLIENT, False),
+        (Role.CLIENT, Role.ADMIN, True),
+        (Role.ADMIN, Role.ADMIN, True),
+    ],
+)
+def test_what_keys_have_cost_is_told_to_admins_and_to_the_node_itself(
+    role: Role, token_role: Role, is_told: bool
+) -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, two = await join_both(stack, role, token_role)
+            one.joined.key_usd = lambda: {"alice": 0.5}
+            Showing(one.joined, None, lambda: NOW)
+            for asker, told in ((two, {"alice": 0.5} if is_told else {}), (one, {"alice": 0.5})):
+                network = asker.joined.network
+                status = await network.request(one.joined.own, methods.STATUS, messages.StatusQuery(), 5)
+                assert status.key_usd == told
+                if role is Role.CLIENT and token_role is Role.CLIENT and asker is two:
+                    with pytest.raises(RemoteError, match="clients may not call 'metrics'"):
+                        await network.request(one.joined.own, methods.METRICS, MetricsQuery(), 5)
+                    continue
+                page = await network.request(one.joined.own, methods.METRICS, MetricsQuery(), 5)
+                assert ('p2pserve:key_cost_usd_total{key="alice"} 0.5' in page.text) == bool(told)
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 

@@ -21,6 +21,7 @@ from p2pserve.sdk.actions.network import figures_line
 from p2pserve.sdk.actions.status_view import (
     COLUMNS,
     gone_lines,
+    key_lines,
     list_models,
     node_row,
     now_line,
@@ -189,6 +190,14 @@ def test_the_page_shows_plan_pairings_and_reasons() -> None:
     assert "  100% of requests on solar-deer" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))
     why = msgspec.structs.replace(SPLIT, why=(f"{FIRST} takes prefill from {SECOND}",))
     assert plan_lines(status(plan=why))[-1] == "  why: solar-deer takes prefill from vast-goat"
+
+
+def test_keys_that_have_cost_something_are_shown_the_dearest_first() -> None:
+    told = msgspec.structs.replace(status(), key_usd={"alice": 0.25, "bob": 1.5, "idle": 0.0, "": 0.125})
+    assert key_lines(told) == ["spent by key bob: $1.5", "spent by key alice: $0.25", "spent by who has no key: $0.125"]
+    page = io.StringIO()
+    print_status(told, Console(file=page, width=200))
+    assert "spent by key bob: $1.5" in page.getvalue()
 
 
 def test_a_replica_that_spans_boxes_is_shown_with_its_stages() -> None:

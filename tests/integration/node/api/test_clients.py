@@ -172,5 +172,5 @@ def test_the_bench_of_vllm_runs(ours: Server) -> None:
 def test_metrics_of_the_node_are_behind_those_of_vllm(ours: Server) -> None:
     text = ours.ask("GET", "/metrics").text
     assert "vllm:num_requests_running" in text
-    for family in ("kv_bytes_wire_total", "plan_generation", "cost_usd_total", "replays_total"):
+    for family in ("kv_bytes_wire_total", "plan_generation", "cost_usd_total", "key_cost_usd_total", "replays_total"):
         assert f"# TYPE p2pserve:{family.removesuffix('_total')}" in text, family

@@ -54,12 +54,21 @@ def test_a_member_with_a_token_of_its_role_is_let_in(role: Role, kind: type[Hell
         (record(expires_at=NOW - 60), "expired 1 min ago"),
         (record(token_role=Role.CLIENT), "for the role 'client', not 'worker'; use one for 'worker'"),
         (record(role=Role.ADMIN, token_role=Role.WORKER), "for the role 'worker', not 'admin'"),
+        (record(role=Role.ADMIN, token_role=Role.CLIENT), "for the role 'client', not 'admin'"),
+        (record(role=Role.CLIENT, token_role=Role.WORKER), "for the role 'worker', not 'client'"),
+        (record(role=Role.WORKER, token_role=Role.ADMIN), "for the role 'admin', not 'worker'"),
         (record(BOB), "made for another peer"),
     ],
 )
 def test_a_bad_credential_is_told(shown: MemberRecord, reason: str) -> None:
     with pytest.raises(TokenError, match=reason):
         ADMISSION.check_greeting(hello(shown), ANN.peer_id, None, NOW)
+
+
+def test_an_admin_may_come_as_a_client() -> None:
+    shown = record(role=Role.CLIENT, token_role=Role.ADMIN)
+    assert ADMISSION.check_greeting(hello(shown), ANN.peer_id, None, NOW) == shown
+    assert ADMISSION.read_grant(ANN.peer_id, shown).role is Role.ADMIN
 
 
 def test_a_token_is_good_until_the_second_it_expires() -> None:

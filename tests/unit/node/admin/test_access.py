@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pserve.node.admin.access import SESSION_S, Access, AdminTokenError, Caller, Verdict
+from p2pserve.node.web.fields import VOUCHED
 
 TOKEN = "correct horse battery"
 HERE = Caller("127.0.0.1", "127.0.0.1:8000")
@@ -113,6 +114,17 @@ def test_headers_tell_of_the_caller() -> None:
     for header in ("x-forwarded-for", "forwarded", "via", "x-real-ip", "x-forwarded-host"):
         assert not Caller.of(("127.0.0.1", 4), {"host": "localhost", header: "10.0.0.1"}).is_local
     assert not Caller.of(None, {"host": "localhost"}).is_local
+
+
+@pytest.mark.parametrize("access", [Access(None), Access(TOKEN)])
+def test_whom_an_admins_front_has_let_in_is_let_in_unless_another_page_asks(access: Access) -> None:
+    headers = {"host": "localhost:8000", "x-p2p-role": "admin"}
+    vouched = Caller.of_scope({"client": None, VOUCHED: True}, headers)
+    assert access.judge_bearer(vouched, "") is access.judge_session(vouched, "", 0.0) is Verdict.ADMITTED
+    foreign = Caller.of_scope({"client": None, VOUCHED: True}, {**headers, "origin": "https://evil.example"})
+    assert access.judge_bearer(foreign, "") is access.judge_session(foreign, "", 0.0) is Verdict.OTHER_PAGE
+    for scope in ({"client": None}, {"client": None, VOUCHED: False}):
+        assert access.judge_bearer(Caller.of_scope(scope, headers), "") is not Verdict.ADMITTED
 
 
 def test_it_does_not_show_its_token() -> None:

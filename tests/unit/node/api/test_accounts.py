@@ -19,6 +19,15 @@ def test_requests_of_one_exchange_count_once() -> None:
     assert (usage.requests, usage.refused, usage.prompt_tokens, usage.usd) == (2, 1, 6, 1.0)
 
 
+def test_what_each_key_cost_is_told_from_the_start_and_peers_are_no_keys() -> None:
+    accounts = KeyAccounts({"a": KeyLimits(), "b": KeyLimits()})
+    assert accounts.cost_by_key() == {"a": 0.0, "b": 0.0}
+    for key, usd in (("a", 0.25), ("a", 0.5), ("", 0.125), ("12D3KooWpeer", 1.0)):
+        accounts.begin(key, "x", 10, 0.0)
+        accounts.end(key, "x", 10, KeyUsage(usd=usd), 0.0)
+    assert accounts.cost_by_key() == {"a": 0.75, "b": 0.0, "": 0.125}
+
+
 def test_a_rate_says_when_there_is_more() -> None:
     accounts = KeyAccounts({"a": KeyLimits(requests_s=2)})
     accounts.begin("a", "1", 1, 0.0)

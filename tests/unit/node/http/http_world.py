@@ -174,7 +174,7 @@ class Told:
 
 @asynccontextmanager
 async def http_world(
-    *scripts: Script, rules: FrontRules | None = None, role: Role = Role.CLIENT
+    *scripts: Script, rules: FrontRules | None = None, role: Role = Role.CLIENT, token_role: Role | None = None
 ) -> AsyncIterator[HttpWorld]:
     async with trio.open_nursery() as nursery:
         memory, key = MemoryNetwork(), NetworkKey.generate()
@@ -203,7 +203,7 @@ async def http_world(
         network = Network(
             transport=memory.transport(client, Address("10.9.9.9", 0)),
             identity=client,
-            token=key.issue(here, role, NOW + 1e6),
+            token=key.issue(here, token_role or role, NOW + 1e6),
             network_key_public=key.public,
             role=role,
             announce=Address("10.9.9.9", 0),

@@ -127,6 +127,15 @@ def test_fields_for_one_hop_do_not_pass() -> None:
     assert drop_hop_by_hop(headers) == [(b"Accept", b"*/*")]
 
 
+def test_how_long_an_answer_may_take_passes() -> None:
+    passed = pass_request([(b"X-P2P-Deadline-S", b"3"), (b"x-p2p-role", b"admin")], b"new")
+    assert passed == (HttpHeader(b"x-p2p-deadline-s", b"3"), HttpHeader(b"x-request-id", b"new"))
+    for role in Role:
+        fields = dict(to_api_server([*passed, HttpHeader(b"X-P2P-Role", b"admin")], "12D3", role))
+        assert fields[b"x-p2p-deadline-s"] == b"3"
+        assert fields.get(b"x-p2p-role") == (b"admin" if role is Role.ADMIN else None)
+
+
 def test_keys_and_what_boxes_add_do_not_pass() -> None:
     headers = [
         (b"Host", b"localhost"),
@@ -139,13 +148,23 @@ def test_keys_and_what_boxes_add_do_not_pass() -> None:
     passed = pass_request(headers, b"new")
     assert passed == (HttpHeader(b"content-type", b"application/json"), HttpHeader(b"x-request-id", b"new"))
     hostile = (*passed, HttpHeader(b"X-P2P-Client", b"somebody"), HttpHeader(b"host", b"a"), HttpHeader(b"TE", b"x"))
-    assert to_api_server(hostile, "peer-1") == [
+    assert to_api_server(hostile, "peer-1", Role.WORKER) == [
         (b"host", b"p2pserve"),
         (b"content-type", b"application/json"),
         (b"x-request-id", b"new"),
         (b"x-p2p-client", b"peer-1"),
         (b"connection", b"close"),
     ]
+
+
+def test_an_admins_front_says_by_which_name_it_was_asked_and_its_box_whose_it_is() -> None:
+    headers = [(b"Host", b"localhost:8000"), (b"Authorization", b"Bearer secret"), (b"X-P2P-Role", b"admin")]
+    passed = pass_request(headers, b"new", names_front=True)
+    assert passed == (HttpHeader(b"host", b"localhost:8000"), HttpHeader(b"x-request-id", b"new"))
+    for role, host in ((Role.ADMIN, b"localhost:8000"), (Role.CLIENT, b"p2pserve"), (Role.WORKER, b"p2pserve")):
+        told = to_api_server((*passed, HttpHeader(b"x-p2p-role", b"admin")), "peer-1", role)
+        assert [value for name, value in told if name == b"host"] == [host]
+        assert [value for name, value in told if name == b"x-p2p-role"] == [b"admin"] * (role is Role.ADMIN)
 
 
 def test_a_request_id_is_kept_if_it_may_be_printed() -> None:

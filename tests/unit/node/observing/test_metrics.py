@@ -21,6 +21,7 @@ WANTED = (
     "kv_xfer_time_seconds", "kv_bytes_raw_total", "kv_bytes_wire_total", "kv_codec_seconds_total",
     "kv_xfer_failed_total", "link_bandwidth_bytes_per_second", "link_rtt_seconds", "plan_generation", "phase", "role",
     "replays_total", "slo_attainment_ratio", "cost_usd_total", "request_cost_usd_total",
+    "key_cost_usd_total",
 )  # fmt: skip
 
 
@@ -61,6 +62,12 @@ def test_a_request_counts_where_it_should() -> None:
     assert found["request_cost_usd_total", ("box",)] == pytest.approx(0.002)
     assert found["request_cost_usd_total", ("traffic",)] == pytest.approx(0.001)
     assert found["events_total", ("request.ended",)] == 1.0
+
+
+def test_keys_are_told_apart_by_name_whatever_it_is() -> None:
+    found = samples(NodeCounts(), Snapshot(node="here", key_usd={'al"ice\n': 0.75, "": 0.125}))
+    assert found["key_cost_usd_total", ('al"ice\n',)] == 0.75
+    assert found["key_cost_usd_total", ("",)] == 0.125
 
 
 def test_replays_and_failed_transfers_have_their_labels() -> None:

@@ -69,13 +69,19 @@ def test_programs_read_json(home: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert told["node_is_running"] is True
 
 
+def test_an_admins_token_is_for_a_gateway(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(home, capsys, "create", "--role", "admin").splitlines()
+    assert ", for 256 admins at a time, until " in said[0]
+    assert said[1].startswith("p2pserve gateway --bootstrap p2p_admin_")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["create", "--uses", "0"], "--uses: 0 is less than 1"),
         (["create", "--uses", "5000"], "uses: 5000 boxes; a join token is for 1 to 4096"),
         (["create", "--expires", "soon"], "--expires: 'soon' is no time from now; write a number and its unit: 90s"),
-        (["create", "--role", "admin"], "--role"),
+        (["create", "--role", "owner"], "--role"),
         (["create", "--role", "client", "--lead"], "lead: a client"),
         (["create", "--name", "two\nlines"], "name: "),
         (["revoke", "ffffffff"], "id: no token 'ffffffff' was issued here"),

@@ -19,9 +19,10 @@ def page(request: Request) -> Response:
 
 
 def client_of(said: str | Exception, status: int = 200) -> TestClient:
-    async def render() -> str:
+    async def render(keys: tuple[str, ...] | None) -> str:
         if isinstance(said, Exception):
             raise said
+        assert keys == ()  # unless something before it says whose costs may be told, nobody's are
         return said
 
     routes = [
