@@ -12,10 +12,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 import p2pserve
-from p2pserve.node.admin.access import Access
 from p2pserve.node.admin.api import make_admin_api
 from p2pserve.node.admin.asking import AskedNode
 from p2pserve.node.admin.source import Feed
+from p2pserve.node.web.access import Access
 
 ROOT = Path(__file__).parent.parent
 CLI_PAGE = """\

@@ -21,8 +21,8 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from ... import __version__
 from ..observing.values import NodeEvent, NodeSummary
+from ..web.access import Access, Caller, Verdict
 from . import schema
-from .access import Access, Caller, Verdict
 from .listing import (
     MAX_PAGE,
     PAGE,

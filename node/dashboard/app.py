@@ -25,9 +25,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ... import __version__
-from ..admin.access import COOKIE, SESSION_S, Access, Caller, Verdict
 from ..admin.naming import UnknownBox, find_box
 from ..admin.source import Feed, SourceError
+from ..web.access import COOKIE, SESSION_S, Access, Caller, Verdict
 from .guard import Guard
 from .sections import SECTIONS, TEMPLATES, event_groups
 from .view import View

@@ -7,9 +7,9 @@ from typing import Final
 
 from starlette.applications import Starlette
 
-from ..admin.access import Access
 from ..admin.api import make_admin_api
 from ..admin.source import Feed, NetworkSource
+from ..web.access import Access
 from .app import make_dashboard
 
 ADMIN_PATH: Final = "/p2p/v1"

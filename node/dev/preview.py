@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..admin.access import Access
 from ..dashboard.mounting import DASHBOARD_PATH, mount
+from ..web.access import Access
 from .showcase import SERVICE, Showcase
 
 WORD_S = 0.03

@@ -7,7 +7,7 @@ from typing import Final, final
 
 from ...bootstrap import Address, Role
 from ...bootstrap.errors import AddressError
-from ..admin.access import Access, Caller, Verdict
+from ..web.access import Access, Caller, Verdict
 from ..web.fields import RawHeaders, decode_headers, is_allowed
 from ..web.listening import HttpRefusal, host_of, is_loopback
 from ..web.paths import ADMIN, find_refusal, is_below, path_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...bootstrap import Address, AddressError, parse_address
-from ...node.admin.access import Access, AdminTokenError
+from ...node.web.access import Access, AdminTokenError
 from ...node.web.keys import ApiKey, KeyFault, parse_keys
 from ..errors import UsageError
 

@@ -99,7 +99,7 @@ def leave(arguments: SimpleNamespace) -> int:
 
 @command(
     "drain",
-    example=["p2pserve drain", "p2pserve drain --undo", "p2pserve drain amber-otter   (on the box of an admin)"],
+    example=["p2pserve drain", "p2pserve drain --undo", "p2pserve drain amber-otter"],
     formats=("text", "json"),
 )
 @combine(

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final, Protocol, final
 
 from ....bootstrap import Role
-from ...admin.access import Access, Caller, Verdict
+from ...web.access import Access, Caller, Verdict
 from ...web.envelope import describe_error, describe_event
 from ...web.fields import KEYS_TOLD, ROLE, VOUCHED, decode_headers, find_header, pick_request_id
 from ...web.listening import HttpRefusal

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...admin.access import Access
 from ...admin.asking import AskedNode
 from ...admin.source import SourceError
 from ...dashboard.mounting import OWN_ACCESS
 from ...dashboard.mounting import mount as mount_dashboard
+from ...web.access import Access
 from .agent_link import AgentLink, AgentRefused
 from .metrics import App, NodeMetrics
 from .protocol import ApiConfig

@@ -11,11 +11,11 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from p2pserve.node import agent
-from p2pserve.node.admin.access import Access
 from p2pserve.node.admin.answering import NodeAnswers
 from p2pserve.node.admin.asking import TRACE, AskedNode
 from p2pserve.node.admin.source import SourceError
 from p2pserve.node.dashboard.mounting import mount
+from p2pserve.node.web.access import Access
 
 from ...conftest import OpenCluster
 

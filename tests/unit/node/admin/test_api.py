@@ -14,12 +14,12 @@ from starlette.testclient import TestClient
 
 from p2pserve.coordinator import Plan
 from p2pserve.node.admin import api
-from p2pserve.node.admin.access import Access
 from p2pserve.node.admin.api import MAX_FOLLOWERS, Admin, make_admin_api
 from p2pserve.node.admin.listing import EventFilter
 from p2pserve.node.admin.source import Feed, NetworkSnapshot, SourceError
 from p2pserve.node.dev.showcase import Showcase
 from p2pserve.node.observing.values import LinkSummary, NodeEvent, RequestTrace
+from p2pserve.node.web.access import Access
 
 NOW = 1_800_000_000.0
 TOKEN = "correct horse battery"

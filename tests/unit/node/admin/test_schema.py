@@ -10,10 +10,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from p2pserve.node.admin.access import Access
 from p2pserve.node.admin.api import MAX_FOLLOWERS
 from p2pserve.node.dashboard.mounting import ADMIN_PATH, mount
 from p2pserve.node.dev.showcase import Showcase
+from p2pserve.node.web.access import Access
 
 NOW = 1_800_000_000.0
 TOKEN = "correct horse battery"

@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from p2pserve.node.admin.access import COOKIE, Access
 from p2pserve.node.admin.source import NetworkSnapshot, SourceError
 from p2pserve.node.dashboard.mounting import OWN_ACCESS, mount
 from p2pserve.node.dashboard.view import View
 from p2pserve.node.dev.showcase import Showcase
 from p2pserve.node.observing.values import LinkSummary, RequestTrace
+from p2pserve.node.web.access import COOKIE, Access
 
 from .networks import NOW, network
 

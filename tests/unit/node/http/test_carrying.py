@@ -4,18 +4,13 @@ import json
 import re
 
 import h11
-import msgspec
 import pytest
 import trio
 import trio.testing
 
-from p2pserve.bootstrap import RemoteError
 from p2pserve.node import methods
 from p2pserve.node.http.admission import FrontRules
-from p2pserve.node.http.answering import EXCHANGES_EACH, STALLED_S
-from p2pserve.node.http.asking import CarriedAnswer
-from p2pserve.node.http.messages import PIECE_BYTES, WINDOW_PIECES, HttpAnswer, HttpHeader, HttpMore, HttpOpen
-from p2pserve.node.messages import StopRequest
+from p2pserve.node.http.messages import PIECE_BYTES, WINDOW_PIECES, HttpAnswer, HttpMore
 from p2pserve.node.web.envelope import describe_error
 
 from .http_world import (
@@ -401,33 +396,6 @@ def test_an_api_server_that_breaks_off_is_no_answer(said: bytes) -> None:
     in_virtual_time(main)
 
 
-def test_a_front_that_sends_less_than_it_said_is_told() -> None:
-    async def main() -> None:
-        async with http_world(echo) as world:
-            box = world.boxes[0]
-            answer = CarriedAnswer(box.peer, "mine", lambda said: None)
-            world.asking._answers["mine"] = answer
-            opening = HttpOpen(
-                exchange="mine",
-                method="POST",
-                target=CHAT,
-                headers=(HttpHeader(b"content-length", b"10"),),
-                data=b"12345",
-                ended=False,
-            )
-            await world.client.request(box.peer, methods.HTTP_OPEN, opening, 5.0)
-            world.client.notify(box.peer, methods.HTTP_MORE, HttpMore(exchange="mine", data=b"6", ended=True))
-            with pytest.raises(Exception, match="the request's body is malformed"):
-                await answer.wait_head()
-            await until(lambda: box.answering.is_idle)
-            opening = msgspec.structs.replace(opening, exchange="other", headers=(HttpHeader(b"x", b"a\r\nb: c"),))
-            with pytest.raises(RemoteError, match="this is no HTTP request"):
-                await world.client.request(box.peer, methods.HTTP_OPEN, opening, 5.0)
-            assert box.answering.is_idle
-
-    in_virtual_time(main)
-
-
 def test_a_box_that_hangs_is_left_for_another_one() -> None:
     async def main() -> None:
         async with http_world(wait_long, echo) as world:
@@ -461,42 +429,5 @@ def test_a_box_that_hangs_before_it_has_taken_a_request_is_left_too() -> None:
             with trio.fail_after(2):
                 assert json.loads((await browser.read()).body)["box"] == second.peer
             await until(lambda: first.answering.is_idle)
-
-    in_virtual_time(main)
-
-
-def test_an_answer_that_nobody_takes_is_given_up() -> None:
-    async def flood(box: Box, seen: Seen, send: Send) -> None:
-        await send(h11.Response(status_code=200, headers=[("content-type", "text/plain")]))
-        while True:
-            await send(h11.Data(b"z" * PIECE_BYTES))
-
-    async def main() -> None:
-        async with http_world(flood) as world:
-            browser, box = world.connect(), world.boxes[0]
-            await browser.send("GET", "/v1/models")
-            await pass_time(STALLED_S - 10)
-            assert "exchanges=1" in repr(box.answering)
-            await pass_time(20)
-            assert box.answering.is_idle
-            with pytest.raises(h11.RemoteProtocolError):
-                await browser.read()
-
-    in_virtual_time(main)
-
-
-def test_a_box_takes_so_many_of_one_peer_and_the_rest_is_told_when_to_come() -> None:
-    async def main() -> None:
-        async with http_world(wait_long) as world:
-            box = world.boxes[0]
-            for number in range(EXCHANGES_EACH):
-                opening = HttpOpen(exchange=f"e{number}", method="GET", target="/v1/models")
-                await world.client.request(box.peer, methods.HTTP_OPEN, opening, 5.0)
-            told = await world.connect().ask("GET", "/v1/models")
-            assert told.status == 503
-            assert "too many HTTP requests" in json.loads(told.body)["error"]["message"]
-            for number in range(EXCHANGES_EACH):
-                world.client.notify(box.peer, methods.HTTP_STOP, StopRequest(request=f"e{number}"))
-            await until(lambda: box.answering.is_idle)
 
     in_virtual_time(main)

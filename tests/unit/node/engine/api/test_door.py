@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
-from p2pserve.node.admin.access import Caller
 from p2pserve.node.engine.api.door import Door
 from p2pserve.node.engine.api.protocol import ApiConfig, KeyDigest, ServiceState
+from p2pserve.node.web.access import Caller
 from p2pserve.node.web.fields import KEYS_TOLD, VOUCHED
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pserve.node.admin.access import SESSION_S, Access, AdminTokenError, Caller, Verdict
+from p2pserve.node.web.access import SESSION_S, Access, AdminTokenError, Caller, Verdict
 from p2pserve.node.web.fields import VOUCHED
 
 TOKEN = "correct horse battery"

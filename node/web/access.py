@@ -18,7 +18,7 @@ from ipaddress import ip_address
 from typing import Any, Final, NamedTuple, final
 from urllib.parse import urlsplit
 
-from ..web.fields import VOUCHED
+from .fields import VOUCHED
 
 MIN_TOKEN_CHARACTERS: Final = 16
 SESSION_S: Final = 12 * 3600
