@@ -156,10 +156,10 @@ def test_there_is_nothing_to_look_at_while_nobody_is_awaited_or_hung() -> None:
     assert watch.is_idle
     watch.expect("test", (A,))
     tick(watch, 0.6, {A: 0.0})
-    tick(watch, 2.6, {A: 0.0})
+    tick(watch, 2.1, {A: 0.0})
     watch.expect("test", ())
-    tick(watch, 2.7, {A: 0.0})
+    tick(watch, 2.2, {A: 0.0})
     assert watch.hung == {A}
     assert not watch.is_idle
-    tick(watch, 2.8, {A: 2.75})
+    tick(watch, 2.3, {A: 2.25})
     assert watch.is_idle
