@@ -397,8 +397,10 @@ class Network:
             self._wakes_at = self._tick()
             with trio.move_on_at(self._wakes_at):
                 await self._kick.wait()
-            # Never without a pause: two machines that wake each other must leave the processor to others.
-            await trio.sleep_until(ticked_at + _SHORTEST_NAP_S)
+            # Never without a pause: two machines that wake each other must leave the processor to others. One that is
+            # over already would still cost a timer.
+            if trio.current_time() < ticked_at + _SHORTEST_NAP_S:
+                await trio.sleep_until(ticked_at + _SHORTEST_NAP_S)
 
     def _tick(self) -> float:
         """Do what is to be done now; returns when there is more to do."""
@@ -423,6 +425,8 @@ class Network:
 
     def _watch_awaited(self, heard: dict[PeerId, float]) -> None:
         """Ping those that are awaited, and tell who does not answer."""
+        if self._watch.is_idle:
+            return
         slowest = {peer: max(each.control.rtts) for peer, each in self._sessions.by_peer.items() if each.control.rtts}
         before = self._watch.hung
         pinged = ((peer, each.control.unanswered_at) for peer, each in self._sessions.by_peer.items())

@@ -230,7 +230,7 @@ class PeerSessions:
         if not isinstance(answer, Welcome):
             raise Unreachable(f"{peer} at {address} did not greet back; check that it is a p2pserve node")
         try:
-            return answer, self._admission.check_greeting(answer, peer, self._table.record(peer), self._clock())
+            return answer, self._admission.check_greeting(answer, peer, self._clock())
         except ProtocolError as error:
             raise Refused(f"the node at {address} is not one of ours: {error}") from error
         except TokenError as error:
@@ -255,7 +255,7 @@ class PeerSessions:
                     raise IdentityInUse(self._describe_holder(peer), self._born)
                 if self._is_banned(peer):
                     raise ProtocolError("this peer misbehaved; try again in a minute")
-                record = self._admission.check_greeting(greeting, peer, self._table.record(peer), self._clock())
+                record = self._admission.check_greeting(greeting, peer, self._clock())
                 await self._check_life(peer, greeting.born)
             except (TokenError, ProtocolError, IdentityInUse) as error:
                 self.refused += 1

@@ -13,6 +13,7 @@ MAX_LAYERS: Final = 4096
 MAX_REPLICAS: Final = 4096
 MAX_STAGES: Final = 64  # of one replica
 MAX_PAIRINGS: Final = 1 << 16
+MAX_FIGURE: Final = 1e12
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]  # of a peer, a replica, a codec
 ModelName = Annotated[str, Meta(min_length=1, max_length=512)]  # of a model or service: often a path
@@ -22,6 +23,6 @@ Layer = Annotated[int, Meta(ge=0, le=MAX_LAYERS)]
 Degree = Annotated[int, Meta(ge=1, le=MAX_GPUS)]  # of tensor parallelism
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]  # of one dimension of a model
 Count = Annotated[int, Meta(ge=0, le=1 << 48)]  # of bytes, tokens, steps: 256 TiB
-Figure = Annotated[float, Meta(ge=0.0, le=1e12)]  # neither NaN nor infinite
+Figure = Annotated[float, Meta(ge=0.0, le=MAX_FIGURE)]  # neither NaN nor infinite
 Seconds = Annotated[float, Meta(ge=0.0, le=1e6)]
 Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]

@@ -14,12 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
-from math import isfinite
 from typing import Final, TypedDict, Unpack
 
 import msgspec
 import numpy as np
 
+from .bounds import MAX_FIGURE
 from .capacity import BoxView, KvCodec, LinkView
 from .demand import Demand
 from .network_problem import NetworkProblem, build_network_problem
@@ -302,7 +302,8 @@ def _explain_idle(replicas: Sequence[Replica], pairings: Sequence[Pairing]) -> l
 
 def _state_deadlines(network: NetworkProblem) -> Deadlines:
     slo = network.service.slo
-    ttft_s, tpot_s, e2e_s = (limit if isfinite(limit) else 0.0 for limit in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
+    # Of boxes that say absurd figures deadlines may be longer than a plan can say, which is as good as none.
+    ttft_s, tpot_s, e2e_s = (limit if limit <= MAX_FIGURE else 0.0 for limit in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
     return Deadlines(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
 

@@ -104,6 +104,7 @@ class NodeTuning:
     links_interval_s: float = 2.0  # between tables of links, of a node with at most
     links_nodes: int = 8  # other nodes; in proportion longer with more: what each of them hears stays the same
     probe_interval_s: float = 1.0  # between two looks for a link to measure; shorter: news is measured sooner
+    infer_interval_s: float = 10.0  # between two inferences from links of the same sites, while nothing new is measured
     watch_interval_s: float = 0.05  # between two looks at what others tell; bounds the work that many reports cause
     link_news: float = 0.2  # figures of a link are told again when they have moved by this fraction
     link_age_s: float = 600.0  # or when they have been measured again so much later; shorter: ages that are shown fit

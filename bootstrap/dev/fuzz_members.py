@@ -272,11 +272,10 @@ class MemberAttack:
         if rng.random() < 0.5:
             data = mutated_encoding(rng, data)
         read: Hello | None = self._read(Hello, data)
-        known = self.peering.table.record(who.peer_id)
         if read is None:
             return
         try:
-            Admission(_KEY.public).check_greeting(read, who.peer_id, known, 1e9)
+            Admission(_KEY.public).check_greeting(read, who.peer_id, 1e9)
         except (ProtocolError, TokenError):
             self.report.refused += 1
             return

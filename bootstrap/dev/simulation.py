@@ -410,12 +410,11 @@ class Simulation:
         self.after(5.0 if is_silent else 4 * self.weather.latency_s, lambda: self._handle(node, end))
 
     def _greet(self, node: SimulatedNode, target: SimulatedNode) -> bool:
-        """Judge the dialler as a listener does; whether there is a session now."""
-        hello = Hello(PROTOCOL_VERSION, node.token.network, node.peering.table.own_entries()[0], node.born)
-        known = target.peering.table.record(node.peer)
+        """Let each of two judge the other; whether there is a session now."""
         try:
-            target.admission.check_greeting(hello, node.peer, known, EPOCH_S + self.now + target.wall_s)
+            self._check_greeting(node, target)
             self.check_life(node, target)
+            self._check_greeting(target, node)
         except NetworkError as error:
             self._refuse(node, target, str(error).split(";")[0])
             return False
@@ -425,6 +424,10 @@ class Simulation:
             node.is_joined = True
             self.on_event(f"{node.name} is let in by {target.name}")
         return True
+
+    def _check_greeting(self, guest: SimulatedNode, judge: SimulatedNode) -> None:
+        hello = Hello(PROTOCOL_VERSION, guest.token.network, guest.peering.table.own_entries()[0], guest.born)
+        judge.admission.check_greeting(hello, guest.peer, EPOCH_S + self.now + judge.wall_s)
 
     def _open(self, node: SimulatedNode, target: SimulatedNode) -> None:
         """A session of two that have let each other in."""

@@ -2,10 +2,13 @@
 
 The transport proves the peer's id; its signed member record holds a certificate of the network for
 that id. So any member may be asked by address alone. A certificate is for so many boxes: the first
-that show it are those.
+that show it are those. One certificate for one box is bound to it for good. Of one for several, a
+box that has been forgotten yields its place to another that comes when all are taken: or whoever
+holds such a token could use it up for everybody, with identities that are never seen again.
 """
 
 from collections.abc import Iterable, Mapping
+from enum import Enum
 
 from ..errors import ProtocolError, TokenError, TokenSpent
 from ..streams.control import Hello, Welcome, check_version
@@ -15,6 +18,14 @@ from ..trust.orders import Orders, SignedOrders, read_orders
 from ..trust.tokens import Grant, Role, admit_credential, read_grant
 
 
+class _Place(Enum):
+    """How a peer has its place of a certificate. Of the last two others may take it, where all are taken."""
+
+    TAKEN = "taken"
+    VACANT = "vacant"  # the box was here, and is forgotten by now; a certificate for one box stays bound to it
+    TOLD_OF = "told of"  # nobody has seen the box yet, only its record: it yields to one that is at the door itself
+
+
 class Admission:
     """What one network, named by its public key, asks of its members."""
 
@@ -22,7 +33,7 @@ class Admission:
         self.network = network
         self.orders = Orders()
         self.signed_orders: SignedOrders | None = None
-        self._holders: dict[str, set[str]] = {}  # certificate -> the peers that were admitted with it
+        self._places: dict[str, dict[str, _Place]] = {}  # certificate -> the peers that were admitted with it
         self._expelled: set[str] = set()
 
     # -- orders -------------------------------------------------------------------------------------------------------
@@ -37,7 +48,7 @@ class Admission:
 
     def was_admitted(self, peer: str, grant: Grant) -> bool:
         """Whether this peer has been here with this certificate."""
-        return peer in self._holders.get(grant.certificate, ())
+        return peer in self._places.get(grant.certificate, ())
 
     def is_revoked(self, grant: Grant) -> bool:
         """Whether the owner has withdrawn this certificate."""
@@ -48,46 +59,74 @@ class Admission:
     @property
     def holders(self) -> Mapping[str, frozenset[str]]:
         """The peers that were admitted so far, by certificate: to be kept on disk."""
-        return {certificate: frozenset(peers) for certificate, peers in self._holders.items()}
+        return {certificate: frozenset(places) for certificate, places in self._places.items()}
 
     def restore_holders(self, holders: Mapping[str, Iterable[str]]) -> None:
         """Take up what an earlier run has kept."""
-        self._holders = {certificate: set(peers) for certificate, peers in holders.items()}
+        self._places = {certificate: dict.fromkeys(peers, _Place.TAKEN) for certificate, peers in holders.items()}
 
     def has_place(self, peer: str, record: MemberRecord) -> bool:
         """Whether a record is not one too many of its certificate. It costs no signature, and none is checked."""
         grant = read_grant(record.credential.certificate) if record.credential is not None else None
-        holders = self._holders.get(grant.certificate, ()) if grant is not None else ()
-        return grant is None or peer in holders or len(holders) < grant.uses
+        if grant is None:
+            return True
+        places = self._places.get(grant.certificate, {})
+        is_free = peer in places or len(places) < grant.uses
+        return is_free or _find_yielding(places, grant, is_here=False) is not None
+
+    def note_seen(self, peer: str) -> None:
+        """This peer is or was alive: its places are taken."""
+        self._mark(peer, _Place.TAKEN)
+
+    def vacate(self, peer: str) -> None:
+        """A box is forgotten: it comes back as long as no other one has needed its place."""
+        self._mark(peer, _Place.VACANT)
+
+    def release(self, peer: str) -> None:
+        """A client has gone: others may use its place."""
+        for places in self._places.values():
+            places.pop(peer, None)
+
+    def release_unseen(self, peer: str) -> None:
+        """A member that nobody has ever heard is forgotten, and has used no place."""
+        for places in self._places.values():
+            if places.get(peer) is _Place.TOLD_OF:
+                del places[peer]
+
+    def _mark(self, peer: str, place: _Place) -> None:
+        for places in self._places.values():
+            if peer in places:
+                places[peer] = place
 
     def expel(self, peer: str) -> None:
         """Never let this peer in again: it has proved that it lies."""
         self._expelled.add(peer)
 
-    def release(self, peer: str) -> None:
-        """A client has gone: others may use its place. (A box keeps it: its certificate is bound to it.)"""
-        for peers in self._holders.values():
-            peers.discard(peer)
-
     # -- checks -------------------------------------------------------------------------------------------------------
 
     def check_record(self, peer: str, record: MemberRecord, now: float | None = None) -> Grant:
         """What ``peer``, which has signed this record, is granted from now on. Raises TokenError unless it may have
-        this role. Without ``now`` expired tokens pass: expiry bounds joining, and the records of
-        those who joined in time are gossiped for as long as they stay. Who was admitted before, comes back with the
-        same certificate, however long it was away."""
+        this role. ``now`` (unix seconds) where it shows the record itself. By hearsay expired tokens pass: expiry
+        bounds joining, and the records of those who joined in time are gossiped for as long as they stay. Who was
+        here before, comes back with the same certificate, however long it was away."""
         grant = self.read_grant(peer, record)
         self.check_revoked(grant)
-        holders = self._holders.setdefault(grant.certificate, set())
-        if now is not None and peer not in holders:
+        places = self._places.setdefault(grant.certificate, {})
+        if now is not None and places.get(peer, _Place.TOLD_OF) is _Place.TOLD_OF:
             self.check_end(peer, grant, now)
-        if peer not in holders and len(holders) >= grant.uses:
-            boxes = "one box" if grant.uses == 1 else f"{grant.uses} boxes"
-            raise TokenSpent(
-                f"the join token {grant.certificate} is for {boxes} and has been used by as many; ask the network's "
-                "owner for another one (p2pserve token create --uses N)"
-            )
-        holders.add(peer)
+        if peer not in places and len(places) >= grant.uses:
+            yielding = _find_yielding(places, grant, is_here=now is not None)
+            if yielding is None:
+                boxes = "one box" if grant.uses == 1 else f"{grant.uses} boxes"
+                raise TokenSpent(
+                    f"the join token {grant.certificate} is for {boxes} and has been used by as many; ask the "
+                    "network's owner for another one (p2pserve token create --uses N)"
+                )
+            del places[yielding]
+        if now is None:
+            places.setdefault(peer, _Place.TOLD_OF)
+        else:
+            places[peer] = _Place.TAKEN
         return grant
 
     def read_grant(self, peer: str, record: MemberRecord) -> Grant:
@@ -120,11 +159,8 @@ class Admission:
         else:
             grant.check_expiry(now)
 
-    def check_greeting(
-        self, greeting: Hello | Welcome, peer: PeerId, known: MemberRecord | None, now: float
-    ) -> MemberRecord:
-        """The record of a peer that may come in; ``known`` is the one we hold. Raises TokenError or
-        ProtocolError."""
+    def check_greeting(self, greeting: Hello | Welcome, peer: PeerId, now: float) -> MemberRecord:
+        """The record of a peer that may come in. Raises TokenError or ProtocolError."""
         check_version(greeting.version, greeting.release)
         if peer in self._expelled:
             raise TokenError(
@@ -140,9 +176,15 @@ class Admission:
         record = read_record(entry.payload)
         if entry.kind != MEMBER_KIND or entry.origin != peer or record is None or not is_sound(entry):
             raise ProtocolError("the peer's member record is malformed or not its own; use the same p2pserve release")
-        has_joined_before = known is not None and known.credential == record.credential and known.role is record.role
-        self.check_record(peer, record, None if has_joined_before else now)
+        self.check_record(peer, record, now)
         return record
+
+
+def _find_yielding(places: Mapping[str, _Place], grant: Grant, *, is_here: bool) -> str | None:
+    """Whose place one more may have, where all are taken; None: nobody's."""
+    is_bound = grant.uses == 1 and grant.role is not Role.CLIENT
+    yields = {_Place.VACANT: not is_bound, _Place.TOLD_OF: is_here}
+    return next((peer for peer, place in places.items() if yields.get(place)), None)
 
 
 def is_client(record: MemberRecord | None) -> bool:

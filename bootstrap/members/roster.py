@@ -54,7 +54,9 @@ class Roster:
         forgotten = []
         for peer in self._table.origins():
             if self._liveness.is_living(peer):
-                self._has_lived.add(peer)
+                if peer not in self._has_lived:
+                    self._has_lived.add(peer)
+                    self._table.note_seen(peer)
                 self._gone_since.pop(peer, None)
                 continue
             # Of whom nobody has ever heard itself, no trace is kept: anybody can invent such members.
@@ -65,8 +67,7 @@ class Roster:
 
     def forget(self, peer: PeerId, now: float) -> None:
         """Keep nothing of this peer, and do not hear of its life again from others for a while."""
-        # One that was never here has used no place of its certificate: or inventing members would use them all up.
-        self._table.forget(peer, now + self._kept_s(peer), was_here=peer in self._has_lived)
+        self._table.forget(peer, now + self._kept_s(peer))
         self._liveness.forget(peer)
         self._gone_since.pop(peer, None)
         self._has_lived.discard(peer)

@@ -153,6 +153,7 @@ class Table:
             self._own.record = record
             self._own.shared = not is_client(record)
             self._own.grant = self._admission.check_record(self.peer_id, record)
+            self.note_seen(self.peer_id)
         self._version += 1
         entry = sign_entry(self._identity, kind, self._own.incarnation, self._version, payload)
         self._put(self._own, entry)
@@ -246,7 +247,9 @@ class Table:
     def admit(self, record_entry: Entry, now: float, *, private: bool) -> MergeResult:
         """Take the record of a peer that was let in; counts even if it was forgotten as dead."""
         self._forgotten.pop(record_entry.origin, None)
-        return self.merge((record_entry,), now, from_client=PeerId(record_entry.origin) if private else None)
+        result = self.merge((record_entry,), now, from_client=PeerId(record_entry.origin) if private else None)
+        self.note_seen(record_entry.origin)
+        return result
 
     def take_lies(self, lies: Iterable[Lie]) -> MergeResult:
         """Expel whom these prove to be liars. Of the result, `lies` are those that were news."""
@@ -278,7 +281,11 @@ class Table:
             self._drop(peer)
         return gone
 
-    def forget(self, origin: str, until: float, *, was_here: bool = True) -> None:
+    def note_seen(self, origin: str) -> None:
+        """This member is alive: its place of its certificate is taken."""
+        self._admission.note_seen(origin)
+
+    def forget(self, origin: str, until: float) -> None:
         """Drop a member that has been gone for long, and do not learn its life again from others before ``until``."""
         held = self._origins.get(origin)
         if held is None or held is self._own:
@@ -286,12 +293,14 @@ class Table:
         if held.shared and len(self._forgotten) < MAX_ORIGINS:
             self._forgotten[origin] = (held.incarnation, until)
         self._drop(origin)
-        if not was_here:
-            self._admission.release(origin)
+        self._admission.release_unseen(origin)
 
     def forget_forgotten(self, now: float) -> None:
-        """Let go of what is old enough."""
-        self._forgotten = {origin: last for origin, last in self._forgotten.items() if last[1] > now}
+        """Let go of what is old enough, and of the places that such boxes had."""
+        for origin in [origin for origin, (_, until) in self._forgotten.items() if until <= now]:
+            del self._forgotten[origin]
+            if origin not in self._origins:
+                self._admission.vacate(origin)
 
     # -- what others may read -----------------------------------------------------------------------------------------
 

@@ -43,6 +43,11 @@ class AnswerWatch:
         """Those that do not answer, as of the last :meth:`tick`."""
         return frozenset(self._hung)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody is awaited, and nobody was at the last :meth:`tick`: another one would change nothing."""
+        return not (self._asked or self._hung or any(self._awaited.values())) and self.wake_at == float("inf")
+
     def expect(self, waiter: str, peers: Collection[PeerId]) -> bool:
         """From now on this ``waiter`` awaits something of these peers, and of no others; whether some are new."""
         before = self._awaited.get(waiter, frozenset())

@@ -35,6 +35,8 @@ class LinkKnowledge:
         self._own_figures: Mapping[PeerId, LinkFigures] = {}
         self._joined: PathNetwork | None = None  # the tables and the own figures, for as long as neither changes
         self._measured: set[PeerId] = set()
+        self._inferred_from: object = None  # whose links, and when each was measured here
+        self._infer_at = float("-inf")  # when to infer anew, if nothing changes before
 
     def __repr__(self) -> str:
         return f"<LinkKnowledge of {len(self._estimators)} links, told {len(self._tables)} tables>"
@@ -43,6 +45,7 @@ class LinkKnowledge:
         """What other nodes say of their links. Who is neither a member nor has a table is forgotten."""
         if tables != self._tables:
             self._tables, self._joined = dict(tables), None
+            self._infer_at = float("-inf")
         for peer in self._estimators.keys() - tables.keys() - set(members):
             del self._estimators[peer]
 
@@ -56,7 +59,14 @@ class LinkKnowledge:
         return known
 
     def fill_in(self, peers: Iterable[PeerId], now: float) -> None:
-        """Believe of links that this node has not measured what nodes of the same sites have measured of theirs."""
+        """Believe of links that this node has not measured what nodes of the same sites have measured of theirs. What
+        that comes from is looked at when some of it is new, and now and then as figures age: it takes a large network
+        long."""
+        peers = tuple(peers)
+        inferred_from = (peers, {peer: each.measured_at for peer, each in self._estimators.items()})
+        if inferred_from == self._inferred_from and now < self._infer_at:
+            return
+        self._inferred_from, self._infer_at = inferred_from, now + self._tuning.infer_interval_s
         known: dict[tuple[str, str], LinkFigures] = {}
         sites: dict[str, str] = {self.own: self.settings.site or self.own}
         boxes: dict[str, BoxFigures] = {self.own: self.settings.box}

@@ -6,13 +6,24 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from p2pserve.bootstrap import Address, Bootstrap, Identity, JoinToken, MemberState, PeerId, Role
+from p2pserve.bootstrap import (
+    Address,
+    Bootstrap,
+    Identity,
+    JoinToken,
+    MemberState,
+    NetworkKey,
+    NetworkSettings,
+    PeerId,
+    Role,
+)
 from p2pserve.bootstrap.dev.simulation import EPOCH_S, SimulatedNode, Simulation, identity_of
 from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
 from p2pserve.bootstrap.members.liveness import HEARS_KIND, encode_heard
 from p2pserve.bootstrap.members.peering import Actions
 from p2pserve.bootstrap.members.states import Tell
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
+from p2pserve.bootstrap.trust.orders import Orders, sign_orders
 from p2pserve.bootstrap.trust.tokens import DEFAULT_USES
 
 COUNT = 6
@@ -27,9 +38,9 @@ def bootstrap(number: int) -> Bootstrap:
     return Bootstrap(place(number).host, place(number).port, identity_of(number).peer_id)
 
 
-def build(*, may_lead: Callable[[int], bool]) -> Simulation:
+def build(*, may_lead: Callable[[int], bool], settings: NetworkSettings | None = None) -> Simulation:
     """Six nodes that have been one network for a while; the first leads."""
-    sim = Simulation()
+    sim = Simulation(settings=settings)
     for number in range(1, COUNT + 1):
         named = [bootstrap(1)] if number > 1 else []
         sim.add(str(number), identity_of(number), place(number), named=named, token=sim.token(lead=may_lead(number)))
@@ -60,10 +71,11 @@ def on_each_tick(sim: Simulation, act: Callable[[SimulatedNode], None]) -> None:
     sim.on_tick = look
 
 
-def tell(sim: Simulation, target: SimulatedNode, *entries: Entry) -> None:
-    """Say something to one node over the liar's session."""
-    target.peering.on_received(sim.nodes[LIAR].peer, Tell(entries), sim.now)
+def tell(sim: Simulation, target: SimulatedNode, *entries: Entry) -> int:
+    """Say something to one node over the liar's session; how many offences that was."""
+    offences = target.peering.on_received(sim.nodes[LIAR].peer, Tell(entries), sim.now)
     sim.wake(target)
+    return offences
 
 
 def test_vouching_keeps_no_dead_coordinator_alive() -> None:
@@ -148,12 +160,12 @@ def join_s(sim: Simulation, number: int, token: JoinToken | None = None) -> floa
     return sim.now - began
 
 
-def invented(sim: Simulation, count: int) -> list[Entry]:
+def invented(sim: Simulation, count: int, token: JoinToken | None = None) -> list[Entry]:
     """Members that nobody has ever seen, all with one token."""
-    token = inventors_token(sim)
+    token = token or inventors_token(sim)
     found = []
     for number in range(count):
-        identity = Identity(number.to_bytes(32, "big"))
+        identity = Identity((1000 + number).to_bytes(32, "big"))
         record = MemberRecord(token.role, "198.51.100.7", 4001, token.credential(identity.peer_id))
         found.append(sign_entry(identity, MEMBER_KIND, 1, 1, msgspec.msgpack.encode(record)))
     return found
@@ -180,6 +192,53 @@ def test_invented_members_are_neither_kept_nor_dialled_and_keep_nobody_out(count
     known = {node.peer for node in sim.running()}
     for node in honest(sim):
         assert set(node.peering.table.origins()) <= known
+    assert leaders(sim) == {(identity_of(1).peer_id, 1)}
+
+
+def test_one_holder_of_a_token_for_several_does_not_use_it_up_for_good() -> None:
+    """Its boxes are let in one after the other under new identities, and go again."""
+    settings = NetworkSettings(forget_s=30.0)
+    sim = build(may_lead=lambda number: number <= 3, settings=settings)
+    token = JoinToken.parse(sim.key.issue((), Role.WORKER, EPOCH_S + 1e6, uses=3))
+    for number in range(11, 14):
+        assert join_s(sim, number, token) < 3.0
+        sim.run(2.0)
+        sim.kill(str(number))
+    sim.run(5.0)
+    join_s(sim, 14, token)
+    assert not sim.nodes["14"].is_joined, "so many identities are let in, and no more"
+    sim.run(2 * settings.forget_s)
+    assert join_s(sim, 15, token) < 3.0
+    sim.run(5.0)
+    views = {frozenset(node.peering.roster.find_boxes()) for node in sim.running()}
+    assert views == {frozenset(node.peer for node in sim.running())}
+
+
+@pytest.mark.parametrize("kind", ["foreign", "revoked", "expired"])
+def test_a_member_that_tells_of_others_with_bad_certificates_lets_none_of_them_in(kind: str) -> None:
+    sim = build(may_lead=lambda number: number <= 3)
+    key = NetworkKey(b"x" * 32) if kind == "foreign" else sim.key
+    until = EPOCH_S - 60 if kind == "expired" else EPOCH_S + 1e6
+    token = JoinToken.parse(key.issue((), Role.WORKER, until))
+    if kind == "revoked":
+        sim.nodes["1"].peering.order(sign_orders(sim.key, Orders(1, (token.grant.certificate,))))
+        sim.run(2.0)
+    entries = invented(sim, 10, token)
+    who = identity_of(30)
+    record = MemberRecord(Role.WORKER, place(30).host, place(30).port, token.credential(who.peer_id))
+    entries.append(sign_entry(who, MEMBER_KIND, 1, 1, msgspec.msgpack.encode(record)))
+    for node in honest(sim):
+        # Who passes on what is revoked may not have heard of it; what has ended, it may have heard in time.
+        assert tell(sim, node, *entries) == (len(entries) if kind == "foreign" else 0)
+        if kind != "expired":
+            assert {each.origin for each in entries}.isdisjoint(node.peering.table.origins())
+    sim.run(1.0)
+    join_s(sim, 30, token)
+    assert not sim.nodes["30"].is_joined, "it is no member because one has said so"
+    known = {node.peer for node in sim.running()}
+    for node in honest(sim):
+        assert set(node.peering.table.origins()) <= known
+        assert node.admission.holders.get(token.grant.certificate, frozenset()) == frozenset()
     assert leaders(sim) == {(identity_of(1).peer_id, 1)}
 
 

@@ -11,6 +11,7 @@ from p2pserve.bootstrap.members.election import Election, ElectionResult, Electi
 from p2pserve.bootstrap.members.liveness import Liveness
 
 BLOCK = 25
+LET_IN_LATE = (4759, 8189)  # by a node that was paused
 ALL_ARE_LOST = 2748  # of this schedule's nodes all have left, or were killed, before its end
 
 
@@ -21,6 +22,10 @@ def test_what_must_hold_does(first: int) -> None:
 
 def test_a_schedule_goes_on_when_nobody_is_left() -> None:
     assert Schedule(ALL_ARE_LOST).run() > schedules.SETTLE_S
+
+
+def test_who_was_kept_out_for_long_is_not_in_every_view_at_once() -> None:
+    assert run_schedules(LET_IN_LATE) > 2 * schedules.SETTLE_S
 
 
 def test_the_same_seed_is_the_same_schedule() -> None:

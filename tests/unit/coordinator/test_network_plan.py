@@ -240,6 +240,16 @@ def test_a_box_that_is_too_slow_for_the_deadlines_gets_nothing_and_is_named() ->
     assert any(line.startswith("no requests for slow") for line in plan.why)
 
 
+def test_deadlines_that_a_plan_cannot_say_are_none() -> None:
+    """Of a box whose figures are within their bounds, and absurd."""
+    size = 1 << 24
+    huge = msgspec.structs.replace(model(4096), hidden=size, intermediate=size, vocabulary=size, active_experts=1)
+    absurd = msgspec.structs.replace(box("a", 1e-6, 1e-6, layers=4096), model=huge, memory_gib=1e12)
+    plan = some_plan(absurd)
+    assert plan.deadlines.ttft_s == plan.deadlines.e2e_s == 0.0
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=Plan).deadlines == plan.deadlines
+
+
 def test_a_plan_of_many_boxes_fits_the_gossip() -> None:
     rng = Random(3)
     boxes = [

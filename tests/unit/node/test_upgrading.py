@@ -103,7 +103,7 @@ def tell_of(joining: dict[str, str]) -> Tell:
 @RELEASES
 def test_a_member_of_an_earlier_release_comes_in_and_what_it_says_counts(joining: dict[str, str]) -> None:
     hello, node = hello_of(joining), make_node()
-    record = Admission(KEY.public).check_greeting(hello, THERE.peer_id, None, 1e9)
+    record = Admission(KEY.public).check_greeting(hello, THERE.peer_id, 1e9)
     assert (record.role, record.host) == (Role.WORKER, "192.0.2.1")
     assert JoinToken.parse(joining["token"]).role is Role.WORKER
     node.on_opened(THERE.peer_id, hello.member, 0.0)
@@ -132,7 +132,7 @@ def test_who_speaks_another_protocol_is_refused_with_both_versions_and_its_relea
     other = hello_of(joining, version=control.PROTOCOL_VERSION + 1, release="9.0")
     expected = rf"versions {other.version} \(release 9\.0\) and {control.PROTOCOL_VERSION} do not understand each other"
     with pytest.raises(ProtocolError, match=expected):
-        Admission(KEY.public).check_greeting(other, THERE.peer_id, None, 1e9)
+        Admission(KEY.public).check_greeting(other, THERE.peer_id, 1e9)
 
 
 # -- what is new ------------------------------------------------------------------------------------------------------

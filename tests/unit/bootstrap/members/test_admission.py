@@ -42,7 +42,7 @@ def hello(shown: MemberRecord, *, version: int = PROTOCOL_VERSION, network: byte
 def test_a_member_with_a_token_of_its_role_is_let_in(role: Role, kind: type[Hello] | type[Welcome]) -> None:
     shown = record(role=role)
     greeting = kind(PROTOCOL_VERSION, KEY.public, entry(shown))
-    assert ADMISSION.check_greeting(greeting, ANN.peer_id, None, NOW) == shown
+    assert ADMISSION.check_greeting(greeting, ANN.peer_id, NOW) == shown
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_member_with_a_token_of_its_role_is_let_in(role: Role, kind: type[Hell
 )
 def test_a_bad_credential_is_told(shown: MemberRecord, reason: str) -> None:
     with pytest.raises(TokenError, match=reason):
-        ADMISSION.check_greeting(hello(shown), ANN.peer_id, None, NOW)
+        ADMISSION.check_greeting(hello(shown), ANN.peer_id, NOW)
 
 
 def test_an_admin_may_come_as_a_client() -> None:
@@ -73,42 +73,51 @@ def test_an_admin_may_come_as_a_client() -> None:
 
 def test_a_token_is_good_until_the_second_it_expires() -> None:
     shown = record(expires_at=NOW + 1)
-    assert ADMISSION.check_greeting(hello(shown), ANN.peer_id, None, NOW + 0.9) == shown
+    assert ADMISSION.check_greeting(hello(shown), ANN.peer_id, NOW + 0.9) == shown
     with pytest.raises(TokenError, match="expired"):
-        Admission(KEY.public).check_greeting(hello(shown), ANN.peer_id, None, NOW + 1.0)
+        Admission(KEY.public).check_greeting(hello(shown), ANN.peer_id, NOW + 1.0)
 
 
 def test_expiry_bounds_joining_and_not_coming_back() -> None:
+    shown, admission = record(expires_at=NOW + 1), Admission(KEY.public)
+    admission.check_greeting(hello(shown), ANN.peer_id, NOW)
+    assert admission.check_greeting(hello(shown), ANN.peer_id, NOW + 60.0) == shown
+    admission.vacate(ANN.peer_id)
+    assert admission.check_greeting(hello(shown), ANN.peer_id, NOW + 60.0) == shown  # though its record is forgotten
+
+
+def test_who_was_only_told_of_has_not_joined_until_somebody_has_seen_it() -> None:
     shown, admission = record(expires_at=NOW - 60), Admission(KEY.public)
+    admission.check_record(ANN.peer_id, shown)  # members that joined in time are gossiped of for as long as they stay
     with pytest.raises(TokenError, match="expired"):
-        admission.check_record(ANN.peer_id, shown, NOW)
-    assert admission.check_greeting(hello(shown), ANN.peer_id, shown, NOW) == shown
-    admission.check_record(ANN.peer_id, shown)  # gossip of those who joined in time goes on
-    assert admission.check_greeting(hello(shown), ANN.peer_id, None, NOW) == shown  # though its record is forgotten
+        admission.check_greeting(hello(shown), ANN.peer_id, NOW)
+    admission.note_seen(ANN.peer_id)
+    assert admission.check_greeting(hello(shown), ANN.peer_id, NOW) == shown
 
 
 def test_who_has_used_a_certificate_may_come_back_with_it_after_a_restart_of_those_it_asks() -> None:
     shown = record(expires_at=NOW + 1)
     before, after = Admission(KEY.public), Admission(KEY.public)
-    before.check_greeting(hello(shown), ANN.peer_id, None, NOW)
+    before.check_greeting(hello(shown), ANN.peer_id, NOW)
     after.restore_holders(before.holders)
-    assert after.check_greeting(hello(shown), ANN.peer_id, None, NOW + 60.0) == shown
+    assert after.check_greeting(hello(shown), ANN.peer_id, NOW + 60.0) == shown
     before.release(ANN.peer_id)
     with pytest.raises(TokenError, match="expired"):
-        before.check_greeting(hello(shown), ANN.peer_id, None, NOW + 60.0)
+        before.check_greeting(hello(shown), ANN.peer_id, NOW + 60.0)
 
 
 @pytest.mark.parametrize(
-    "known",
+    "before",
     [
-        record(expires_at=NOW - 50),  # another token
-        MemberRecord(Role.ADMIN, "192.0.2.1", 4001, record(expires_at=NOW - 60).credential),
+        record(expires_at=NOW + 1),  # another token
+        record(role=Role.ADMIN, expires_at=NOW + 1),
     ],
 )
-def test_another_credential_or_role_than_before_is_joining(known: MemberRecord) -> None:
-    shown = record(expires_at=NOW - 60)
+def test_another_credential_or_role_than_before_is_joining(before: MemberRecord) -> None:
+    shown, admission = record(expires_at=NOW - 60), Admission(KEY.public)
+    admission.check_greeting(hello(before), ANN.peer_id, NOW)
     with pytest.raises(TokenError, match="expired"):
-        Admission(KEY.public).check_greeting(hello(shown), ANN.peer_id, known, NOW)
+        admission.check_greeting(hello(shown), ANN.peer_id, NOW)
 
 
 @pytest.mark.parametrize("version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1])
@@ -118,12 +127,12 @@ def test_another_version_is_told_before_anything_else(version: int) -> None:
         f"{min(version, PROTOCOL_VERSION)}$"
     )
     with pytest.raises(OtherProtocol, match=expected):
-        ADMISSION.check_greeting(hello(record(bare=True), version=version), ANN.peer_id, None, NOW)
+        ADMISSION.check_greeting(hello(record(bare=True), version=version), ANN.peer_id, NOW)
 
 
 def test_another_network_is_told_by_its_first_letters() -> None:
     with pytest.raises(TokenError, match=f"another network \\({OTHER_KEY.public.hex()[:8]}, this one is"):
-        ADMISSION.check_greeting(hello(record(), network=OTHER_KEY.public), ANN.peer_id, None, NOW)
+        ADMISSION.check_greeting(hello(record(), network=OTHER_KEY.public), ANN.peer_id, NOW)
 
 
 FORGED = [
@@ -138,7 +147,7 @@ FORGED = [
 @pytest.mark.parametrize("forged", FORGED)
 def test_a_record_that_is_not_the_peers_own_is_refused(forged: Entry) -> None:
     with pytest.raises(ProtocolError, match="malformed or not its own"):
-        ADMISSION.check_greeting(Hello(PROTOCOL_VERSION, KEY.public, forged), ANN.peer_id, None, NOW)
+        ADMISSION.check_greeting(Hello(PROTOCOL_VERSION, KEY.public, forged), ANN.peer_id, NOW)
 
 
 # -- what the owner orders --------------------------------------------------------------------------------------------
@@ -191,14 +200,81 @@ def test_whether_there_is_a_place_is_known_without_a_signature() -> None:
     assert admission.has_place(BOB.peer_id, shown_by(BOB, token))
 
 
+CROWD = [Identity(bytes([number]) * 32) for number in range(1, 5)]
+
+
+def is_let_in(admission: Admission, who: Identity, token: JoinToken, *, is_here: bool = True) -> bool:
+    try:
+        admission.check_record(who.peer_id, shown_by(who, token), NOW if is_here else None)
+    except TokenSpent:
+        return False
+    return True
+
+
+def test_one_holder_of_a_token_for_several_cannot_use_it_up_with_identities_that_are_gone() -> None:
+    """All places are taken by boxes that were here. One that is forgotten yields its place, and to one only."""
+    admission, token = Admission(KEY.public), token_for(2)
+    first, second, third, fourth = CROWD
+    assert is_let_in(admission, first, token)
+    assert is_let_in(admission, second, token)
+    assert not is_let_in(admission, third, token)
+    admission.vacate(first.peer_id)
+    assert admission.has_place(third.peer_id, shown_by(third, token))
+    assert is_let_in(admission, third, token)
+    assert not is_let_in(admission, fourth, token)
+    assert not is_let_in(admission, first, token), "its place is another's now"
+    assert admission.holders[token.grant.certificate] == {second.peer_id, third.peer_id}
+
+
+@pytest.mark.parametrize("is_back_itself", [True, False])
+def test_who_comes_back_in_time_keeps_its_place(is_back_itself: bool) -> None:
+    admission, token = Admission(KEY.public), token_for(2)
+    for who in CROWD[:2]:
+        assert is_let_in(admission, who, token)
+    admission.vacate(CROWD[0].peer_id)
+    assert is_let_in(admission, CROWD[0], token, is_here=is_back_itself)
+    admission.note_seen(CROWD[0].peer_id)
+    assert not is_let_in(admission, CROWD[2], token)
+
+
+@pytest.mark.parametrize(("role", "is_free"), [(Role.WORKER, False), (Role.CLIENT, True)])
+def test_a_token_for_one_box_stays_bound_to_it_and_one_for_a_client_does_not(role: Role, is_free: bool) -> None:
+    admission, token = Admission(KEY.public), JoinToken.parse(KEY.issue((), role, 2000.0, uses=1))
+    first, second = (MemberRecord(role, "192.0.2.1", 4001, token.credential(who.peer_id)) for who in CROWD[:2])
+    admission.check_record(CROWD[0].peer_id, first, NOW)
+    admission.vacate(CROWD[0].peer_id)
+    assert admission.has_place(CROWD[1].peer_id, second) is is_free
+
+
+def test_who_is_at_the_door_gets_the_place_of_one_that_was_only_told_of() -> None:
+    admission, token = Admission(KEY.public), token_for(2)
+    told, seen, third, fourth = CROWD
+    assert is_let_in(admission, told, token, is_here=False)
+    assert is_let_in(admission, seen, token, is_here=False)
+    admission.note_seen(seen.peer_id)
+    assert not is_let_in(admission, third, token, is_here=False), "or an inventor of members made others check them all"
+    assert is_let_in(admission, third, token)
+    assert not is_let_in(admission, fourth, token)
+    assert admission.holders[token.grant.certificate] == {seen.peer_id, third.peer_id}
+
+
+def test_only_who_was_never_seen_has_used_no_place() -> None:
+    admission, token = Admission(KEY.public), token_for(2)
+    assert is_let_in(admission, CROWD[0], token, is_here=False)
+    assert is_let_in(admission, CROWD[1], token)
+    for who in CROWD[:2]:
+        admission.release_unseen(who.peer_id)
+    assert admission.holders[token.grant.certificate] == {CROWD[1].peer_id}
+
+
 def test_who_was_expelled_is_not_greeted() -> None:
     admission, token = Admission(KEY.public), token_for(2)
     entry = sign_entry(ANN, MEMBER_KIND, 1, 1, msgspec.msgpack.encode(shown_by(ANN, token)))
     hello = Hello(PROTOCOL_VERSION, KEY.public, entry)
-    admission.check_greeting(hello, ANN.peer_id, None, NOW)
+    admission.check_greeting(hello, ANN.peer_id, NOW)
     admission.expel(ANN.peer_id)
     with pytest.raises(TokenError, match="proves that it lies"):
-        admission.check_greeting(hello, ANN.peer_id, None, NOW)
+        admission.check_greeting(hello, ANN.peer_id, NOW)
 
 
 def test_who_shows_a_revoked_certificate_is_told() -> None:

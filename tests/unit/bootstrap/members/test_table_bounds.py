@@ -70,6 +70,21 @@ def test_a_box_keeps_its_place_when_it_is_forgotten_and_a_client_gives_it_back()
         assert bool(held.admit(shown[1], 0.0, private=is_private).changed) is is_let_in
 
 
+@pytest.mark.parametrize("is_back", [True, False])
+def test_of_a_token_for_several_a_box_yields_its_place_when_it_is_forgotten_for_good(is_back: bool) -> None:
+    token = JoinToken.parse(KEY.issue((), Role.WORKER, 2e9, uses=2))
+    held = table()
+    for who in (ANN, BOB):
+        held.admit(record(who, token=token), 0.0, private=False)
+    held.forget(ANN.peer_id, 20.0)
+    held.forget_forgotten(19.9)
+    assert held.merge((record(CAT, token=token),), 19.9).ignored == 1
+    if is_back:
+        held.merge((record(ANN, life=2, token=token),), 19.9)
+    held.forget_forgotten(20.0)
+    assert bool(held.merge((record(CAT, token=token),), 20.0).changed) is not is_back
+
+
 # -- clients and boxes ------------------------------------------------------------------------------------------------
 
 

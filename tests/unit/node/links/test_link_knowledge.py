@@ -3,8 +3,9 @@
 import pytest
 
 from p2pserve.bootstrap import PeerId
-from p2pserve.kvtransport.probing.estimates import LinkEstimator
+from p2pserve.kvtransport.probing.estimates import BurstSample, LinkEstimator
 from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures, Source
+from p2pserve.node.links import link_knowledge
 from p2pserve.node.links.link_knowledge import LinkKnowledge
 from p2pserve.node.messages import LinkTable
 from p2pserve.node.settings import BoxLinkSettings
@@ -108,6 +109,25 @@ def test_what_a_node_of_the_same_site_has_measured_is_believed() -> None:
     elsewhere.learn({A: table(site="oslo", b=0.3), B: table(site="rome")}, [])
     elsewhere.fill_in([B], 0.0)
     assert elsewhere.estimator(B).figures(0.0).capacity_gbps == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("news", ["none", "a table", "a measurement", "a member", "age"])
+def test_what_others_have_measured_is_looked_at_anew_only_for_news(news: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[object] = []
+    monkeypatch.setattr(link_knowledge, "infer", lambda measured, *sites: looked.append(measured) or {})
+    known = knowledge(site="oslo", b=1.0)
+    known.learn({A: table(site="oslo", b=0.3)}, [B, C])
+    known.fill_in([B], 0.0)
+    known.fill_in([B], 1.0)
+    assert len(looked) == 1
+    if news == "a table":
+        known.learn({A: table(site="oslo", b=0.5)}, [B, C])
+    if news == "a measurement":
+        known.estimator(B).on_burst(BurstSample(bytes=10**6, seconds=0.1, streams=1, gbps=0.1), now=1.0)
+    known.fill_in([B, C] if news == "a member" else [B], known_at := 100.0 if news == "age" else 1.5)
+    assert len(looked) == (1 if news == "none" else 2)
+    known.fill_in([B, C] if news == "a member" else [B], known_at + 0.5)
+    assert len(looked) == (1 if news == "none" else 2)
 
 
 def test_what_a_node_has_told_of_itself_is_no_news_to_it() -> None:
