@@ -397,8 +397,7 @@ class Network:
             self._wakes_at = self._tick()
             with trio.move_on_at(self._wakes_at):
                 await self._kick.wait()
-            # Never without a pause: two machines that wake each other must leave the processor to others. One that is
-            # over already would still cost a timer.
+            # Never without a pause (where it is not over yet): machines that wake each other leave others room.
             if trio.current_time() < ticked_at + _SHORTEST_NAP_S:
                 await trio.sleep_until(ticked_at + _SHORTEST_NAP_S)
 
@@ -420,17 +419,15 @@ class Network:
             self._touch()
         for dial in actions.dial:
             self._nursery.start_soon(self._redial, dial)
-        self._watch_awaited(heard)
+        if not self._watch.is_idle:
+            self._watch_awaited(heard)
         return min(actions.wake_at, self._watch.wake_at)
 
     def _watch_awaited(self, heard: dict[PeerId, float]) -> None:
         """Ping those that are awaited, and tell who does not answer."""
-        if self._watch.is_idle:
-            return
-        slowest = {peer: max(each.control.rtts) for peer, each in self._sessions.by_peer.items() if each.control.rtts}
-        before = self._watch.hung
-        pinged = ((peer, each.control.unanswered_at) for peer, each in self._sessions.by_peer.items())
-        unanswered = {peer: at for peer, at in pinged if at is not None}
+        sessions, before = self._sessions.by_peer.items(), self._watch.hung
+        slowest = {peer: max(each.control.rtts) for peer, each in sessions if each.control.rtts}
+        unanswered = {peer: at for peer, each in sessions if (at := each.control.unanswered_at) is not None}
         for peer in self._watch.tick(trio.current_time(), heard, slowest, unanswered):
             self._ping(peer)
         for peer in before ^ self._watch.hung:
@@ -447,8 +444,7 @@ class Network:
                 _log.debug("not told: %s", error)
 
     def _on_gossip(self, peer: PeerId, role: Role, message: GossipMessage) -> None:
-        session = self._sessions.by_peer.get(peer)
-        if session is None:
+        if (session := self._sessions.by_peer.get(peer)) is None:
             return
         offences = self._peering.on_received(peer, message, trio.current_time())
         if offences:

@@ -67,7 +67,7 @@ def test_a_bad_credential_is_told(shown: MemberRecord, reason: str) -> None:
 
 def test_an_admin_may_come_as_a_client() -> None:
     shown = record(role=Role.CLIENT, token_role=Role.ADMIN)
-    assert ADMISSION.check_greeting(hello(shown), ANN.peer_id, None, NOW) == shown
+    assert ADMISSION.check_greeting(hello(shown), ANN.peer_id, NOW) == shown
     assert ADMISSION.read_grant(ANN.peer_id, shown).role is Role.ADMIN
 
 
