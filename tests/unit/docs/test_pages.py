@@ -11,9 +11,8 @@ import pytest
 from p2pserve.kvtransport.link.transfers import TRANSITIONS, TransferEvent
 
 from . import architecture, transfer_states
+from .console import PAGES, ROOT
 
-ROOT = architecture.ROOT
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 MAX_COLUMNS, MAX_PARAGRAPH, MAX_README = 100, 6, 200
 
 
