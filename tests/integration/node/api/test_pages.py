@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -57,29 +57,33 @@ def begins(example: Example, table: Iterable[str]) -> list[str]:
 RUN = [example for example in EXAMPLES if not begins(example, [*ELSEWHERE, *NOT_RUN])]
 
 
+@dataclass
+class Walks:
+    """All pages, walked: how each example has ended, and what of those that stay did not end in order."""
+
+    outcomes: dict[Example, Outcome] = field(default_factory=dict)
+    unended: list[str] = field(default_factory=list)
+
+
 @pytest.fixture(scope="module")
-def outcomes(ours: Server, tmp_path_factory: pytest.TempPathFactory) -> dict[Example, Outcome]:
-    """Of all that is run: pages beside each other, the examples of each in their order."""
+def walks(ours: Server, tmp_path_factory: pytest.TempPathFactory) -> Walks:
+    """Pages beside each other, the examples of each in their order."""
     folder = tmp_path_factory.mktemp("pages")
     write_programs(folder / "bin")
-    assert ours.home is not None
-    served = Place.of(ours.home, ours.log.read_text())
+    walks = Walks()
     with open_network(folder / "network", ours.url) as network, ThreadPoolExecutor(AT_ONCE) as pool:
 
-        def walk_page(page: str) -> list[tuple[Example, Outcome]]:
-            walk = Walk(folder / page.replace("/", "-"), network.place, ours.url, network.request)
-            place_files(walk, network)
-            if page == "docs/gateway.md":
-                walk.place = served  # its boxes have an API server that runs already
-            if page == "docs/dashboard.md":
-                walk.request = newest_request(ours)
-            try:
-                return [(each, run_example(walk, each, ours)) for each in RUN if each.page == page]
-            finally:
-                walk.end()
+        def walk_page(page: str) -> None:
+            owns = page.startswith("docs/start/")
+            walk = Walk(folder / page.replace("/", "-"), network.place, ours.url, network.request, owns=owns)
+            prepare(walk, page, ours, network)
+            for example in RUN:
+                if example.page == page:
+                    walks.outcomes[example] = run_example(walk, example, ours)
+            walks.unended.extend(walk.end())
 
-        pages = list(dict.fromkeys(example.page for example in RUN))
-        return dict(chain.from_iterable(pool.map(walk_page, pages)))
+        list(pool.map(walk_page, dict.fromkeys(example.page for example in RUN)))
+    return walks
 
 
 def run_example(walk: Walk, example: Example, ours: Server) -> Outcome:
@@ -88,9 +92,14 @@ def run_example(walk: Walk, example: Example, ours: Server) -> Outcome:
     return walk.run(example)
 
 
-def place_files(walk: Walk, network: Walk) -> None:
-    """What the pages' commands read: offers, prompts, keys, event logs."""
+def prepare(walk: Walk, page: str, ours: Server, network: Walk) -> None:
+    """What the page takes for granted: files of offers, prompts, keys, events; what it speaks of."""
     walk.folder.mkdir()
+    if page == "docs/gateway.md":
+        assert ours.home is not None
+        walk.place = Place.of(ours.home, ours.log.read_text())  # its box has an API server that runs already
+    if page == "docs/dashboard.md":
+        walk.request = newest_request(ours)
     offers = json.loads(OFFERS.read_text())
     (walk.folder / "offers.json").write_text(json.dumps(offers[:MAX_OFFERS]))
     (walk.folder / "prompts.txt").write_text("import os\nimport sys\n")
@@ -108,10 +117,14 @@ def newest_request(server: Server) -> str:
 
 
 @pytest.mark.parametrize("example", RUN, ids=str)
-def test_an_example_does_what_its_page_says(example: Example, outcomes: dict[Example, Outcome]) -> None:
-    outcome = outcomes[example]
+def test_an_example_does_what_its_page_says(example: Example, walks: Walks) -> None:
+    outcome = walks.outcomes[example]
     assert outcome.code == outcome.expected, outcome.said
     assert outcome.unlike(example) == [], outcome.said
+
+
+def test_what_stays_ends_in_order(walks: Walks) -> None:
+    assert walks.unended == []
 
 
 def test_what_is_not_run_is_in_the_pages() -> None:

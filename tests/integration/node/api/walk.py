@@ -6,7 +6,6 @@ engine, addresses for loopback, tokens and names for those of a running network.
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -15,14 +14,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ....unit.docs.console import ROOT, Example
 
-LIMIT_S = 100.0
+LIMIT_S = 60.0
+CARD = "1xH100-SXM5-80GB"  # quick with a small model
 ROWS, COLUMNS = "40", "100"
 
 STAYS = {
@@ -32,7 +32,8 @@ STAYS = {
     r"p2pserve status --watch": r"coordinator",
     r"p2pserve topology --watch": r"boxes",
     r"p2pserve events --follow": r"engine\.state",
-    r"curl -N ": r"event: ",
+    r"p2pserve logs --follow": r"\d\d:\d\d:\d\d",
+    r"curl -N ": r": following",
 }
 """What runs until it is interrupted, and what it has said once it is where the page wants it."""
 
@@ -40,15 +41,15 @@ ENDS_WITH = {"p2pserve doctor ": 1}
 """Exit codes that a page says of its example, where that is not 0."""
 
 ENVIRONMENT = {
-    **{f"P2PSERVE_{command}_EMULATE": "1xA40" for command in ("BOOTSTRAP", "SERVE", "JOIN")},
+    **{f"P2PSERVE_{command}_EMULATE": CARD for command in ("BOOTSTRAP", "SERVE", "JOIN")},
     **{f"P2PSERVE_{command}_LISTEN": "127.0.0.1:0" for command in ("SERVE", "JOIN")},
     **{f"P2PSERVE_{command}_HTTP": "127.0.0.1:0" for command in ("SERVE", "GATEWAY")},
     "P2PSERVE_RENT_PLANS": "1",
     "VAST_TCP_PORT_7000": "40123",  # the provider of the example in running.md
     "PUBLIC_IPADDR": "127.0.0.1",
 }
-ANY_WORD = re.compile(r"\d|\.\.\.|^[a-z]+-[a-z]+\b|^m?s$")
-"""Words of an output that are others at each run: figures, what is cut short, names of boxes, units of time."""
+ANY_WORD = re.compile(r"\d|\.\.\.|^[a-z]+-[a-z]+\b|^m?s$|^(ahead|of|behind)$")
+"""Words of an output that are others at each run: figures, what is cut short, names of boxes, units and signs of time."""
 
 
 def has_shape(shown: str, said: str) -> bool:
@@ -77,10 +78,12 @@ class Outcome:
 
 @dataclass
 class Place:
-    """A network that commands talk to: the home folder of its first box, and tokens by the page's words for them."""
+    """A network that commands talk to: the home folder of its first box, tokens by the page's words for them, and the
+    ids of boxes between which a link was measured."""
 
     home: Path
     tokens: dict[str, str]
+    boxes: list[str] = field(default_factory=lambda: ["", ""])
 
     @classmethod
     def of(cls, home: Path, said: str) -> Place:
@@ -102,9 +105,11 @@ class Walk:
     token: str = ""
     token_id: str = ""
     box: Path | None = None
+    box_id: str = ""
+    owns: bool = False  # its later commands are for the network that it starts
 
     def run(self, example: Example) -> Outcome:
-        """Run it; one that stays is left running. Raises AssertionError for one that does not get there."""
+        """Run it; one that stays is left running."""
         if example.is_python:
             (self.folder / "snippet.py").write_text(self.here(example.text))
             return self._run_to_end("python snippet.py", {})
@@ -117,7 +122,7 @@ class Walk:
 
     def here(self, text: str) -> str:
         """A command of the page with what stands for its words on this machine."""
-        names = self._names() if "amber-otter" in text else ["", ""]
+        names = self._names(text)
         meant = {
             r"\.venv/bin/p2pserve": "p2pserve",
             r"p2p_worker_\.\.\.|p2p_worker_kpLEs\.\.\.": self.place.tokens["kpLEs"],
@@ -126,15 +131,14 @@ class Walk:
             r"p2p_client_\w*\.\.\.": self.place.tokens["p2p_client_"],
             r"\b3f2a\b": self.token_id,
             r"\b5f\w+\.\.\.": self.request,
+            r"sk-\.\.\.": "sk-0123456789abcdef",
             r"(curl .*)Qwen/Qwen3[\w.-]+": r"\1bundled",
             r"(doctor .*)Qwen/Qwen3[\w.-]+": r"\1bundled",
             r"(join .*)--model bundled": r"\1--model llama-7b",
             r"Qwen/Qwen3[\w.-]+": "llama-7b",
             r'"Qwen3[\w.-]+"': '"bundled"',
             r"(join .*)--port \d+": r"\1--listen 127.0.0.1:0",
-            r"(doctor .*)--port \d+": r"\1--listen 127.0.0.1:4002",
             r"--listen [\d.]+:\d+": "--listen 127.0.0.1:0",
-            r"--listen 127.0.0.1:0(?= .*doctor)": "",
             r"--http [\d.]+:\d+": "--http 127.0.0.1:0",
             r"http://127\.0\.0\.1:8000|(?<=curl )\.\.\.|(?<=-N \")\.\.\.|(?<=curl \")\.\.\.": self.url,
             r"amber-otter": names[0],
@@ -145,23 +149,25 @@ class Walk:
             text = re.sub(word, ours, text)
         return text
 
-    def end(self) -> None:
-        """Interrupt all that stays, the last first. Raises AssertionError for one that does not end in order."""
-        ended = [(line, self._interrupt(process, terminal)) for line, process, terminal in reversed(self.running)]
-        assert [line for line, code in ended if code not in (0, 130)] == []
+    def end(self) -> list[str]:
+        """Interrupt all that stays, the last first; what does not end in order."""
+        ended = [(line, self._interrupt(process, output)) for line, process, output in reversed(self.running)]
+        return [f"{line}: {code}" for line, code in ended if code not in (0, 130)]
 
-    def _names(self) -> list[str]:
-        said = self._run_to_end("p2pserve status --format json", self._environment("")).said
-        status = json.loads(said[said.index("{") :])
-        return [node["peer"] for node in status["nodes"]]
+    def _names(self, text: str) -> list[str]:
+        """What `amber-otter` and `calm-heron` stand for: boxes of the network, or the page's own where one is told what
+        to do."""
+        if "amber-otter" not in text:
+            return ["", ""]
+        return [self.box_id, ""] if "drain" in text else self.place.boxes
 
     def _environment(self, line: str) -> dict[str, str]:
         home = self.folder / "client"
-        if re.match(r"p2pserve token ", line):
+        if re.match(r"p2pserve (token|logs|drain \w)", line):
             home = self.place.home
         elif re.match(r"p2pserve (bootstrap|serve|join) ", line):
             home = self.folder / f"box-{len(self.running)}"
-        elif line.startswith("p2pserve leave") and self.box is not None:
+        elif re.match(r"p2pserve (leave|drain(?! \w))", line) and self.box is not None:
             home = self.box
         return {"P2PSERVE_HOME": os.fspath(home)}
 
@@ -199,6 +205,9 @@ class Walk:
         said = log.read_text(errors="replace")
         if created := re.search(r"^token (\w+),[\s\S]*(p2p_worker_[\w-]+)", said, re.MULTILINE):
             self.token_id, self.token = created.groups()
+        if line.startswith("p2pserve leave"):
+            joined = next(process for line, process, _ in reversed(self.running) if line.startswith("p2pserve join"))
+            joined.wait(LIMIT_S)  # it has left, and its process is about to end
         return Outcome(code, said, next((code for begin, code in ENDS_WITH.items() if line.startswith(begin)), 0))
 
     def _start(self, line: str, ready: str, environment: dict[str, str]) -> Outcome:
@@ -214,14 +223,16 @@ class Walk:
             readable, _, _ = select.select([ours], [], [], max(0.0, give_up - time.monotonic()))
             data = os.read(ours, 65536) if readable else b""
             if not data:
-                return Outcome(process.poll() or -1, said.decode(errors="replace"))
+                self.running.pop()
+                return Outcome(self._interrupt(process, ours) or -1, said.decode(errors="replace"))
             said += data
         text = said.decode(errors="replace")
         home = Path(environment["P2PSERVE_HOME"])
-        if re.match(r"p2pserve (bootstrap|serve) ", line):
+        if re.match(r"p2pserve (bootstrap|serve) ", line) and self.owns:
             self.place = Place.of(home, text)
         elif line.startswith("p2pserve join "):
             self.box = home
+            self.box_id = re.findall(r"^node (\w+)", text, re.MULTILINE)[0]
         elif found := re.search(r"OpenAI API at (\S+)/v1", text):
             self.url = found[1]
         if re.match(r"p2pserve (bootstrap|join|gateway) ", line):
@@ -263,16 +274,27 @@ def open_network(folder: Path, url: str) -> Iterator[Walk]:
     """A network of two boxes with emulated engines, which has answered one request."""
     folder.mkdir()
     nowhere = Place(folder, {"kpLEs": "", "kqTAd": "", "p2p_client_": ""})
-    walk = Walk(folder, nowhere, url, "")
+    walk = Walk(folder, nowhere, url, "", owns=True)
     with ExitStack() as stack:
         stack.callback(walk.end)
-        lines: Sequence[str] = (
+        lines = (
             "p2pserve bootstrap --listen 0.0.0.0:4001 --model llama-7b --usd-per-hour 0.4",
             "p2pserve join --bootstrap p2p_worker_kpLEs... --model llama-7b --usd-per-hour 0.4",
             "p2pserve generate 'def fibonacci(n):' --max-tokens 4",
         )
+        said = []
         for line in lines:
             outcome = walk.run(Example("", line))
+            said.append(outcome.said)
             assert outcome.code == 0, outcome.said
-        walk.request = re.findall(r"request (\w+)", outcome.said)[0]
+        walk.request = re.findall(r"request (\w+)", said[-1])[0]
+        walk.place.boxes = re.findall(r"^node (\w+)", "".join(said), re.MULTILINE)
+        wait_link(walk)
         yield walk
+
+
+def wait_link(walk: Walk) -> None:
+    """Wait until its boxes have measured their link."""
+    give_up = time.monotonic() + LIMIT_S
+    while (outcome := walk.run(Example("", "p2pserve path amber-otter calm-heron"))).code:
+        assert time.monotonic() < give_up, outcome.said
