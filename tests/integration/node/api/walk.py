@@ -49,7 +49,7 @@ ENVIRONMENT = {
     "PUBLIC_IPADDR": "127.0.0.1",
 }
 ANY_WORD = re.compile(r"\d|\.\.\.|^[a-z]+-[a-z]+\b|^m?s$|^(ahead|of|behind)$")
-"""Words of an output that are others at each run: figures, what is cut short, names of boxes, units and signs of time."""
+"""Words of an output that are others at each run: figures, what is cut short, names of boxes, units, signs."""
 
 
 def has_shape(shown: str, said: str) -> bool:
