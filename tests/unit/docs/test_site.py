@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import click
 import pytest
 
 from p2pserve.sdk.cli import PROGRAM_GROUP
+from p2pserve.sdk.failures import EXIT_CODES
 
 from .console import PAGES, ROOT, all_examples, arguments_of_ours, examples_in
 
@@ -43,6 +45,11 @@ def test_the_reference_has_every_command_and_every_public_name(site: Path) -> No
         assert f">{name}<" in cli, name
     sdk = (site / "reference/sdk.html").read_text("utf-8")
     assert [name for name in p2pserve.__all__ if name[0].isupper() and name not in sdk] == []
+    errors = (site / "reference/errors.html").read_text("utf-8")
+    kinds = [name for _, names in EXIT_CODES for found in names.values() for name in found]
+    exported = {name: getattr(p2pserve, name) for name in p2pserve.__all__}
+    made = [name for name, each in exported.items() if inspect.isclass(each) and issubclass(each, Exception)]
+    assert [name for name in (*kinds, *made) if f"<code>{name}</code>" not in errors] == []
     admin = (site / "reference/admin.html").read_text("utf-8")
     paths = ("/nodes", "/nodes/{name}", "/links", "/links/{source}/{target}", "/plan", "/requests", "/events")
     assert [text for text in (*paths, "NodeSummary", "RequestTrace", "Last-Event-ID") if text not in admin] == []
