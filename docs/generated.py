@@ -1,10 +1,12 @@
-"""Pages of the site that are made from the code: the start page, command line, SDK, admin API. A hook of mkdocs."""
+"""Pages of the site that are made from the code: start, command line, SDK, errors, admin API. A hook of mkdocs."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from p2pserve.node.admin.api import make_admin_api
 from p2pserve.node.admin.asking import AskedNode
 from p2pserve.node.admin.source import Feed
 from p2pserve.node.web.access import Access
+from p2pserve.sdk.failures import EXIT_CODES
 
 ROOT = Path(__file__).parent.parent
 CLI_PAGE = """\
@@ -38,6 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "index.md": start_page(),
         "reference/cli.md": CLI_PAGE,
         "reference/sdk.md": sdk_page(),
+        "reference/errors.md": errors_page(),
         "reference/admin.md": admin_page(admin_document()),
     }
     for name, text in pages.items():
@@ -62,6 +66,34 @@ def sdk_page() -> str:
         parts.append(f"## {name}\n\n*{kind}*\n\n{_prose(exported)}")
         parts += [f"### {name}.{method}\n\n{text}" for method, text in _methods(exported)]
     return "\n\n".join(parts) + "\n"
+
+
+def errors_page() -> str:
+    """Every error that ends a command with a line of its own, by exit code, with what its class says of it."""
+    parts = ["# Errors\n\nWhat a command may end with, by its exit code: every error that is told in one line."]
+    told: set[type[BaseException]] = set()
+    for code, kinds in error_kinds():
+        rows = [f"| `{kind.__name__}` | {_first_sentence(kind)} |" for kind in kinds if kind not in told]
+        told |= kinds.keys()
+        parts.append("\n".join([f"## Exit code {code}", "", "| error | what it says |", "|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def error_kinds() -> Iterator[tuple[int, dict[type[BaseException], None]]]:
+    """For each exit code the errors that end with it, and all that are made of them."""
+    for code, names in EXIT_CODES:
+        modules = {module: importlib.import_module(f"p2pserve.{module}") for module in names}
+        roots = [getattr(modules[module], name) for module, found in names.items() for name in found]
+        yield code, dict.fromkeys(kind for root in roots for kind in (root, *_made_of(root)))
+
+
+def _made_of(root: type[BaseException]) -> list[type[BaseException]]:
+    return [kind for below in root.__subclasses__() for kind in (below, *_made_of(below))]
+
+
+def _first_sentence(kind: type) -> str:
+    text = " ".join((inspect.getdoc(kind) or "").split())
+    return text.partition(". ")[0].rstrip(".").replace("|", "\\|")
 
 
 def admin_page(document: dict[str, Any]) -> str:

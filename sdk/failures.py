@@ -48,6 +48,15 @@ _FAILED: Final = {
     "sims.results.report": ("ReportError",),
 }
 
+EXIT_CODES: Final[tuple[tuple[int, Mapping[str, tuple[str, ...]]], ...]] = (
+    (EXIT_REFUSED, _REFUSED),
+    (EXIT_NOT_READY, _NOT_READY),
+    (EXIT_USAGE, _USAGE),
+    (EXIT_FAILED, _FAILED),
+)
+"""Exit codes with the modules and names of the errors, and of all that are made of them, that end with each; the first
+that fits counts."""
+
 
 _LINUX_ONLY: Final = frozenset({"fcntl", "resource"})
 _OF_NODES: Final = frozenset(
@@ -62,8 +71,7 @@ def explain(error: BaseException) -> tuple[int, str] | None:
     missing = first_of(error, (ModuleNotFoundError,))
     if missing is not None and (said := _explain_missing((missing.name or "").partition(".")[0])) is not None:
         return EXIT_USAGE, said
-    codes = [(_loaded(_REFUSED), EXIT_REFUSED), (_loaded(_NOT_READY), EXIT_NOT_READY), (_loaded(_USAGE), EXIT_USAGE)]
-    codes.append((_loaded(_FAILED), EXIT_FAILED))
+    codes = [(_loaded(names), code) for code, names in EXIT_CODES]
     found: BaseException | None = first_of(error, tuple(kind for kinds, _ in codes for kind in kinds))
     if found is None:
         return None

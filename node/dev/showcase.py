@@ -90,7 +90,7 @@ class Showcase:
 
     async def links(self) -> tuple[LinkSummary, ...]:
         """As it would, too."""
-        return summarise_links(self._status(self._clock()), self._clock())
+        return summarise_links(self.status(self._clock()), self._clock())
 
     async def trace(self, request: str) -> RequestTrace | None:
         """A request that was split between two boxes, or ran on one."""
@@ -102,7 +102,7 @@ class Showcase:
     def look(self, now: float) -> NetworkSnapshot:
         """The network at `now`, in unix seconds; what has happened since the last look is made up on the way."""
         self._advance(now)
-        status = self._status(now)
+        status = self.status(now)
         return NetworkSnapshot(
             time=now,
             answered_by=self.peers[0],
@@ -114,7 +114,8 @@ class Showcase:
             events=tuple(sorted((e for e in self._events if e.time <= now), key=lambda e: e.time)[-MAX_KEPT:]),
         )
 
-    def _status(self, now: float) -> Status:
+    def status(self, now: float) -> Status:
+        """What a node of it would answer, `now` in unix seconds."""
         return Status(
             answered_by=self.peers[0],
             coordinator=self.peers[0],

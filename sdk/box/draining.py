@@ -18,9 +18,9 @@ from ...node.owner.draining import describe_left
 from ...node.owner.questions import OwnerAnswer, OwnerQuestion, ask_node
 from ..live_line import LiveLine
 from ..printing import printable
+from .own_nodes import OWN, find_own_node
 
 LOOK_S: Final = 0.5
-OWN: Final = ("node", "bootstrap")  # the folders of nodes in a home
 
 Ask = Callable[[bool | None], OwnerAnswer]
 """What a box says; with True or False it is told to drain or not."""
@@ -28,11 +28,12 @@ Ask = Callable[[bool | None], OwnerAnswer]
 
 def leave(arguments: SimpleNamespace) -> int:
     """`p2pserve leave`."""
-    home = arguments.home.expanduser() / arguments.node
+    name = find_own_node(arguments.home.expanduser(), arguments.node)
+    home = arguments.home.expanduser() / name
     with LiveLine(sys.stderr, time.monotonic) as line:
         leave_node(home, arguments.timeout_s, look=Looking(home, line, time.monotonic).look)
     if arguments.format == "json":
-        print(json.dumps({"node": arguments.node, "left": True}))
+        print(json.dumps({"node": name, "left": True}))
     return 0
 
 
@@ -108,10 +109,10 @@ def _describe(drained: Drained) -> str:
     return "takes new requests"
 
 
-def _find_home(home: Path, box: str) -> tuple[Path, str]:
+def _find_home(home: Path, box: str | None) -> tuple[Path, str]:
     """The folder of the node that is to be asked, and the other box that it is to ask. Of two nodes here, the one that
     made a network is its admin."""
-    if box in OWN:
-        return home / box, ""
+    if box is None or box in OWN:
+        return home / find_own_node(home, box), ""
     made = home / "bootstrap"
     return (made if running_pid(made) is not None else home / "node"), box

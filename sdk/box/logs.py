@@ -21,6 +21,7 @@ from ...coordinator.names import name_of
 from ...node.box.errors import NodeError
 from ...node.observing.node_log import NAME, OTHERS, LogLine
 from ..printing import printable
+from .own_nodes import find_own_node
 
 LOOK_S: Final = 0.3
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -79,7 +80,8 @@ class LogReader:
 
 def logs(arguments: SimpleNamespace) -> int:
     """`p2pserve logs`."""
-    path = arguments.home.expanduser() / arguments.node / {"node": NAME, **OTHERS}[arguments.of]
+    home = arguments.home.expanduser()
+    path = home / find_own_node(home, arguments.node) / {"node": NAME, **OTHERS}[arguments.of]
     wanted = LogFilter(
         since=time.time() - arguments.since if arguments.since is not None else 0.0,
         level=arguments.level,

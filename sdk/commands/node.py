@@ -85,8 +85,9 @@ def join(arguments: SimpleNamespace) -> int:
     click.argument(
         "node",
         type=click.Choice(("node", "bootstrap")),
-        default="node",
-        help="the one that runs `join` (default), or `bootstrap`",
+        default=None,
+        required=False,
+        help="`node`, which runs `join`, or `bootstrap` (default: the one that runs here)",
     ),
     home_option("the node's own folder is inside it"),
     option("--timeout-s", type=SECONDS, default=60.0, metavar="S", help="give up after this long (default: 60)"),
@@ -105,9 +106,10 @@ def leave(arguments: SimpleNamespace) -> int:
 @combine(
     click.argument(
         "box",
-        default="node",
-        help="the node of this box that runs `join` (`node`, the default) or `bootstrap`; or, on a box that is an "
-        "admin of its network as the one that ran `bootstrap` is, the name or id of another box",
+        default=None,
+        required=False,
+        help="the node of this box, `node` (which runs `join`) or `bootstrap` (default: the one that runs here); or, "
+        "on a box that is an admin of its network as the one that ran `bootstrap` is, the name or id of another box",
     ),
     option("--undo", is_flag=True, help="take new requests again"),
     option("--no-wait", is_flag=True, help="do not wait until its requests have ended"),
@@ -135,8 +137,9 @@ def drain(arguments: SimpleNamespace) -> int:
     click.argument(
         "node",
         type=click.Choice(("node", "bootstrap")),
-        default="node",
-        help="the one that runs, or ran, `join` (default), or `bootstrap`",
+        default=None,
+        required=False,
+        help="`node`, which runs `join`, or `bootstrap` (default: the one that runs, or has run, here)",
     ),
     option(
         "--of",

@@ -10,10 +10,9 @@ import pytest
 
 from p2pserve.kvtransport.link.transfers import TRANSITIONS, TransferEvent
 
-from . import architecture, transfer_states
+from . import architecture, topology_picture, transfer_states
+from .console import BLOCK, PAGES, ROOT
 
-ROOT = architecture.ROOT
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 MAX_COLUMNS, MAX_PARAGRAPH, MAX_README = 100, 6, 200
 
 
@@ -33,6 +32,12 @@ def prose(text: str) -> Iterator[tuple[int, str]]:
 
 def wide_lines(text: str) -> list[int]:
     return [number for number, line in prose(text) if len(line) > MAX_COLUMNS]
+
+
+def wide_examples(text: str) -> list[str]:
+    """Lines of consoles that do not fit."""
+    blocks = [block for language, block in BLOCK.findall(text) if language == "console"]
+    return [line for block in blocks for line in block.splitlines() if len(line) > MAX_COLUMNS]
 
 
 def long_paragraphs(text: str) -> list[int]:
@@ -81,6 +86,7 @@ def page_ids(page: Path) -> str:
 class TestPages:
     def test_lines_fit_a_terminal(self, page: Path) -> None:
         assert wide_lines(page.read_text(encoding="utf-8")) == []
+        assert wide_examples(page.read_text(encoding="utf-8")) == []
 
     def test_paragraphs_are_short(self, page: Path) -> None:
         assert long_paragraphs(page.read_text(encoding="utf-8")) == []
@@ -127,6 +133,12 @@ def test_the_states_of_a_transfer_are_those_of_the_code() -> None:
     assert "    waiting --> [*]" not in lines
 
 
+def test_the_picture_of_a_topology_is_what_is_drawn_now() -> None:
+    drawn = topology_picture.PICTURE.read_text(encoding="utf-8")
+    assert drawn == topology_picture.draw_picture(), "run: python tests/unit/docs/topology_picture.py"
+    assert topology_picture.NOTE in drawn
+
+
 def test_every_word_is_explained_in_one_line() -> None:
     text = (ROOT / "docs" / "words.md").read_text(encoding="utf-8")
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| ") and "---" not in line]
@@ -140,6 +152,7 @@ def test_every_word_is_explained_in_one_line() -> None:
     ("rule", "good", "bad"),
     [
         (wide_lines, "x" * 100 + "\n| " + "x" * 200, "x" * 101),
+        (wide_examples, "```console\n$ x\n```", "```console\n$ " + "x" * 99 + "\n```"),
         (long_paragraphs, "x\n" * 6 + "\n" + "x\n" * 6, "x\n" * 7),
         (long_paragraphs, "- x\n" * 20, "- x\n" + "  x\n" * 6),
         (missing_files, "`sdk/cli.py`", "`sdk/no_such.py`"),

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
 from p2pserve.sdk.cli import PROGRAM_GROUP
+from p2pserve.sdk.failures import EXIT_CODES
 
-from .test_pages import PAGES, ROOT
+from .console import PAGES, ROOT, all_examples, arguments_of_ours, examples_in
 
 LOADED_FROM_ELSEWHERE = re.compile(r"""(?:<script[^>]*\ssrc|<link[^>]*\shref|<img[^>]*\ssrc)=["']?https?://[^"'> ]+""")
 
@@ -45,36 +45,21 @@ def test_the_reference_has_every_command_and_every_public_name(site: Path) -> No
         assert f">{name}<" in cli, name
     sdk = (site / "reference/sdk.html").read_text("utf-8")
     assert [name for name in p2pserve.__all__ if name[0].isupper() and name not in sdk] == []
+    errors = (site / "reference/errors.html").read_text("utf-8")
+    kinds = [name for _, names in EXIT_CODES for found in names.values() for name in found]
+    exported = {name: getattr(p2pserve, name) for name in p2pserve.__all__}
+    made = [name for name, each in exported.items() if inspect.isclass(each) and issubclass(each, Exception)]
+    assert [name for name in (*kinds, *made) if f"<code>{name}</code>" not in errors] == []
     admin = (site / "reference/admin.html").read_text("utf-8")
     paths = ("/nodes", "/nodes/{name}", "/links", "/links/{source}/{target}", "/plan", "/requests", "/events")
     assert [text for text in (*paths, "NodeSummary", "RequestTrace", "Last-Event-ID") if text not in admin] == []
 
 
-def commands_in(text: str) -> Iterator[str]:
-    """What stands behind a prompt in the console blocks of a page, continued lines as one."""
-    for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        for line in re.sub(r"\s*\\\n\s*", " ", block).splitlines():
-            if line.startswith("$ "):
-                yield line.removeprefix("$ ")
-
-
-def of_ours(line: str) -> list[str] | None:
-    """The arguments of a line that runs `p2pserve`, without variables before it and without comments."""
-    words = shlex.split(line, comments=True)
-    while words and re.fullmatch(r"\w+=.*", words[0]):
-        words.pop(0)
-    if not words or Path(words[0]).name != "p2pserve":
-        return None
-    end = next((index for index, word in enumerate(words) if word in {"|", ">", "&&", "&", ";"}), len(words))
-    return words[1:end]
-
-
 EVERYTHING = sorted(
     {
-        (str(page.relative_to(ROOT)), line)
-        for page in PAGES
-        for line in commands_in(page.read_text("utf-8"))
-        if of_ours(line) is not None
+        (example.page, example.text)
+        for example in all_examples()
+        if not example.is_python and arguments_of_ours(example.text) is not None
     }
 )
 
@@ -82,7 +67,7 @@ EVERYTHING = sorted(
 @pytest.mark.parametrize(("page", "line"), EVERYTHING, ids=[f"{page}: {line}" for page, line in EVERYTHING])
 def test_a_command_in_a_page_is_one_that_is_understood(page: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("P2PSERVE_BOOTSTRAP", "p2p_client_ksTEs...")
-    arguments = of_ours(line)
+    arguments = arguments_of_ours(line)
     assert arguments is not None
     command: click.Command = PROGRAM_GROUP
     context = PROGRAM_GROUP.make_context("p2pserve", list(arguments))
@@ -96,6 +81,8 @@ def test_a_command_in_a_page_is_one_that_is_understood(page: str, line: str, mon
 
 def test_there_are_commands_in_the_pages() -> None:
     assert len(EVERYTHING) >= 17
-    assert list(commands_in("```console\n$ p2pserve plan \\\n    --live\nplan\n```\n")) == ["p2pserve plan --live"]
-    assert of_ours("A=b .venv/bin/p2pserve status | less") == ["status"]
-    assert of_ours("make test") is None
+    block = "```console\n$ p2pserve plan \\\n    --live\nplan\n```\n```python\nimport os\n\nprint(1)\n```\n"
+    plan, snippet = examples_in("a.md", block)
+    assert (plan.text, plan.shown, str(snippet)) == ("p2pserve plan --live", ("plan",), "a.md: print(1)")
+    assert arguments_of_ours("A=b .venv/bin/p2pserve status | less") == ["status"]
+    assert arguments_of_ours("make test") is None
