@@ -18,7 +18,7 @@ from ..trust.orders import Orders, SignedOrders, read_orders
 from ..trust.tokens import Grant, Role, admit_credential, read_grant
 
 
-class _Place(Enum):
+class _PlaceUse(Enum):
     """How a peer has its place of a certificate. Of the last two others may take it, where all are taken."""
 
     TAKEN = "taken"
@@ -33,7 +33,7 @@ class Admission:
         self.network = network
         self.orders = Orders()
         self.signed_orders: SignedOrders | None = None
-        self._places: dict[str, dict[str, _Place]] = {}  # certificate -> the peers that were admitted with it
+        self._places: dict[str, dict[str, _PlaceUse]] = {}  # certificate -> the peers that were admitted with it
         self._expelled: set[str] = set()
 
     # -- orders -------------------------------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ class Admission:
 
     def restore_holders(self, holders: Mapping[str, Iterable[str]]) -> None:
         """Take up what an earlier run has kept."""
-        self._places = {certificate: dict.fromkeys(peers, _Place.TAKEN) for certificate, peers in holders.items()}
+        self._places = {certificate: dict.fromkeys(peers, _PlaceUse.TAKEN) for certificate, peers in holders.items()}
 
     def has_place(self, peer: str, record: MemberRecord) -> bool:
         """Whether a record is not one too many of its certificate. It costs no signature, and none is checked."""
@@ -76,11 +76,11 @@ class Admission:
 
     def note_seen(self, peer: str) -> None:
         """This peer is or was alive: its places are taken."""
-        self._mark(peer, _Place.TAKEN)
+        self._mark(peer, _PlaceUse.TAKEN)
 
     def vacate(self, peer: str) -> None:
         """A box is forgotten: it comes back as long as no other one has needed its place."""
-        self._mark(peer, _Place.VACANT)
+        self._mark(peer, _PlaceUse.VACANT)
 
     def release(self, peer: str) -> None:
         """A client has gone: others may use its place."""
@@ -90,10 +90,10 @@ class Admission:
     def release_unseen(self, peer: str) -> None:
         """A member that nobody has ever heard is forgotten, and has used no place."""
         for places in self._places.values():
-            if places.get(peer) is _Place.TOLD_OF:
+            if places.get(peer) is _PlaceUse.TOLD_OF:
                 del places[peer]
 
-    def _mark(self, peer: str, place: _Place) -> None:
+    def _mark(self, peer: str, place: _PlaceUse) -> None:
         for places in self._places.values():
             if peer in places:
                 places[peer] = place
@@ -112,7 +112,7 @@ class Admission:
         grant = self.read_grant(peer, record)
         self.check_revoked(grant)
         places = self._places.setdefault(grant.certificate, {})
-        if now is not None and places.get(peer, _Place.TOLD_OF) is _Place.TOLD_OF:
+        if now is not None and places.get(peer, _PlaceUse.TOLD_OF) is _PlaceUse.TOLD_OF:
             self.check_end(peer, grant, now)
         if peer not in places and len(places) >= grant.uses:
             yielding = _find_yielding(places, grant, is_here=now is not None)
@@ -124,9 +124,9 @@ class Admission:
                 )
             del places[yielding]
         if now is None:
-            places.setdefault(peer, _Place.TOLD_OF)
+            places.setdefault(peer, _PlaceUse.TOLD_OF)
         else:
-            places[peer] = _Place.TAKEN
+            places[peer] = _PlaceUse.TAKEN
         return grant
 
     def read_grant(self, peer: str, record: MemberRecord) -> Grant:
@@ -180,10 +180,10 @@ class Admission:
         return record
 
 
-def _find_yielding(places: Mapping[str, _Place], grant: Grant, *, is_here: bool) -> str | None:
+def _find_yielding(places: Mapping[str, _PlaceUse], grant: Grant, *, is_here: bool) -> str | None:
     """Whose place one more may have, where all are taken; None: nobody's."""
     is_bound = grant.uses == 1 and grant.role is not Role.CLIENT
-    yields = {_Place.VACANT: not is_bound, _Place.TOLD_OF: is_here}
+    yields = {_PlaceUse.VACANT: not is_bound, _PlaceUse.TOLD_OF: is_here}
     return next((peer for peer, place in places.items() if yields.get(place)), None)
 
 

@@ -155,8 +155,8 @@ class Peering:
             self._neighbours.on_known(peer)
             self._leadership.read(peer)
             self.is_synced = False  # who was here before asks the others first
-        for peer in set().union(*state.holders.values()) - set(self.table.origins()):
-            self._admission.vacate(peer)  # a box that was forgotten, or a client whose session has ended
+        for holder in frozenset[str]().union(*state.holders.values()) - set(self.table.origins()):
+            self._admission.vacate(holder)  # a box that was forgotten, or a client whose session has ended
 
     def on_named(self, peer: PeerId, address: Address) -> None:
         """It turned out who answers at an address that was given by hand."""

@@ -144,22 +144,27 @@ def test_but_never_at_once() -> None:
     assert watch.wake_at == 100.5
 
 
+def is_idle(watch: AnswerWatch) -> bool:
+    """As it is now: the type checker takes a property for a constant."""
+    return watch.is_idle
+
+
 def test_there_is_nothing_to_look_at_while_nobody_is_awaited_or_hung() -> None:
     watch = AnswerWatch(SETTINGS)
-    assert watch.is_idle
+    assert is_idle(watch)
     watch.expect("test", (A,))
-    assert not watch.is_idle
+    assert not is_idle(watch)
     tick(watch, 0.4, {A: 0.0})
     watch.expect("test", ())
-    assert not watch.is_idle, "what it waited for is to be forgotten first"
+    assert not is_idle(watch), "what it waited for is to be forgotten first"
     tick(watch, 0.5, {A: 0.0})
-    assert watch.is_idle
+    assert is_idle(watch)
     watch.expect("test", (A,))
     tick(watch, 0.6, {A: 0.0})
     tick(watch, 2.1, {A: 0.0})
     watch.expect("test", ())
     tick(watch, 2.2, {A: 0.0})
     assert watch.hung == {A}
-    assert not watch.is_idle
+    assert not is_idle(watch)
     tick(watch, 2.3, {A: 2.25})
-    assert watch.is_idle
+    assert is_idle(watch)

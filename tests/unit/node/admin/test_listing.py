@@ -92,7 +92,7 @@ def test_nodes_fit_all_that_is_asked(network: Showcase) -> None:
 
 
 def test_links_fit_all_that_is_asked(network: Showcase) -> None:
-    nodes, links = network.look(NOW).nodes, summarise_links(network._status(NOW), NOW)
+    nodes, links = network.look(NOW).nodes, summarise_links(network.status(NOW), NOW)
     assert len(select_links(links, nodes, LinkFilter())) == 8 * 7
     one = select_links(links, nodes, LinkFilter(source="amber-otter", target="brave-otter"))
     assert [(link.source, link.target) for link in one] == [(nodes[0].id, nodes[1].id)]

@@ -20,7 +20,7 @@ def network(boxes: int, per_site: int = 3) -> Showcase:
 
 
 def view_of(showcase: Showcase, query: Mapping[str, str] | None = None, **more: Any) -> View:
-    links = summarise_links(showcase._status(NOW), NOW)
+    links = summarise_links(showcase.status(NOW), NOW)
     return View(snapshot=showcase.look(NOW), links=links, base="/dashboard", query=query or {}, **more)
 
 

@@ -114,7 +114,12 @@ def test_what_a_node_of_the_same_site_has_measured_is_believed() -> None:
 @pytest.mark.parametrize("news", ["none", "a table", "a measurement", "a member", "age"])
 def test_what_others_have_measured_is_looked_at_anew_only_for_news(news: str, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[object] = []
-    monkeypatch.setattr(link_knowledge, "infer", lambda measured, *sites: looked.append(measured) or {})
+
+    def look(measured: object, *_: object) -> dict[object, object]:
+        looked.append(measured)
+        return {}
+
+    monkeypatch.setattr(link_knowledge, "infer", look)
     known = knowledge(site="oslo", b=1.0)
     known.learn({A: table(site="oslo", b=0.3)}, [B, C])
     known.fill_in([B], 0.0)
