@@ -1,4 +1,4 @@
-"""What stands for options beside the command line, for commands and for `Client()` alike: variables and the config file.
+"""What stands for options beside the command line, for commands and for `Client()`: variables and the config file.
 
     what is given (a flag, an argument)  >  P2PSERVE_* variables  >  the config file  >  defaults
 
@@ -41,7 +41,7 @@ def config_path() -> Path:
 
 
 def read_config(path: Path | None = None) -> ConfigFile:
-    """Read the config file, or that at `path`. No file is an empty one, unless somebody has named it. Raises UsageError."""
+    """Read the config file, or that at `path`. None is as an empty one, unless it was named. Raises UsageError."""
     is_named = path is not None or bool(os.environ.get(CONFIG))
     file = config_path() if path is None else path.expanduser()
     try:
@@ -55,7 +55,10 @@ def read_config(path: Path | None = None) -> ConfigFile:
     except UnicodeDecodeError as error:
         raise UsageError(f"config: {file} is not UTF-8 text (byte {error.start})") from error
     except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{file}: {error}; a line is `key = value`, and texts stand in quotes") from error
+        fix = "a line is `key = value`, and texts stand in quotes"
+        if "overwrite" in str(error):
+            fix = "what is an option and a command (bootstrap, token) stands, as an option, under [shared]"
+        raise UsageError(f"{file}: {error}; {fix}") from error
 
 
 def find_home() -> Path:
@@ -74,21 +77,9 @@ def describe_home() -> str | None:
     return f"home: {earlier} of an earlier release is used; to move it: mv {earlier} {usual}"
 
 
-class Given(NamedTuple):
-    """A value, and how near to the user it was given: 0 is the nearest."""
-
-    distance: int
-    text: str
-
-
-def choose_network(bootstrap: Given | None, token: Given | None) -> tuple[str | None, str | None]:
-    """Where the network is, and a token given apart. A token alone is enough: it names members. One that was given nearer
-    than a `bootstrap` with a token in it is for another network."""
-    if token is None or (bootstrap is not None and bootstrap.distance <= token.distance):
-        return (bootstrap.text if bootstrap else None), (token.text if token else None)
-    if bootstrap is None or any(part.strip().startswith("p2p_") for part in bootstrap.text.split(",")):
-        return token.text, None
-    return bootstrap.text, token.text
+def has_token(bootstrap: str) -> bool:
+    """Whether a join token is in it, and not addresses alone."""
+    return any(part.strip().startswith("p2p_") for part in bootstrap.split(","))
 
 
 def network_address(bootstrap: str | None, token: str | None) -> tuple[str, str | None]:
@@ -97,20 +88,25 @@ def network_address(bootstrap: str | None, token: str | None) -> tuple[str, str 
     for name, value in (("bootstrap", bootstrap), ("token", token)):
         if value is not None and not isinstance(value, str):
             raise InvalidAddress(f"{name}: {value!r} is no text; give the line that `p2pserve bootstrap` printed")
-    layers = [(bootstrap, token or None)]
+    where, secret = bootstrap, token or None
     try:
-        layers.append(_read_variables())
-        if all(where is None for where, _ in layers):
-            layers.append(_read_top())
+        for read in (_read_variables, _read_top):
+            if where is not None and (secret is not None or read is _read_top):
+                break
+            further, further_secret = read()
+            if where is None and (secret is None or not has_token(further or "")):  # or else it is of another network
+                where = further
+            secret = secret or further_secret
     except UsageError as error:
         raise InvalidAddress(str(error)) from error
-    places = [Given(distance, where) for distance, (where, _) in enumerate(layers) if where is not None]
-    tokens = [Given(distance, secret) for distance, (_, secret) in enumerate(layers) if secret is not None]
-    return require_network(*choose_network(next(iter(places), None), next(iter(tokens), None)))
+    return require_network(where, secret)
 
 
 def require_network(bootstrap: str | None, token: str | None) -> tuple[str, str | None]:
-    """The same, where it is known already. Raises InvalidAddress without any."""
+    """The same, where it is known already; a token alone is enough, as it names members. Raises InvalidAddress without
+    any."""
+    if bootstrap is None and token is not None:
+        bootstrap, token = token, None
     if not bootstrap or not bootstrap.strip():
         raise InvalidAddress(
             "bootstrap: give the token that `p2pserve bootstrap` printed (--bootstrap, --token-file, Client(...)), or "

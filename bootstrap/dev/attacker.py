@@ -1,6 +1,6 @@
 """A box that means harm, for the bench: sockets that say nothing, and members that nobody has ever seen.
 
-    python -m p2pserve.bootstrap.dev.attacker --sockets 2000 --entries 10000 TOKEN HOST:PORT
+    P2PSERVE_TOKEN=p2p_worker_... python -m p2pserve.bootstrap.dev.attacker --sockets 2000 --entries 10000 HOST:PORT
 
 It holds so many silent connections to that address, opening a new one for each that is closed, and
 joins with the token to tell everybody so many records of invented members. Once both has begun it

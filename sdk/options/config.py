@@ -1,13 +1,13 @@
 """The config file as defaults of the commands' options: `p2pserve.toml`, checked against what each option takes.
 
-    token-file = "worker.token"      # at the top or under [shared]: every command that has the option
-    site = "fra"
+token-file = "worker.token"      # at the top or under [shared]: every command that has the option
+site = "fra"
 
-    [join]                           # this command alone; counts before the top
-    model = "Qwen/Qwen3-8B"
+[join]                           # this command alone; counts before the top
+model = "Qwen/Qwen3-8B"
 
-    [token.create]
-    expires = "30d"
+[token.create]
+expires = "30d"
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import click
 from click.types import FloatParamType, IntParamType
 
-from ..environment import ConfigFile, resolve_path
+from ..environment import ConfigFile, read_config, resolve_path
 from ..errors import UsageError
-from .command import Option
+from .secrets import SECRET_OPTIONS, warn_of_others, warn_on_stderr
+from .sources import SECTION_DISTANCES
 from .values import Parsed
 
 SHARED: Final = "shared"
@@ -34,6 +36,20 @@ KINDS: Final[dict[type, str]] = {bool: "true or false", int: "a whole number", f
 
 CommandPath = tuple[str, ...]
 """The names that lead to a command, and to its section."""
+
+
+def use_config(ctx: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    """Take the config file's values as the defaults of the command that is parsed; the callback of --config. Raises
+    UsageError."""
+    if ctx.resilient_parsing or ctx.parent is None:  # completions; a command without its program
+        return file
+    config = read_config(file)
+    found = ConfigReader(config, ctx.find_root()).find_values(path_of(ctx))
+    ctx.default_map = {name: each.value for name, each in found.items()}
+    ctx.meta[SECTION_DISTANCES] = {name: each.distance for name, each in found.items()}
+    if any(each.name in found and SECRET_OPTIONS.intersection(each.opts) for each in ctx.command.params):
+        warn_of_others(config.path, warn_on_stderr)
+    return file
 
 
 class ConfigValue(NamedTuple):
@@ -100,14 +116,14 @@ class ConfigReader:
             elif only is None or only[: len(below.path)] == below.path:
                 yield from self._find_faults(below, only)
 
-    def _options_set(self, section: _Section, name: str, only: CommandPath | None) -> list[Option]:
+    def _options_set(self, section: _Section, name: str, only: CommandPath | None) -> list[click.Option]:
         """The options that a value in a section sets: of `only`, or of all commands. Raises UsageError if it is for
         none."""
         key = option_key(name)
 
-        def pick(command: click.Command) -> Option | None:
+        def pick(command: click.Command) -> click.Option | None:
             option = options_of(command).get(key)
-            return option if option is not None and (section.path or option.shared) else None
+            return option if option is not None and (section.path or getattr(option, "shared", False)) else None
 
         if only is not None and (own := pick(self._command(only))) is not None:
             return [own]
@@ -116,7 +132,7 @@ class ConfigReader:
             raise UsageError(self._explain_key(section, key))
         return found if only is None else []
 
-    def _convert(self, option: Option, value: object) -> str | bool | list[str]:
+    def _convert(self, option: click.Option, value: object) -> str | bool | list[str]:
         """A value as click takes it from a map of defaults. Raises UsageError."""
         if option.is_flag:
             if not isinstance(value, bool):
@@ -129,7 +145,7 @@ class ConfigReader:
             raise UsageError("it takes one value, and this is a list")
         return [self._convert_one(option, each) for each in value]
 
-    def _convert_one(self, option: Option, value: object) -> str:
+    def _convert_one(self, option: click.Option, value: object) -> str:
         kind = _kind_of(option)
         if isinstance(value, bool) or not isinstance(value, (float, int) if kind is float else kind):
             raise UsageError(f"{_shown(value)} is not {KINDS[kind]}{_advise_quotes(kind, value)}")
@@ -185,9 +201,9 @@ def option_key(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
 
 
-def options_of(command: click.Command) -> dict[str, Option]:
+def options_of(command: click.Command) -> dict[str, click.Option]:
     """The options of a command that a config file may set, by key."""
-    options = [each for each in command.params if isinstance(each, Option)]
+    options = [each for each in command.params if isinstance(each, click.Option)]
     return {option_key(each.opts[-1]): each for each in options if not each.hidden and each.name != "config"}
 
 
@@ -233,7 +249,7 @@ def _read_section(path: CommandPath, table: Mapping[str, Any]) -> _Section:
     return _Section(path, values, below)
 
 
-def _kind_of(option: Option) -> type:
+def _kind_of(option: click.Option) -> type:
     """What an option's value is in a config file."""
     if isinstance(option.type, Parsed):
         return option.type.kind
