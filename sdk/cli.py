@@ -36,8 +36,9 @@ Environment and config file:
   stand for the options of that name, P2PSERVE_JOIN_MAX_MODEL_LEN for
   `join --max-model-len`, and so on for every option. After them counts
   ~/.config/p2pserve/p2pserve.toml, with the same options as keys; `p2pserve
-  config show` says where each setting comes from. CUDA_VISIBLE_DEVICES names the GPUs to serve from, as
-  nvidia-smi counts them, and hides all when it is empty.
+  config show` says where each setting comes from.
+  CUDA_VISIBLE_DEVICES names the GPUs to serve from, as nvidia-smi counts them,
+  and hides all when it is empty.
 
 Exit codes:
   0 done; 1 it failed at run time (unreachable, port in use, engine died);

@@ -8,6 +8,7 @@ says so in a line, and goes on until it is killed.
 """
 
 import argparse
+import os
 import random
 import resource
 import sys
@@ -104,12 +105,11 @@ async def attack(text: str, address: Address, sockets: int, entries: int) -> Non
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("token")
     parser.add_argument("address", type=parse_address)
     parser.add_argument("--sockets", type=int, default=2000)
     parser.add_argument("--entries", type=int, default=10_000)
     options = parser.parse_args(arguments)
-    trio.run(attack, options.token, options.address, options.sockets, options.entries)
+    trio.run(attack, os.environ["P2PSERVE_TOKEN"], options.address, options.sockets, options.entries)
     return 0
 
 

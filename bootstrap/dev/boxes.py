@@ -69,6 +69,7 @@ class BoxNetwork:
         self._changed = threading.Condition()
         # Modules are compiled once, as where the package was installed, whatever this shell says of it.
         self._environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._environment["P2PSERVE_CONFIG"] = os.devnull  # the user's own says nothing of these boxes
 
     def __enter__(self) -> Self:
         return self
