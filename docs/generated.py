@@ -24,7 +24,8 @@ ROOT = Path(__file__).parent.parent
 CLI_PAGE = """\
 # Command line
 
-Every option has a variable of its name: `P2PSERVE_JOIN_MAX_MODEL_LEN` is `join --max-model-len`.
+Every option has a variable of its name: `P2PSERVE_JOIN_MAX_MODEL_LEN` is `join --max-model-len`. It may stand in the
+[config file](../settings.md) as well: `max-model-len` under `[join]`.
 
 ::: mkdocs-click
     :module: p2pserve.sdk.cli

@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem, shell_complete
 from .. import __version__
 from .options.catalogue import COMMANDS
 from .options.command import COMPLETION, DEBUG, ENVIRONMENT, PROGRAM, CommandGroup
+from .options.secrets import hide_secrets
 
 DESCRIPTION = "A peer-to-peer network that serves large language models from GPU boxes rented in different places."
 EPILOG = """\
@@ -30,11 +31,14 @@ Examples:
                                  bootstrap
   p2pserve leave                 drain and stop the node of this box
 
-Environment:
-  P2PSERVE_HOME, P2PSERVE_BOOTSTRAP and P2PSERVE_TOKEN stand for the options of
-  that name, P2PSERVE_JOIN_MAX_MODEL_LEN for `join --max-model-len`, and so on
-  for every option. CUDA_VISIBLE_DEVICES names the GPUs to serve from, as
-  nvidia-smi counts them, and hides all when it is empty.
+Environment and config file:
+  P2PSERVE_HOME, P2PSERVE_BOOTSTRAP, P2PSERVE_TOKEN and P2PSERVE_TOKEN_FILE
+  stand for the options of that name, P2PSERVE_JOIN_MAX_MODEL_LEN for
+  `join --max-model-len`, and so on for every option. After them counts
+  ~/.config/p2pserve/p2pserve.toml, with the same options as keys; `p2pserve
+  config show` says where each setting comes from.
+  CUDA_VISIBLE_DEVICES names the GPUs to serve from, as nvidia-smi counts them,
+  and hides all when it is empty.
 
 Exit codes:
   0 done; 1 it failed at run time (unreachable, port in use, engine died);
@@ -107,6 +111,8 @@ def main(argv: list[str] | None = None) -> int:
     if sys.stdout is None:
         print("p2pserve: error: output: standard output is closed; send it to a file or /dev/null", file=sys.stderr)
         return 1
+    if argv is None:
+        hide_secrets()
     settings: dict[str, object] = {}
     try:
         code = _run(sys.argv[1:] if argv is None else argv, settings)

@@ -78,7 +78,8 @@ def check_target(bootstrap: str, token: str | None) -> None:
 
 def client_folder() -> Path:
     """Where clients of this user remember the members they have seen."""
-    return Path(os.environ.get(environment.HOME) or "~/.p2pserve").expanduser() / "client"
+    named = os.environ.get(environment.HOME)
+    return (Path(named).expanduser() if named else environment.find_home()) / "client"
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 """A box that means harm, for the bench: sockets that say nothing, and members that nobody has ever seen.
 
-    python -m p2pserve.bootstrap.dev.attacker --sockets 2000 --entries 10000 TOKEN HOST:PORT
+    P2PSERVE_TOKEN=p2p_worker_... python -m p2pserve.bootstrap.dev.attacker --sockets 2000 --entries 10000 HOST:PORT
 
 It holds so many silent connections to that address, opening a new one for each that is closed, and
 joins with the token to tell everybody so many records of invented members. Once both has begun it
@@ -8,6 +8,7 @@ says so in a line, and goes on until it is killed.
 """
 
 import argparse
+import os
 import random
 import resource
 import sys
@@ -104,12 +105,11 @@ async def attack(text: str, address: Address, sockets: int, entries: int) -> Non
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("token")
     parser.add_argument("address", type=parse_address)
     parser.add_argument("--sockets", type=int, default=2000)
     parser.add_argument("--entries", type=int, default=10_000)
     options = parser.parse_args(arguments)
-    trio.run(attack, options.token, options.address, options.sockets, options.entries)
+    trio.run(attack, os.environ["P2PSERVE_TOKEN"], options.address, options.sockets, options.entries)
     return 0
 
 

@@ -69,6 +69,7 @@ class BoxNetwork:
         self._changed = threading.Condition()
         # Modules are compiled once, as where the package was installed, whatever this shell says of it.
         self._environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._environment["P2PSERVE_CONFIG"] = os.devnull  # the user's own says nothing of these boxes
 
     def __enter__(self) -> Self:
         return self
@@ -103,11 +104,15 @@ class BoxNetwork:
         """Let an attacker with a worker's token begin (`attacker.py`); it ends with this context."""
         first = self.all[0]
         command = [
-            *(sys.executable, "-m", "p2pserve.bootstrap.dev.attacker", first.tokens["worker"]),
+            *(sys.executable, "-m", "p2pserve.bootstrap.dev.attacker"),
             *(f"127.0.0.1:{BASE_PORT}", "--sockets", str(sockets), "--entries", str(entries)),
         ]
         attacker = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=self._environment
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**self._environment, "P2PSERVE_TOKEN": first.tokens["worker"]},
         )
         self._attackers.append(attacker)
         assert attacker.stdout is not None

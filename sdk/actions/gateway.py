@@ -16,7 +16,7 @@ from ...bootstrap.network import Network
 from ...node.http.admission import FrontRules, check_listen
 from ...node.http.asking import HttpAsking
 from ...node.http.front import HttpFront
-from ..environment import network_address
+from ..environment import require_network
 from ..errors import UsageError
 from ..session import check_target, enter_network, find_network
 from .http_options import read_admin_token, read_http, read_keys
@@ -31,10 +31,10 @@ def gateway(arguments: SimpleNamespace) -> int:
     rules = FrontRules(
         keys=tuple(key.secret for key in keys),
         needs_no_key=arguments.no_api_key,
-        admin_token=read_admin_token(arguments.admin_token, arguments.admin_token_file),
+        admin_token=read_admin_token(arguments.admin_token),
     )
     check_listen(listen, rules)
-    where, token = network_address(arguments.bootstrap, arguments.token)
+    where, token = require_network(arguments.bootstrap, arguments.token)
     check_target(where, token)
     greet = _greet_json if arguments.format == "json" else _greet
     return trio.run(_serve_until_signal, where, token, listen, rules, arguments.timeout_s, greet)

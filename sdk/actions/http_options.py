@@ -9,6 +9,7 @@ from ...bootstrap import Address, AddressError, parse_address
 from ...node.web.access import Access, AdminTokenError
 from ...node.web.keys import ApiKey, KeyFault, parse_keys
 from ..errors import UsageError
+from ..options.secrets import read_secret_file, warn_on_stderr
 
 
 def read_http(text: str) -> Address:
@@ -21,13 +22,7 @@ def read_http(text: str) -> Address:
 
 def read_keys(given: Sequence[str], file: Path | None) -> tuple[ApiKey, ...]:
     """The keys that were given, and those of a file, one in each line (`node.web.keys`). Raises UsageError."""
-    lines: list[str] = []
-    if file is not None:
-        try:
-            lines = file.read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise UsageError(f"api_key_file: {file} cannot be read: {reason}") from error
+    lines = read_secret_file(file, "api_key_file", warn_on_stderr).splitlines() if file is not None else []
     try:
         read = parse_keys(lines)
         if file is not None and not read:
@@ -38,16 +33,10 @@ def read_keys(given: Sequence[str], file: Path | None) -> tuple[ApiKey, ...]:
         raise UsageError(f"{where}: {error}") from error
 
 
-def read_admin_token(given: str | None, file: Path | None) -> str | None:
-    """The token that was given, or the one in a file. Raises UsageError."""
-    if given is not None and file is not None:
-        raise UsageError("admin_token_file: give either the token or a file that holds it, and not both")
+def read_admin_token(given: str | None) -> str | None:
+    """The token, if it is one. Raises UsageError."""
     try:
-        token = file.read_text("ascii").strip() if file is not None else given
-        Access(token)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not ASCII text"
-        raise UsageError(f"admin_token_file: {file} cannot be read: {reason}") from error
+        Access(given)
     except AdminTokenError as error:
         raise UsageError(str(error)) from error
-    return token
+    return given

@@ -16,7 +16,7 @@ from rich.console import Console
 from ...coordinator.names import name_of
 from ...node.messages import RequestFigures, Status
 from ..client import Client
-from ..environment import network_address
+from ..environment import require_network
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
@@ -138,7 +138,7 @@ def figures_line(figures: RequestFigures) -> str:
 
 def client_of(arguments: SimpleNamespace) -> Client:
     """A client of the network that the options name. Raises InvalidAddress."""
-    where, _ = network_address(arguments.bootstrap, arguments.token)
+    where, _ = require_network(arguments.bootstrap, arguments.token)
     return Client(where, token=arguments.token, timeout_s=arguments.timeout_s)
 
 

@@ -26,7 +26,7 @@ from ...node.engine.api.options import OptionRefused, check_options
 from ...node.messages import MAX_DEADLINE_S
 from ...node.observing.node_log import TOLD
 from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
-from ..environment import network_address
+from ..environment import require_network
 from ..errors import UsageError
 from ..live_line import LiveLine
 from ..options.values import settings_of
@@ -43,7 +43,7 @@ def bootstrap(arguments: SimpleNamespace) -> int:
 
 def join(arguments: SimpleNamespace) -> int:
     """`p2pserve join`."""
-    where = network_address(arguments.bootstrap, arguments.token)[0]
+    where = require_network(arguments.bootstrap, arguments.token)[0]
     return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
 
 
@@ -86,7 +86,7 @@ def _http_of(arguments: SimpleNamespace) -> dict[str, Any]:
     given = arguments.api_key or tuple(filter(None, [os.environ.get("VLLM_API_KEY", "")]))
     api = ApiSettings(
         keys=read_keys(given, arguments.api_key_file) if http is not None else (),
-        admin_token=read_admin_token(arguments.admin_token, arguments.admin_token_file),
+        admin_token=read_admin_token(arguments.admin_token),
         needs_no_key=arguments.no_api_key,
         names=arguments.served_model_name,
         options=passed,

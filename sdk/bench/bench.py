@@ -11,7 +11,7 @@ import trio
 from ..actions.status_view import open_console
 from ..batches import show_progress
 from ..client import AsyncClient
-from ..environment import network_address
+from ..environment import require_network
 from .load import BenchLoad, check_options, plan_load, read_deadlines, read_trace
 from .report import print_report, summarise_run
 from .running import BenchRun, run_load
@@ -23,7 +23,7 @@ def run_bench(arguments: SimpleNamespace) -> int:
     """Run it, and print the report. Returns the exit code: 1 where no request was answered."""
     check_options(arguments)
     slo, trace = read_deadlines(arguments.slo), read_trace(arguments)
-    where, _ = network_address(arguments.bootstrap, arguments.token)
+    where, _ = require_network(arguments.bootstrap, arguments.token)
 
     async def run() -> tuple[BenchLoad, BenchRun]:
         async with AsyncClient(where, token=arguments.token, timeout_s=arguments.timeout_s) as client:

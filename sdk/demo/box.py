@@ -30,6 +30,7 @@ import trio
 
 from ...coordinator import Phase
 from ...node.engine.agent_side.fork_server import fork_server_command
+from ..environment import CONFIG
 from ..errors import DemoFailed
 
 KV_CACHE_MIB = 64
@@ -308,8 +309,9 @@ async def open_box(*, watch_memory: bool = True) -> AsyncIterator[DemoBox]:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what would tell a node otherwise than its arguments do."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("P2PSERVE_")}
+    """Ours, without what would tell a node otherwise than its arguments do: no variables, no config file."""
+    found = {key: value for key, value in os.environ.items() if not key.startswith("P2PSERVE_")}
+    return found | {CONFIG: os.devnull}
 
 
 def proportional_mib(pids: Iterable[int]) -> float:

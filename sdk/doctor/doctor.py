@@ -25,7 +25,6 @@ from ...node.box.hardware import Hardware, probe
 from ...node.box.prerequisites import inspect_box
 from ...node.box.start_checks import installed_build
 from ...node.engine.trials.selftest import PINNED
-from .. import environment
 from ..actions.status_view import open_console
 from . import checks, probing
 from .checks import Diagnosis, Fitness, ModelFound
@@ -64,9 +63,8 @@ def _examine(arguments: SimpleNamespace) -> Iterator[Diagnosis]:
         return
     model = probing.find_model(arguments.model, hardware) if arguments.model is not None else None
     yield from _examine_box(arguments, hardware, model)
-    where = arguments.bootstrap or os.environ.get(environment.BOOTSTRAP)
-    if where:
-        yield from _examine_network(arguments, where, model)
+    if arguments.bootstrap:
+        yield from _examine_network(arguments, arguments.bootstrap, model)
 
 
 def _examine_box(arguments: SimpleNamespace, hardware: Hardware, model: ModelFound | str | None) -> Iterator[Diagnosis]:

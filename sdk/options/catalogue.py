@@ -61,6 +61,7 @@ COMMANDS: Final[dict[str, Declared]] = {
         "checks",
         "check that the vLLM of this box works with p2pserve; a node does so by itself with versions it does not know",
     ),
+    "config": Declared("config", "show which settings hold and where each comes from, and check the config file"),
     "version": Declared("checks", "show the versions of p2pserve, vLLM, torch and Python"),
     "completion": Declared("completion", "print what makes a shell complete commands and options"),
 }

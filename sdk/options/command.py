@@ -9,7 +9,11 @@ from typing import Any, Final
 
 import click
 
+from .. import environment
 from .catalogue import COMMANDS
+from .config import use_config
+from .sources import read_secrets, settle_alternatives
+from .values import FILE
 
 PROGRAM: Final = "p2pserve"
 
@@ -46,11 +50,23 @@ def _about(formats: tuple[str, str]) -> str:
 
 
 class Option(click.Option):
-    """An option that the help shows in a section of its name."""
+    """An option that the help shows in a section of its name.
 
-    def __init__(self, *declarations: Any, section: str = OPTIONS, **settings: Any) -> None:
+    `shared`: it means the same to every command, and may stand at the top of the config file. `instead_of`: the option,
+    by its parameter, that says the same in another way; only the nearer of both counts."""
+
+    def __init__(
+        self,
+        *declarations: Any,
+        section: str = OPTIONS,
+        shared: bool = False,
+        instead_of: str | None = None,
+        **settings: Any,
+    ) -> None:
         super().__init__(*declarations, **settings)
         self.section = section
+        self.shared = shared
+        self.instead_of = instead_of
 
 
 class _Helped(click.Command):
@@ -83,6 +99,13 @@ class _Helped(click.Command):
 
 class Command(_Helped):
     """A command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse them, and settle which of several options that say the same counts."""
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:
+            settle_alternatives(ctx)
+        return rest
 
 
 class CommandGroup(_Helped, click.Group):
@@ -142,22 +165,38 @@ def command(
     formats: tuple[str, str] | None,
     about: str | None = None,
     passes_unknown: bool = False,
+    reads_config: bool = True,
 ) -> Callable[[Action], Command]:
     """A command from a function of its options' values that returns the exit code.
 
     `formats`: what --format takes, the default first. `about`: what it does, where COMMANDS does not say it.
-    `passes_unknown`: options that it does not have are left to its last argument."""
+    `passes_unknown`: options that it does not have are left to its last argument. `reads_config`: what the config file
+    says are defaults of its options."""
     what = about or COMMANDS[name].about
     examples = [example] if isinstance(example, str) else list(example)
 
     def declare(function: Action) -> Command:
         def run(debug: bool, **given: Any) -> int:
             set_up_logging(debug)
-            return function(SimpleNamespace(debug=debug, **given))
+            return function(SimpleNamespace(debug=debug, **{**given, **read_secrets(click.get_current_context())}))
 
-        common = [option("--debug", is_flag=True, callback=_note_debug, help="show tracebacks and the log")]
+        common = [
+            option(
+                "--config",
+                type=FILE,
+                envvar=environment.CONFIG,
+                is_eager=True,  # what it says are defaults of all others
+                callback=use_config if reads_config else None,
+                metavar="FILE",
+                help=f"in place of ~/.config/p2pserve/{environment.CONFIG_NAME} (default: {environment.CONFIG})",
+            ),
+            option("--debug", shared=True, is_flag=True, callback=_note_debug, help="show tracebacks and the log"),
+        ]
         if formats is not None:
-            common.insert(0, option("--format", type=_Format(formats), default=formats[0], help=_about(formats)))
+            about_format = _about(formats)
+            common.insert(
+                0, option("--format", type=_Format(formats), shared=True, default=formats[0], help=about_format)
+            )
         found = combine(*common)(run)
         found.__click_params__ += getattr(function, "__click_params__", [])  # the help has the last of these first
         return click.command(

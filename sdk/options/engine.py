@@ -22,8 +22,8 @@ def _chosen(ctx: click.Context, parameter: click.Parameter, engine: str | None) 
     return engine or (EMULATED.name if emulate is not None else "vllm")
 
 
-_engine: Final = partial(option, section="Engine")
-_link: Final = partial(option, section="Links")
+_engine: Final = partial(option, section="Engine", shared=True)
+_link: Final = partial(option, section="Links", shared=True)
 
 engine_options: Final = combine(
     _engine(

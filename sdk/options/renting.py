@@ -103,7 +103,7 @@ rent_options: Final = combine(
     option("--max-boxes", type=POSITIVE, default=8, metavar="N", section="Which offers", help="at most (default: 8)"),
     option(
         "--min-reliability",
-        type=Parsed("share", share),
+        type=Parsed("share", share, float),
         default=0.0,
         metavar="R",
         section="Which offers",

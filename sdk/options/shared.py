@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
-from click.core import ParameterSource
 
 from ...kernels.codecs import CODEC_NAMES
 from .. import environment
 from .command import OPTIONS, Decorated, combine, option
+from .secrets import warn_on_stderr
 from .values import COUNT, FIGURE, FILE, POSITIVE, SECONDS
 
 
@@ -24,15 +24,16 @@ class _Text(click.ParamType[str]):
         return [rv]
 
 
-def home_option(what: str) -> Decorated:
-    """Where this box keeps what it knows."""
+def home_option(what: str, *, tells: bool = False) -> Decorated:
+    """Where this box keeps what it knows. `tells`: say it where that is the folder of an earlier release."""
     return option(
         "--home",
         type=FILE,
+        shared=True,
         envvar=environment.HOME,
-        default=Path("~/.p2pserve"),
+        callback=_find_home_and_tell if tells else _find_home,
         metavar="FOLDER",
-        help=f"{what} (default: ~/.p2pserve, or {environment.HOME})",
+        help=f"{what} (default: ~/.local/share/p2pserve, or {environment.HOME})",
     )
 
 
@@ -43,6 +44,7 @@ def network_options(token: str) -> Decorated:
             "--bootstrap",
             type=_Text(),
             multiple=True,
+            shared=True,
             envvar=environment.BOOTSTRAP,
             callback=_joined,
             metavar="WHERE",
@@ -51,19 +53,30 @@ def network_options(token: str) -> Decorated:
         ),
         option(
             "--token",
+            shared=True,
             envvar=environment.TOKEN,
             metavar="TOKEN",
-            help=f"the join token, when --bootstrap names addresses only (default: {environment.TOKEN})",
+            help=f"the join token, where --bootstrap has none (default: {environment.TOKEN})",
+        ),
+        option(
+            "--token-file",
+            type=FILE,
+            shared=True,
+            instead_of="token",
+            envvar=environment.TOKEN_FILE,
+            metavar="FILE",
+            help=f"the join token from a file; `-` is stdin (default: {environment.TOKEN_FILE})",
         ),
     )
 
 
 timeout_option: Final = option(
-    "--timeout-s", type=SECONDS, default=10.0, metavar="S", help="to reach the network (default: 10)"
+    "--timeout-s", type=SECONDS, shared=True, default=10.0, metavar="S", help="to reach the network (default: 10)"
 )
 
 codec_option: Final = option(
     "--codec",
+    shared=True,
     type=click.Choice(CODEC_NAMES),
     default="kv4",
     help="how KV travels: kv4 in 4 bits and a little (default), kivi4 as published, fp8, or raw bit by bit",
@@ -75,6 +88,7 @@ def price_options(section: str = OPTIONS) -> Decorated:
     return combine(
         option(
             "--usd-per-s",
+            shared=True,
             type=FIGURE,
             section=section,
             metavar="USD",
@@ -82,6 +96,7 @@ def price_options(section: str = OPTIONS) -> Decorated:
         ),
         option(
             "--max-usd-per-gb",
+            shared=True,
             type=FIGURE,
             section=section,
             metavar="USD",
@@ -92,25 +107,26 @@ def price_options(section: str = OPTIONS) -> Decorated:
 
 def place_options(*, port: int, folder: str, has_short: bool = True) -> Decorated:
     """Where a node keeps its files, listens, and is reached. `has_short`: --port says the same as --listen."""
-    short = option("--port", type=COUNT, callback=_alone, metavar="PORT", help="short for --listen 0.0.0.0:PORT")
+    short = option("--port", type=COUNT, instead_of="listen", metavar="PORT", help="short for --listen 0.0.0.0:PORT")
     return combine(
-        home_option(f"keys, lock and logs go to `{folder}` in this folder"),
+        home_option(f"keys, lock and logs go to `{folder}` in this folder", tells=True),
         option(
             "--listen",
             default=f"0.0.0.0:{port}",
-            callback=_alone if has_short else None,
             metavar="HOST:PORT",
             help=f"the one TCP port of this node; port 0 picks a free one (default: 0.0.0.0:{port})",
         ),
         *([short] if has_short else []),
         option(
             "--announce",
+            shared=True,
             metavar="HOST:PORT",
             help="where others reach it when ports are mapped (default: what Vast or RunPod set, else the interface)",
         ),
         codec_option,
         option(
             "--drain-s",
+            shared=True,
             type=SECONDS,
             default=30.0,
             metavar="S",
@@ -132,25 +148,45 @@ def http_options(default: str | None) -> Decorated:
         option(
             "--api-key",
             multiple=True,
+            shared=True,
             type=_Text(),
             metavar="KEY",
             help="who asks there must show this key, or another one that is given so; without any, only this machine "
             "may reach the port",
         ),
-        option("--api-key-file", type=FILE, metavar="FILE", help="the same from a file, a key in each line"),
-        option("--no-api-key", is_flag=True, help="let whoever reaches the port ask, also from other machines"),
+        option(
+            "--api-key-file",
+            type=FILE,
+            shared=True,
+            metavar="FILE",
+            help="the same from a file, a key in each line; `-` is stdin",
+        ),
+        option(
+            "--no-api-key",
+            is_flag=True,
+            shared=True,
+            help="let whoever reaches the port ask, also from other machines",
+        ),
     )
 
 
 admin_options: Final = combine(
     option(
         "--admin-token",
+        shared=True,
         envvar=environment.ADMIN_TOKEN,
         metavar="TOKEN",
         help="what /dashboard and /p2p/v1 ask for, at least 16 characters; without it they answer to this machine "
         "alone",
     ),
-    option("--admin-token-file", type=FILE, metavar="FILE", help="the same from a file"),
+    option(
+        "--admin-token-file",
+        type=FILE,
+        shared=True,
+        instead_of="admin_token",
+        metavar="FILE",
+        help="the same from a file; `-` is stdin",
+    ),
 )
 
 
@@ -166,6 +202,7 @@ api_options: Final = combine(
     ),
     option(
         "--max-body-mib",
+        shared=True,
         type=POSITIVE,
         default=16,
         section="API",
@@ -174,6 +211,7 @@ api_options: Final = combine(
     ),
     option(
         "--request-timeout-s",
+        shared=True,
         type=SECONDS,
         default=3600.0,
         section="API",
@@ -189,10 +227,12 @@ def _joined(ctx: click.Context, parameter: click.Parameter, values: tuple[str, .
     return ",".join(values) or None
 
 
-def _alone(ctx: click.Context, parameter: click.Parameter, value: Any) -> Any:
-    """Refuse --listen and --port together; one on the command line counts before the environment's other."""
-    other = "port" if parameter.name == "listen" else "listen"
-    given = ctx.get_parameter_source(other) is ParameterSource.COMMANDLINE  # what is given there is looked at first
-    if given and ctx.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE:
-        raise click.UsageError("--listen: give either --listen or --port, and not both", ctx)
-    return None if given and parameter.name == "port" else value
+def _find_home(ctx: click.Context, parameter: click.Parameter, given: Path | None) -> Path:
+    return environment.find_home() if given is None else given.expanduser()
+
+
+def _find_home_and_tell(ctx: click.Context, parameter: click.Parameter, given: Path | None) -> Path:
+    line = environment.describe_home() if given is None and not ctx.resilient_parsing else None
+    if line is not None:
+        warn_on_stderr(line)
+    return _find_home(ctx, parameter, given)

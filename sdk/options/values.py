@@ -96,10 +96,11 @@ def check_writable(field: str, path: Path | None) -> None:
 
 
 class Parsed(click.ParamType[Any]):
-    """A value that one of the functions above makes of a text."""
+    """A value that one of the functions above makes of a text. `kind`: what it is in a config file."""
 
-    def __init__(self, name: str, parse: Callable[[str], object]) -> None:
+    def __init__(self, name: str, parse: Callable[[str], object], kind: type = str) -> None:
         self.name = name
+        self.kind = kind
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -114,12 +115,12 @@ class Parsed(click.ParamType[Any]):
             return self.fail(f"{value!r} is not a {self.name}", param, ctx)
 
 
-POSITIVE = Parsed("whole number", positive)
-COUNT = Parsed("whole number", count)
-PORT = Parsed("port", port)
-FIGURE = Parsed("number", figure)
-SECONDS = Parsed("number of seconds", seconds)
-ABOVE_ZERO = Parsed("number", above_zero)
+POSITIVE = Parsed("whole number", positive, int)
+COUNT = Parsed("whole number", count, int)
+PORT = Parsed("port", port, int)
+FIGURE = Parsed("number", figure, float)
+SECONDS = Parsed("number of seconds", seconds, float)
+ABOVE_ZERO = Parsed("number", above_zero, float)
 DURATION = Parsed("time from now", duration)
 AGE = Parsed("length of time", duration)
 FILE = click.Path(path_type=Path)

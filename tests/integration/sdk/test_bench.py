@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from .test_cli_errors import COMMAND, ROOT, Running, environment, run, start_bootstrap
@@ -100,6 +101,26 @@ def test_an_interruption_reports_what_there_is(network: Running) -> None:
     assert found["interrupted"]
     assert 0 < found["answered"] < 500
     assert found["unfinished"] == 2
+
+
+def test_no_secret_stands_in_the_command_line_of_a_process(network: Running) -> None:
+    """Of nodes, fork servers, engines, planners and a gateway, all of which were given theirs on the command line."""
+    key, token = "sk-of-this-test", network.tokens["client"]
+    command = [*COMMAND, "gateway", "--bootstrap", token, "--http", "127.0.0.1:0", "--api-key", key]
+    gateway = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment())
+    try:
+        assert gateway.stdout is not None
+        assert gateway.stdout.readline().startswith(b"OpenAI API at http://")
+        ours = psutil.Process().children(recursive=True)
+        lines = {each.pid: Path(f"/proc/{each.pid}/cmdline").read_text() for each in ours if each.is_running()}
+        assert lines[gateway.pid].rstrip("\0").endswith("--bootstrap p2p_client_... --http 127.0.0.1:0 --api-key ...")
+        assert sum("join" in line and "--bootstrap p2p_worker_..." in line for line in lines.values()) == 2
+        assert sum("forkserver" in line for line in lines.values()) >= 4  # and an engine of each
+        secrets = [key, *(text.rpartition("_")[2][:20] for text in network.tokens.values())]
+        assert [line for line in lines.values() if any(secret in line for secret in secrets)] == []
+    finally:
+        gateway.send_signal(signal.SIGTERM)
+        gateway.communicate(timeout=60)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.beside, pytest.mark.timeout(400)]
 
 
 def environment() -> dict[str, str]:
-    kept = {"P2PSERVE_HOME"}
+    kept = {"P2PSERVE_HOME", "P2PSERVE_CONFIG"}
     return {key: value for key, value in os.environ.items() if key in kept or not key.startswith("P2PSERVE_")}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ ADDRESS = "203.0.113.7:4001"
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (environment.BOOTSTRAP, environment.TOKEN):
+    for name in (environment.BOOTSTRAP, environment.TOKEN, environment.TOKEN_FILE):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -31,6 +32,49 @@ def test_what_is_given_counts_before_the_environment(monkeypatch: pytest.MonkeyP
 def test_a_token_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("P2PSERVE_TOKEN", "")
     assert network_address(ADDRESS, None) == (ADDRESS, None)
+
+
+class TestConfigFile:
+    """Its top has what a client needs."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("P2PSERVE_CONFIG", str(tmp_path / "p2pserve.toml"))
+        return tmp_path / "p2pserve.toml"
+
+    def test_it_counts_where_the_environment_says_nothing(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file.write_text(f"bootstrap = ['{ADDRESS}', 'h:1']\ntoken = 'p2p_client_x'\n[join]\nbootstrap = 'h:2'\n")
+        assert network_address(None, None) == (f"{ADDRESS},h:1", "p2p_client_x")
+        assert network_address("h:3", None) == ("h:3", None)
+        monkeypatch.setenv("P2PSERVE_BOOTSTRAP", "h:4")
+        assert network_address(None, None) == ("h:4", None)
+
+    def test_a_token_in_a_file_is_enough(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (file.parent / "client.token").write_text("p2p_client_y\n")
+        file.write_text("token-file = 'client.token'\n")
+        assert network_address(None, None) == ("p2p_client_y", None)
+        file.write_text("")
+        monkeypatch.setenv("P2PSERVE_TOKEN_FILE", str(file.parent / "client.token"))
+        assert network_address(None, None) == ("p2p_client_y", None)
+
+    def test_a_nearer_token_is_of_another_network(self, file: Path) -> None:
+        file.write_text("bootstrap = 'p2p_client_x,h:1'\n")
+        assert network_address(None, "p2p_client_y") == ("p2p_client_y", None)
+        file.write_text("bootstrap = 'h:1'\n")
+        assert network_address(None, "p2p_client_y") == ("h:1", "p2p_client_y")
+
+    @pytest.mark.parametrize(
+        ("text", "says"),
+        [
+            ("bootstrap = 1", r"p2pserve.toml: bootstrap: 1 is no text"),
+            ("bootstrap = [", r"p2pserve.toml: .*a line is `key = value`"),
+            ("token-file = 'none'", r"p2pserve.toml: token-file: .*/none cannot be read"),
+        ],
+    )
+    def test_mistakes_are_of_the_address(self, text: str, says: str, file: Path) -> None:
+        file.write_text(text)
+        with pytest.raises(InvalidAddress, match=says):
+            Client()
 
 
 @pytest.mark.parametrize("client", [Client, AsyncClient])

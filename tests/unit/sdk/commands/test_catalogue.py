@@ -18,7 +18,10 @@ WITHOUT_FORMAT = {"completion": "prints a script for a shell"}
 WATCHED = [("topology",), ("status",), ("models",)]
 """Commands that show how a network is, which changes: they take --watch."""
 
-SHARED = {"P2PSERVE_HOME", "P2PSERVE_BOOTSTRAP", "P2PSERVE_TOKEN", "P2PSERVE_ADMIN_TOKEN"}
+SHARED = {
+    *("P2PSERVE_HOME", "P2PSERVE_CONFIG", "P2PSERVE_BOOTSTRAP", "P2PSERVE_TOKEN", "P2PSERVE_TOKEN_FILE"),
+    "P2PSERVE_ADMIN_TOKEN",
+}
 """Variables that stand for an option of several commands."""
 
 
