@@ -38,7 +38,7 @@ NOT_RUN = {
     "make test": "runs this test",
     "make setup": "made the environment that this test runs in, from an index of packages",
     "apt-get ": "changes the machine, from an index of packages",
-    "pip install --no-deps -r ": "needs an index of packages",
+    "pip install --no-deps ": "needs an index of packages",
     "docker ": "needs Docker, and the image of CUDA",
     "vastai ": "needs a key of the market, and money",
     "docs/codecs.md: warm_up": "needs a GPU; tests/gpu/test_kernels_triton.py does the same",

@@ -128,6 +128,7 @@ class Walk:
             r"p2p_worker_\.\.\.|p2p_worker_kpLEs\.\.\.": self.place.tokens["kpLEs"],
             r"p2p_worker_kqTAd\.\.\.": self.place.tokens["kqTAd"],
             r"p2p_worker_ksSom\.\.\.": self.token or self.place.tokens["kqTAd"],
+            r"p2p_admin_\w*\.\.\.": self.token,
             r"p2p_client_\w*\.\.\.": self.place.tokens["p2p_client_"],
             r"\b3f2a\b": self.token_id,
             r"\b5f\w+\.\.\.": self.request,
@@ -205,7 +206,7 @@ class Walk:
                 process.wait()
                 code = -1
         said = log.read_text(errors="replace")
-        if created := re.search(r"^token (\w+),[\s\S]*(p2p_worker_[\w-]+)", said, re.MULTILINE):
+        if created := re.search(r"^token (\w+),[\s\S]*(p2p_(?:worker|admin)_[\w-]+)", said, re.MULTILINE):
             self.token_id, self.token = created.groups()
         if line.startswith("p2pserve leave"):
             joined = next(process for line, process, _ in reversed(self.running) if line.startswith("p2pserve join"))
