@@ -63,8 +63,9 @@ def _examine(arguments: SimpleNamespace) -> Iterator[Diagnosis]:
         return
     model = probing.find_model(arguments.model, hardware) if arguments.model is not None else None
     yield from _examine_box(arguments, hardware, model)
-    if arguments.bootstrap:
-        yield from _examine_network(arguments, arguments.bootstrap, model)
+    where = arguments.bootstrap or arguments.token
+    if where:
+        yield from _examine_network(arguments, where, model)
 
 
 def _examine_box(arguments: SimpleNamespace, hardware: Hardware, model: ModelFound | str | None) -> Iterator[Diagnosis]:
