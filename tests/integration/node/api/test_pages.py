@@ -100,6 +100,15 @@ def prepare(walk: Walk, page: str, ours: Server, network: Walk) -> None:
         walk.place = Place.of(ours.home, ours.log.read_text())  # its box has an API server that runs already
     if page == "docs/dashboard.md":
         walk.request = newest_request(ours)
+    config = walk.folder / ".config" / "p2pserve"
+    for folder in (walk.folder, config):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, token in (("worker", "kqTAd"), ("client", "p2p_client_")):
+            (folder / f"{name}.token").write_text(walk.place.tokens[token])
+            (folder / f"{name}.token").chmod(0o600)
+    if page in ("docs/settings.md", "docs/running.md"):
+        text = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+        (config / "p2pserve.toml").write_text(walk.here(text.split("```toml\n")[1].split("```")[0]))
     offers = json.loads(OFFERS.read_text())
     (walk.folder / "offers.json").write_text(json.dumps(offers[:MAX_OFFERS]))
     (walk.folder / "prompts.txt").write_text("import os\nimport sys\n")

@@ -114,9 +114,10 @@ class Walk:
             (self.folder / "snippet.py").write_text(self.here(example.text))
             return self._run_to_end("python snippet.py", {})
         line = self.here(example.text)
-        environment = self._environment(line)
+        command = re.sub(r"^(?:P2PSERVE_\w+=\S+ )+", "", line)
+        environment = self._environment(command)
         for begin, ready in STAYS.items():
-            if re.match(begin, line):
+            if re.match(begin, command):
                 return self._start(line, ready, environment)
         return self._run_to_end(line, environment)
 
@@ -130,6 +131,8 @@ class Walk:
             r"p2p_worker_ksSom\.\.\.": self.token or self.place.tokens["kqTAd"],
             r"p2p_admin_\w*\.\.\.": self.token,
             r"p2p_client_\w*\.\.\.": self.place.tokens["p2p_client_"],
+            r"cat > worker\.token": f"echo {self.place.tokens['kqTAd']} > worker.token",
+            r"pass show p2pserve/client": f"echo {self.place.tokens['p2p_client_']}",
             r"\b3f2a\b": self.token_id,
             r"\b5f\w+\.\.\.": self.request,
             r"sk-\.\.\.": "sk-0123456789abcdef",
@@ -142,7 +145,7 @@ class Walk:
             r"--listen [\d.]+:\d+": "--listen 127.0.0.1:0",
             r"--http [\d.]+:\d+": "--http 127.0.0.1:0",
             r"http://127\.0\.0\.1:8000|(?<=curl )\.\.\.|(?<=-N \")\.\.\.|(?<=curl \")\.\.\.": self.url,
-            r"~/\.p2pserve": os.fspath(self.place.home),
+            r"~/\.local/share/p2pserve": os.fspath(self.place.home),
             r"amber-otter": names[0],
             r"calm-heron": names[-1],
             r'eval "\$\((p2pserve completion \w+)\)"|(p2pserve completion \w+) \| source': r"\1\2",
