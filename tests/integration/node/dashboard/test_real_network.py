@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from p2pserve.node import agent
 from p2pserve.node.admin.answering import NodeAnswers
-from p2pserve.node.admin.asking import TRACE, AskedNode
+from p2pserve.node.admin.asking import METRICS, TRACE, AskedNode
 from p2pserve.node.admin.source import SourceError
 from p2pserve.node.dashboard.mounting import mount
 from p2pserve.node.web.access import Access
@@ -65,7 +65,8 @@ async def run_network(
         assert answer.finish == "length"
         node = next(node for node in nodes if node._joined.own == gateway)
         answers = NodeAnswers(node._joined, node.showing)
-        told = {(what, ""): await answer_to(b"") for what, answer_to in answers.by_name().items() if what != TRACE}
+        whole = {what: answer_to for what, answer_to in answers.by_name().items() if what not in (METRICS, TRACE)}
+        told = {(what, ""): await answer_to(b"") for what, answer_to in whole.items()}
         shown = await AskedNode(Told(told).ask, Refused).snapshot()
         request = shown.requests[-1]
         assert request.completion_tokens == 8
