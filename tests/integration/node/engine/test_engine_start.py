@@ -1,8 +1,6 @@
 """Real engine processes that do not start: one line for the user."""
 
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import psutil
@@ -14,30 +12,35 @@ from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from .kv_engines import engines, prompt_of
 
 
-def engine_pids() -> set[int]:
-    """Processes that a fork server of this run has forked."""
-    servers = [
+def fork_servers() -> set[psutil.Process]:
+    """All of this run: other tests may share theirs. What one has forked has its command line too."""
+    found = {
         process
         for process in psutil.Process().children(recursive=True)
-        if "p2pserve.node.engine.forkserver" in process.cmdline()
-    ]
-    return {child.pid for server in servers for child in server.children()}
+        if process.is_running() and "p2pserve.node.engine.forkserver" in process.cmdline()
+    }
+    return {process for process in found if process.parent() not in found}
+
+
+def engine_processes() -> set[psutil.Process]:
+    return {child for server in fork_servers() for child in server.children()}
 
 
 def test_an_engine_killed_while_it_loads_is_named(engine_channels: list[int], random_model: Path) -> None:
-    others = engine_pids()  # of servers that other tests of this run share
+    others = engine_processes()
 
     async def main() -> None:
         async with engines(engine_channels, random_model) as start:
             await (await start()).generate(prompt_of(5))  # so that vLLM has been imported
-            before = engine_pids()
-            assert len(before - others) == 1
+            (before,) = engine_processes() - others
+            own = before.parent()
+            assert own is not None
 
             async def kill() -> None:
-                while not (born := engine_pids() - before):  # noqa: ASYNC110 (nobody tells of a fork)
+                while not (born := set(own.children()) - {before}):  # noqa: ASYNC110 (nobody tells of a fork)
                     await trio.sleep(0.002)
-                for pid in born:
-                    os.kill(pid, signal.SIGKILL)
+                for process in born:
+                    process.kill()
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(kill)
