@@ -14,7 +14,7 @@ from ....unit.docs.console import ROOT, Example, all_examples
 from .servers import Server
 from .walk import Outcome, Place, Walk, has_shape, open_network, write_programs
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(500)
 
 OFFERS = ROOT / "tests" / "unit" / "coordinator" / "data" / "vast_offers.json"
 MAX_OFFERS = 8

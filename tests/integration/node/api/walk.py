@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ....unit.docs.console import ROOT, Example
 
-LIMIT_S = 60.0
+LIMIT_S = 110.0  # of what takes seconds, on a busy machine
 CARD = "1xH100-SXM5-80GB"  # quick with a small model
 ROWS, COLUMNS = "40", "100"
 
