@@ -12,13 +12,17 @@ from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from .kv_engines import engines, prompt_of
 
 
+def command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # or a zombie: other tests' processes end meanwhile
+        return []
+
+
 def fork_servers() -> set[psutil.Process]:
     """All of this run: other tests may share theirs. What one has forked has its command line too."""
-    found = {
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.is_running() and "p2pserve.node.engine.forkserver" in process.cmdline()
-    }
+    processes = psutil.Process().children(recursive=True)
+    found = {process for process in processes if "p2pserve.node.engine.forkserver" in command_of(process)}
     return {process for process in found if process.parent() not in found}
 
 
