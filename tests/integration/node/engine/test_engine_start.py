@@ -14,9 +14,10 @@ from .kv_engines import engines, prompt_of
 
 def command_of(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()
+        found: list[str] = process.cmdline()
     except psutil.NoSuchProcess:  # or a zombie: other tests' processes end meanwhile
         return []
+    return found
 
 
 def fork_servers() -> set[psutil.Process]:
