@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 import p2pserve
 from p2pserve.node.admin.api import make_admin_api
 from p2pserve.node.admin.asking import AskedNode
-from p2pserve.node.admin.source import Feed
+from p2pserve.node.admin.feed import Feed
 from p2pserve.node.web.access import Access
 from p2pserve.sdk.failures import EXIT_CODES
 

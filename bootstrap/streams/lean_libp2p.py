@@ -1,11 +1,11 @@
 """Lets libp2p be imported without what this room never uses of it: half of its time and 30 MB.
 
-`import libp2p` brings QUIC, WebSocket, TLS with ACME, mDNS, a DHT, relays and metrics, and one
+`import libp2p` brings QUIC, WebSocket, TLS with ACME, DNS, mDNS, a DHT, relays and metrics, and one
 package (`fastecdsa`, for NIST curves) that is C source and needs GMP's headers. Ours are TCP, Noise and
-Ed25519 keys. While :func:`import_lean` is entered, modules of those names are empty stand-ins, whose
-every name is a class that only annotations and `isinstance` may use: whoever calls one is told what is
-missing. Afterwards the names are free again, so that whoever else in the process wants `requests`
-imports the real one.
+Ed25519 keys, and addresses with numbers. While :func:`import_lean` is entered, modules of those names
+are empty stand-ins, whose every name is a class that only annotations and `isinstance` may use: whoever
+calls one is told what is missing. Afterwards the names are free again, so that whoever else in the
+process wants `requests` imports the real one.
 """
 
 import importlib.abc
@@ -14,10 +14,11 @@ import sys
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NoReturn, cast
+from typing import Final, NoReturn, Self, cast
 
 UNUSED: Final = (
     "aioquic",
+    "dns",
     "fastecdsa",
     "libp2p.discovery",
     "libp2p.host",
@@ -36,6 +37,10 @@ UNUSED: Final = (
 )
 
 
+MADE_UNUSED: Final = ("dns.asyncresolver.Resolver",)
+"""Each swarm makes one, and asks it only where an address has a name instead of numbers."""
+
+
 class _Refusing(type):
     def __getattr__(cls, name: str) -> type["Unavailable"]:
         if name.startswith("__"):
@@ -48,11 +53,27 @@ class Unavailable(metaclass=_Refusing):
 
     def __new__(cls, *args: object, **settings: object) -> NoReturn:
         """Say what is missing."""
-        raise ImportError(f"p2pserve imports libp2p without {cls.__module__}; {cls.__qualname__} is not there")
+        raise _missing(cls)
+
+
+class UnavailableWhenUsed(Unavailable):
+    """Stands for a class that libp2p makes an instance of, and never uses."""
+
+    def __new__(cls, *args: object, **settings: object) -> Self:
+        """Say nothing yet."""
+        return object.__new__(cls)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _missing(type(self))
+
+
+def _missing(cls: type) -> ImportError:
+    return ImportError(f"p2pserve imports libp2p without {cls.__module__}; {cls.__qualname__} is not there")
 
 
 def _stand_in(name: str, module: str) -> type[Unavailable]:
-    return cast(type[Unavailable], _Refusing(name, (Unavailable,), {"__module__": module, "__qualname__": name}))
+    base = UnavailableWhenUsed if f"{module}.{name}" in MADE_UNUSED else Unavailable
+    return cast(type[Unavailable], _Refusing(name, (base,), {"__module__": module, "__qualname__": name}))
 
 
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):

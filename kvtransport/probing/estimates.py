@@ -271,8 +271,9 @@ class LinkEstimator:
         while self._least[0][0] < now - self.settings.rtt_window_s:
             self._least.popleft()
 
-    def on_transfer(self, sample: TransferSample, *, now: float) -> None:
-        """A real transfer, or a stretch of one, has moved bytes over the link."""
+    def on_transfer(self, sample: TransferSample, *, now: float) -> bool:
+        """A real transfer, or a stretch of one, has moved bytes over the link. Returns whether it has measured the
+        link as a burst would: the link set its pace, for long enough to tell a rate."""
         self._failures, self._heard = 0, True
         gbps = gbps_of(sample.bytes, sample.seconds)
         rtt_s = self._rtt.value if self._rtt.known else self._prior.rtt_s
@@ -281,11 +282,12 @@ class LinkEstimator:
             if sample.bytes < self.settings.least_bytes or sample.seconds < max(self.settings.least_s, 3.0 * rtt_s):
                 # Too short: it tells neither what the link carries nor what it does not. What follows may join it.
                 self._stretch = (now, sample)
-                return
+                return False
             gbps = gbps_of(sample.bytes, sample.seconds)
         self._stretch = None
         weight = min(max(sample.seconds / 0.5, 0.25), 2.0)
         self._on_rate(gbps, sample.streams, weight, limited=sample.link_limited, now=now)
+        return sample.link_limited
 
     def on_burst(self, sample: BurstSample, *, now: float) -> None:
         """A bandwidth burst has ended. One that moved nothing counts as a failure."""

@@ -23,6 +23,7 @@ from ... import __version__
 from ..observing.values import NodeEvent, NodeSummary
 from ..web.access import Access, Caller, Verdict
 from . import schema
+from .feed import SNAPSHOT_S, Feed
 from .listing import (
     MAX_PAGE,
     PAGE,
@@ -41,7 +42,7 @@ from .listing import (
     skip_seen,
 )
 from .naming import UnknownBox, find_box, shown
-from .source import SNAPSHOT_S, Feed, SourceError
+from .source import SourceError
 
 MAX_FOLLOWERS: Final = 32
 KEEP_ALIVE_S: Final = 15.0

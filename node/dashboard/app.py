@@ -25,8 +25,9 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ... import __version__
+from ..admin.feed import Feed
 from ..admin.naming import UnknownBox, find_box
-from ..admin.source import Feed, SourceError
+from ..admin.source import SourceError
 from ..web.access import COOKIE, SESSION_S, Access, Caller, Verdict
 from .guard import Guard
 from .sections import SECTIONS, TEMPLATES, event_groups

@@ -8,7 +8,8 @@ from typing import Final
 from starlette.applications import Starlette
 
 from ..admin.api import make_admin_api
-from ..admin.source import Feed, NetworkSource
+from ..admin.feed import Feed
+from ..admin.source import NetworkSource
 from ..web.access import Access
 from .app import make_dashboard
 

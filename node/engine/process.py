@@ -9,7 +9,6 @@ process ends (`mailbox`).
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+from ..box.heap import return_freed_memory
 from . import protocol
 from .mailbox import Outbox, listen
 
@@ -116,14 +116,6 @@ def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EnginePr
     outbox.flush()
     engine.close()
     return 0
-
-
-def return_freed_memory() -> None:
-    """Give memory that has been freed back to the system: loading a model leaves much behind that serving does not use
-    again. The C library's own doing; with another one than glibc it stays."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _accept(connections: socket.socket, attach: Callable[[bytes, socket.socket], None]) -> None:

@@ -226,8 +226,7 @@ class PathSelector:
             if moved > 0 and seconds > 0 and known.seen:
                 streams = max(1, path.connections)
                 sample = TransferSample(bytes=moved, seconds=seconds, streams=streams, link_limited=limited)
-                estimator.on_transfer(sample, now=now)
-                if limited:
+                if estimator.on_transfer(sample, now=now):
                     self._knowledge.note_measured(peer)
 
 

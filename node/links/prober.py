@@ -176,18 +176,19 @@ class Prober:
         estimator.on_burst(sample, now=now)
         rtt_s = estimator.figures(now).rtt_s
         self.record(EventKind.LINK_MEASURED, peer=target.peer, gbps=sample.gbps, streams=sample.streams, rtt_s=rtt_s)
-        self._scheduler.on_burst_done(target.peer, sample.bytes, succeeded=True, now=now)
+        self._scheduler.on_burst_done(target.peer, sample.bytes, succeeded=sample.gbps > 0.0, now=now)
 
     async def _receive(self, peer: PeerId, gate: BurstGate) -> None:
-        size = 0
+        size, has_rate = 0, False
         try:
-            size = (await self._carrier.receive(gate)).bytes
+            sample = await self._carrier.receive(gate)
+            size, has_rate = sample.bytes, sample.gbps > 0.0
         except TransferError:
             pass  # the sender has gone; it reports the failure to its own scheduler
         finally:
             del self._gates[gate.ticket.burst]
             gate.close()
-            self._scheduler.on_burst_done(peer, size, succeeded=size > 0, now=trio.current_time())
+            self._scheduler.on_burst_done(peer, size, succeeded=has_rate, now=trio.current_time())
 
 
 def _check_ticket(ticket: BurstTicket, burst: BurstRequest) -> None:

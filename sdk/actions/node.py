@@ -22,6 +22,7 @@ from ...coordinator import Phase
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
+from ...node.box.heap import share_one_heap
 from ...node.engine.api.options import OptionRefused, check_options
 from ...node.messages import MAX_DEADLINE_S
 from ...node.observing.node_log import TOLD
@@ -117,6 +118,7 @@ def _run_node(settings: NodeSettings, arguments: SimpleNamespace) -> int:
     _let_nodes_log(arguments.debug)
     greet = _greet_json if arguments.format == "json" else _greet
     sys.setswitchinterval(SWITCH_S)
+    share_one_heap()
     return trio.run(_serve_until_signal, settings, greet)
 
 

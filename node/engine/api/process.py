@@ -12,7 +12,8 @@ from typing import Any, final
 
 import uvicorn
 
-from ..process import AgentSockets, StartError, return_freed_memory
+from ...box.heap import return_freed_memory
+from ..process import AgentSockets, StartError
 from ..protocol import StartFailed, frame
 from .agent_link import AgentLink
 from .door import Door

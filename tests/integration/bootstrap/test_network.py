@@ -19,6 +19,7 @@ from p2pserve.kvtransport.probing import probe
 from p2pserve.kvtransport.probing.estimates import LinkEstimator
 from p2pserve.kvtransport.probing.figures import LinkFigures, Source
 from p2pserve.kvtransport.probing.probe import ProbeSettings
+from p2pserve.kvtransport.probing.sites import SiteLinks
 from p2pserve.kvtransport.wire.channel import parse_link_hello
 from p2pserve.node import messages
 from p2pserve.node.bundled.evaluate import held_out_sources
@@ -326,9 +327,8 @@ def test_links_stay_warm_and_what_they_carry_is_told(
     idle = trio.Event()  # a burst may teach a node to use more streams: not between the requests
     run, learn = Prober.run, LinkEstimator.on_transfer
 
-    def learn_when_idle(self: LinkEstimator, sample: Any, *, now: float) -> None:
-        if idle.is_set():  # so may what a transfer shows, on a busy machine
-            learn(self, sample, now=now)
+    def learn_when_idle(self: LinkEstimator, sample: Any, *, now: float) -> bool:
+        return idle.is_set() and learn(self, sample, now=now)  # so may what a transfer shows, on a busy machine
 
     async def run_when_idle(self: Prober) -> None:
         await idle.wait()
@@ -366,20 +366,24 @@ def test_links_stay_warm_and_what_they_carry_is_told(
 
 async def measured(network: Any) -> None:
     """Wait until of every two nodes one has told of its link to the other, the one without a model included: a box
-    that was just sent a burst sends none back for a while."""
+    that was just sent a burst sends none back for a while. Of links to one site that are alike, a node tells one."""
     peers = {network.bootstrap.peer, *(node.peer for node in network.nodes)}
-    with trio.fail_after(WAIT_LIMIT_S):
+    known = SiteLinks({}, {})
+    with trio.move_on_after(WAIT_LIMIT_S) as wait:
         while True:
             status = await network.client.status(network.nodes[0].peer)
-            told = {
-                node.peer: {peer for peer, link in node.links.links.items() if link.source is Source.MEASURED}
-                for node in status.nodes
-                if node.links is not None
+            tables = {node.peer: node.links for node in status.nodes if node.links is not None}
+            told = {(peer, to): link for peer, table in tables.items() for to, link in table.links.items()}
+            known = SiteLinks(told, {peer: table.site for peer, table in tables.items()})
+            found = {
+                frozenset(pair)
+                for pair in itertools.permutations(peers, 2)
+                if pair in known and known[pair].source is Source.MEASURED
             }
-            pairs = itertools.combinations(sorted(peers), 2)
-            if all(b in told.get(a, ()) or a in told.get(b, ()) for a, b in pairs):
+            if len(found) == len(peers) * (len(peers) - 1) // 2:
                 break
             await trio.sleep(0.1)
+    assert not wait.cancelled_caught, dict(known)
     for node in status.nodes:
         for link in node.links.links.values() if node.links is not None else ():
             assert 0 < link.one_stream_gbps <= link.capacity_gbps

@@ -14,6 +14,12 @@ try:
     libp2p.QUICTransport()
 except ImportError as error:
     print(error)
+from multiaddr.resolvers import DNSResolver
+resolver = DNSResolver()
+try:
+    resolver._resolver.resolve
+except ImportError as error:
+    print(error)
 import requests
 import libp2p.relay
 print(requests.get.__name__, libp2p.relay.__file__ is not None)
@@ -25,5 +31,6 @@ def test_libp2p_comes_without_what_is_not_used() -> None:
     assert ran.stdout.splitlines() == [
         "[]",
         "p2pserve imports libp2p without libp2p.transport.quic.transport; QUICTransport is not there",
+        "p2pserve imports libp2p without dns.asyncresolver; Resolver is not there",
         "get True",
     ]

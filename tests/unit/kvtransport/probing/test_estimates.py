@@ -254,8 +254,9 @@ class TestRates:
 
     def test_too_short_to_tell(self) -> None:
         link = LinkEstimator(ATLANTIC)
-        link.on_transfer(TransferSample(bytes=500_000, seconds=0.2, streams=8, link_limited=True), now=0)
-        link.on_transfer(transfer(0.1, seconds=0.2), now=10)  # under three round trips
+        short = TransferSample(bytes=500_000, seconds=0.2, streams=8, link_limited=True)
+        assert not link.on_transfer(short, now=0)
+        assert not link.on_transfer(transfer(0.1, seconds=0.2), now=10)  # under three round trips
         assert link.figures(10).source is Source.PRIOR
 
     def test_a_short_transfer_that_the_link_did_not_hold_up_shows_what_the_link_carries_at_least(self) -> None:
@@ -269,8 +270,8 @@ class TestRates:
 
     def test_stretches_of_one_transfer_join_until_they_tell(self) -> None:
         link = LinkEstimator(ATLANTIC)
-        link.on_transfer(transfer(0.8, seconds=0.2), now=0.2)
-        link.on_transfer(transfer(1.0, seconds=0.2), now=0.4)
+        assert not link.on_transfer(transfer(0.8, seconds=0.2), now=0.2)
+        assert link.on_transfer(transfer(1.0, seconds=0.2), now=0.4)
         assert link.figures(0.4).capacity_gbps == pytest.approx(0.9)
         link.on_transfer(transfer(0.8, seconds=0.2), now=0.6)
         link.on_transfer(transfer(0.8, seconds=0.2, streams=3), now=0.8)  # not the same connections

@@ -15,8 +15,9 @@ from starlette.testclient import TestClient
 from p2pserve.coordinator import Plan
 from p2pserve.node.admin import api
 from p2pserve.node.admin.api import MAX_FOLLOWERS, Admin, make_admin_api
+from p2pserve.node.admin.feed import Feed
 from p2pserve.node.admin.listing import EventFilter
-from p2pserve.node.admin.source import Feed, NetworkSnapshot, SourceError
+from p2pserve.node.admin.source import NetworkSnapshot, SourceError
 from p2pserve.node.dev.showcase import Showcase
 from p2pserve.node.observing.values import LinkSummary, NodeEvent, RequestTrace
 from p2pserve.node.web.access import Access

@@ -34,8 +34,9 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._estimator, name)
 
-    def on_transfer(self, sample: TransferSample, *, now: float) -> None:
+    def on_transfer(self, sample: TransferSample, *, now: float) -> bool:
         self.samples.append(sample)
+        return sample.link_limited and sample.bytes >= MB
 
     def on_ping(self, rtt_s: float | None, *, now: float) -> None:
         self.pings.append((rtt_s, now))
@@ -122,6 +123,15 @@ def test_a_link_is_measured_by_what_it_moved_between_two_reports(
     world.report(3.0, now, path(14 * MB), blocked=blocked)
     assert world.estimator.samples == [TransferSample(bytes=4 * MB, seconds=2.0, streams=4, link_limited=limited)]
     assert world.knowledge.take_measured() == ({T} if limited else set())
+
+
+def test_a_transfer_too_short_to_tell_a_rate_does_not_put_a_burst_off() -> None:
+    world = Reports()
+    world.begin(0.0)
+    world.report(1.0, WAN.limited_bytes, path(10 * MB))
+    world.report(3.0, WAN.limited_bytes, path(10 * MB + 1000))
+    assert [sample.link_limited for sample in world.estimator.samples] == [True]
+    assert world.knowledge.take_measured() == set()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from p2pserve.node.admin import source
-from p2pserve.node.admin.source import LINKS_S, SNAPSHOT_S, Feed, NetworkSnapshot, SourceError
+from p2pserve.node.admin import feed as feeding
+from p2pserve.node.admin.feed import LINKS_S, SNAPSHOT_S, Feed
+from p2pserve.node.admin.source import NetworkSnapshot, SourceError
 from p2pserve.node.observing.rates import WINDOW_S, CounterRates
 from p2pserve.node.observing.values import LinkSummary, NodeSummary, RequestTrace
 
@@ -112,7 +113,7 @@ def test_a_silent_node_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(SourceError, match="request: the boxes have not answered"):
             await feed.trace("r")
 
-    monkeypatch.setattr(source, "ANSWER_S", 0.0)
+    monkeypatch.setattr(feeding, "ANSWER_S", 0.0)
     run(test())
 
 
