@@ -80,6 +80,7 @@ class NetworkSettings:
     full_mesh: int = 16  # up to so many members everybody has a session with everybody; above, with about 4 log2(n)
     part_s: float = 300.0  # a session that is not used for so long is closed, where neither end is a neighbour
     rumour_s: float = 0.2  # how long what is not urgent is collected before it is passed on
+    rumour_beat_s: float = 1.0  # the same of a sign of life, which comes every `beat_s`: longer costs fewer messages
     rumour_peers: int = 3  # to so many
     compare_s: float = 5.0  # two neighbours compare what they hold so often
     entries_s: float = 8.0  # entries per second that are taken of one member

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import final
 
 import msgspec
@@ -25,6 +26,7 @@ from .observing.values import EventKind
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
 from .requests.local_clients import LocalClients
+from .settings import NodeTuning
 
 LEAST_LOOK_S = 0.02
 
@@ -108,7 +110,9 @@ class Serving:
         network.on_hung(self._peer_hung)
         nursery.start_soon(self.host.run)
         nursery.start_soon(self.api.run)
-        nursery.start_soon(self._expect_answers, network, settings.tuning.expect_interval_s)
+        self._is_used = trio.Event()
+        self.gateway.on_request = self.host.worker.on_request = self._note_request
+        nursery.start_soon(self._expect_answers, network, settings.tuning)
 
     def __repr__(self) -> str:
         return f"<Serving {self.host.worker} {self.gateway}>"
@@ -181,14 +185,23 @@ class Serving:
         self.host.worker.peer_hung(peer, hung)
         self.gateway.peer_hung(peer, hung)
 
-    async def _expect_answers(self, network: Network, interval_s: float) -> None:
+    def _note_request(self) -> None:
+        self._is_used.set()
+
+    async def _expect_answers(self, network: Network, tuning: NodeTuning) -> None:
         """Keep the network told of whom requests wait for, and see whether the own engine gets on."""
         while True:
+            self._is_used = trio.Event()
             network.expect("gateway", self.gateway.queues)
             network.expect("head", self.host.worker.awaited)
             now = trio.current_time()
             look_at = self.host.worker.look_at_engine(now)
-            await trio.sleep_until(min(now + interval_s, max(look_at, now + LEAST_LOOK_S)))
+            if self.gateway.idle and self.host.worker.idle and look_at == inf:
+                # A stage is not told of its head's requests: it sees in a while that it is one.
+                with trio.move_on_after(tuning.expect_idle_s):
+                    await self._is_used.wait()
+            else:
+                await trio.sleep_until(min(now + tuning.expect_interval_s, max(look_at, now + LEAST_LOOK_S)))
 
     def _record_engine(self, engine: messages.EngineAdvert) -> None:
         self._record(

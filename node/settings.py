@@ -110,6 +110,7 @@ class NodeTuning:
     link_age_s: float = 600.0  # or when they have been measured again so much later; shorter: ages that are shown fit
 
     expect_interval_s: float = 0.25  # between two looks at who is waited for; shorter: one that hangs is found sooner
+    expect_idle_s: float = 2.0  # the same while there is no request, of which this box would hear
 
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan

@@ -22,6 +22,7 @@ from .election import CLAIM_KIND
 from .liveness import Places
 from .overlay import place_on_ring
 from .states import HeldClaim, Tell
+from .table import BEAT_KIND
 
 MAX_TELL_BYTES: Final = 256 * 1024
 _ENTRY_BYTES: Final = 200  # of an entry beside its payload
@@ -82,14 +83,18 @@ class Spread:
                 self.tell(self._find_unaware(entry, sender, boxes), (entry,))
             else:
                 self._rumours[entry.origin, entry.kind] = (entry, sender)
-                self._rumours_at = min(self._rumours_at, now + self._settings.rumour_s)
+                wait_s = self._settings.rumour_beat_s if entry.kind == BEAT_KIND else self._settings.rumour_s
+                self._rumours_at = min(self._rumours_at, now + wait_s)
 
     def take(self, boxes: Collection[PeerId], now: float) -> list[tuple[PeerId, Tell]]:
         """What is to be sent now, and to whom, in this order."""
         if now >= self._rumours_at:
-            for entry, sender in self._rumours.values():
-                unaware = self._find_unaware(entry, sender, boxes)
-                self.tell(self._rng.sample(unaware, min(self._settings.rumour_peers, len(unaware))), (entry,))
+            rumours = [(entry, self._find_unaware(entry, sender, boxes)) for entry, sender in self._rumours.values()]
+            # One order for all of them: what goes to the same few is few messages.
+            order = {peer: self._rng.random() for _, unaware in rumours for peer in unaware}
+            for entry, unaware in rumours:
+                few = sorted(unaware, key=order.__getitem__)[: self._settings.rumour_peers]
+                self.tell(few, (entry,))
             self._rumours, self._rumours_at = {}, float("inf")
         told = [
             (peer, message)

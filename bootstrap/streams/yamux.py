@@ -274,8 +274,15 @@ class OneStream:
             raise PeerLost("the connection has ended")
         try:
             with trio.move_on_after(self.stalled_s) as limit:
-                async with self._writing:
+                try:
+                    self._writing.acquire_nowait()
+                except trio.WouldBlock:
+                    await self._writing.acquire()
+                # It is nearly always free, and to await it costs a pass of the event loop: one of three for a message.
+                try:
                     await self.secured_conn.write(frame)
+                finally:
+                    self._writing.release()
         except BaseException:  # half a frame may have gone: whatever followed would be read as its rest
             self._end()
             raise

@@ -136,7 +136,7 @@ class Prober:
         price = self._knowledge.settings.box.up_usd_per_gb
         self._knowledge.fill_in(found, now)
         links = [
-            PeerLink(peer, self._knowledge.site_of(peer), self._knowledge.estimator(peer).figures(now), price)
+            PeerLink(peer, self._knowledge.site_of(peer), self._knowledge.estimator(peer).stable_figures(now), price)
             for peer in found
         ]
         self._scheduler.set_peers(links, now=now)

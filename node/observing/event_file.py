@@ -66,6 +66,7 @@ class EventFile:
         self._max_bytes = max_bytes
         self._has_failed = False
         self._waiting: list[NodeEvent] = []
+        self._has_news = trio.Event()
 
     def __repr__(self) -> str:
         return f"<EventFile {self.path}>"
@@ -103,18 +104,23 @@ class EventFile:
 
     def follow(self, log: EventLog) -> None:
         """Take what is logged from now on; `keep` writes it."""
-        log.followers.append(self._waiting.append)
+        log.followers.append(self._take)
 
     async def keep(self) -> None:
-        """Write what is logged, twice a second, until cancelled; and the rest then."""
+        """Write what is logged, at most twice a second, until cancelled; and the rest then."""
         try:
             while True:
+                await self._has_news.wait()
                 await trio.sleep(WRITE_S)
-                if self._waiting:
-                    batch, self._waiting[:] = self._waiting[:], ()
-                    await trio.to_thread.run_sync(self.append, batch)
+                self._has_news = trio.Event()
+                batch, self._waiting[:] = self._waiting[:], ()
+                await trio.to_thread.run_sync(self.append, batch)
         finally:
             self.append(self._waiting)
+
+    def _take(self, event: NodeEvent) -> None:
+        self._waiting.append(event)
+        self._has_news.set()
 
     def _is_whole(self) -> bool:
         """Whether the file ends where an event does: the next one can follow."""

@@ -57,6 +57,8 @@ class Worker:
         self._log = JobLog(record, clock)
         self.stats: protocol.EngineStats | None = None
         self.learner = Learner(tuning.profile_interval_s)
+        self.on_request: Callable[[], None] = lambda: None
+        """Hears that there is one more in the engine."""
         messenger.handle(methods.DECODE_OPEN, self.open_decode)
         messenger.handle(methods.PREFILL_OPEN, self.open_prefill)
         messenger.on_notice(methods.REQUEST_STOP, self.stop_request)
@@ -193,6 +195,7 @@ class Worker:
             raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
         # Known from here on, so that it can be stopped while the other stages are being asked.
         job = self._decodes[body.request] = self._log.begin(gateway, body.request, self._present)
+        self.on_request()
         receives = body.receive_tokens or None
         prefill = body.prefill[0].peer if body.prefill else None
         self._log.note(
@@ -234,6 +237,7 @@ class Worker:
         transfer = body.slices[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
         job = self._prefills[body.request] = self._log.begin(gateway, body.request, self._present)
+        self.on_request()
         job.transfer, job.wants_first_token = transfer, body.sampling is not None
         decode = body.slices[0].rank_slice.target_peer
         self._log.note(EventKind.PREFILL_BEGUN, job, prompt_tokens=len(body.prompt), decode=decode)

@@ -88,6 +88,8 @@ class Gateway:
         self._draining = False
         self.record: Record = ignore
         """Tells the node's log."""
+        self.on_request: Callable[[], None] = lambda: None
+        """Hears that there is one more."""
         self.on_stopped: Callable[[PeerId, messages.AnswerUpdate], None] = _tell_nobody
         """Hears what a request was that its client wanted no more; the client itself is not told."""
 
@@ -155,6 +157,7 @@ class Gateway:
         is_known = key in self._requests or key in self._tokenizing
         check_arrival(body, self._model, is_draining=self._draining, is_id_in_use=is_known)
         self._tokenizing[key] = True  # from here on the client may stop it
+        self.on_request()
         try:
             # Before anything is done for it that costs time.
             self._queue.check(client, len(so_far) + len(body.prompt_token_ids or ()), now)

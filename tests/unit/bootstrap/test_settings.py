@@ -22,6 +22,7 @@ def test_the_figures_of_a_preset_fit_together(settings: NetworkSettings) -> None
     assert settings.settle_s + settings.lease_s <= 2.5, "a hung leader is replaced in that time"
     assert settings.hears_s < settings.redial_s < settings.dead_s < settings.beat_s
     assert settings.rumour_peers >= 2
+    assert settings.rumour_s <= settings.rumour_beat_s < settings.beat_s / 5, "a beat is everywhere before the next"
 
 
 def test_a_local_network_waits_for_nothing_longer_than_a_wide_one() -> None:

@@ -9,6 +9,7 @@ from p2pserve.bootstrap.members.election import CLAIM_KIND
 from p2pserve.bootstrap.members.gossip import MAX_TELL_BYTES, Spread
 from p2pserve.bootstrap.members.overlay import place_on_ring
 from p2pserve.bootstrap.members.states import Tell
+from p2pserve.bootstrap.members.table import BEAT_KIND
 from p2pserve.bootstrap.streams.control import encode_body, encode_notice
 from p2pserve.bootstrap.streams.frames import MAX_FRAME
 from p2pserve.bootstrap.trust.entries import MAX_PAYLOAD, MEMBER_KIND, Entry, Lie
@@ -69,6 +70,22 @@ def test_a_rumour_goes_to_a_few_after_a_moment() -> None:
     assert made.wake_at() == 5.0 + SETTINGS.rumour_s
     assert made.take(CROWD, 5.0) == []
     assert len(told(made.take(CROWD, 5.0 + SETTINGS.rumour_s))) == SETTINGS.rumour_peers
+
+
+def test_signs_of_life_wait_longer_but_go_with_what_else_there_is() -> None:
+    made = spread()
+    made.pass_on((entry(ANN, BEAT_KIND),), BOB, CROWD, (), 5.0)
+    assert made.wake_at() == 5.0 + SETTINGS.rumour_beat_s > 5.0 + SETTINGS.rumour_s
+    made.pass_on((entry(CAT),), BOB, CROWD, (), 5.1)
+    assert made.wake_at() == 5.1 + SETTINGS.rumour_s
+    assert len(told(made.take(CROWD, made.wake_at()))) == SETTINGS.rumour_peers
+
+
+def test_rumours_that_go_out_together_go_to_the_same_few() -> None:
+    made = spread()
+    made.pass_on([entry(ANN, f"kind{number}") for number in range(9)], BOB, CROWD, (), 5.0)
+    gone = told(made.take(CROWD, 6.0))
+    assert [len(entries) for entries in gone.values()] == [9] * SETTINGS.rumour_peers
 
 
 @pytest.mark.parametrize("kind", [CLAIM_KIND, "plan"])
