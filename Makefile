@@ -32,6 +32,10 @@ CONTENT  = { pwd; echo "$$device"; cat pyproject.toml $(LOCKS) requirements/torc
 # Unless TORCH_INDEX was given: a CPU build that pip finds without it is as good, and may be nearer.
 KNOWN_TORCH = $(if $(filter file,$(origin TORCH_INDEX)),$(PIP) "$$(grep '^torch==' requirements/torch.txt)+cpu" 2>/dev/null ||)
 
+# Tests of processes that failed run once more, alone: a shared machine may stand still for seconds. Twice is a failure.
+# pytest's 1 is a failed test; whatever else ends it, such as a test that cannot be imported, counts at once.
+ONCE_MORE = test $$? = 1 && echo "test: what failed, once more by itself" && $(PY) -m pytest -q --last-failed --last-failed-no-failures none
+
 .PHONY: setup demo test quick docs mutants gpu-check lint format clean
 .DEFAULT_GOAL := setup
 .NOTPARALLEL:
@@ -98,9 +102,11 @@ else
 	@echo "test: pytest, pure code on $(JOBS) processes"
 	@$(EACH) $(PY) -m pytest -q -n $(JOBS) tests/unit tests/sim
 	@echo "test: pytest, sockets and processes on $(JOBS) processes"
-	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m beside tests/integration
+	@$(PY) -m pytest -q -n $(JOBS) --dist loadfile -m beside tests/integration || \
+		{ $(ONCE_MORE) -m beside tests/integration; }
 	@echo "test: pytest, sockets and processes by themselves"
-	@$(PY) -m pytest -q -m "not beside" tests/integration tests/gpu
+	@$(PY) -m pytest -q -m "not beside" tests/integration tests/gpu || \
+		{ $(ONCE_MORE) -m "not beside" tests/integration tests/gpu; }
 endif
 
 # What to run while at work: style, types, and all that is pure.
