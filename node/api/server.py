@@ -198,8 +198,6 @@ class ApiServer:
         try:
             if self._listener is not None:
                 link.attach(LISTENER, self._listener)
-                where = self._listener.getsockname()
-                self._say(f"API server ready on port {where[1]}, after {link.ready.seconds if link.ready else 0:.1f} s")
             self._tell_changed()
             nursery.start_soon(requests.run)
             nursery.start_soon(self._tell_state, life)
@@ -216,14 +214,27 @@ class ApiServer:
         while True:
             state = self._state()
             if state != life.told:
-                life.told = state
                 _ignoring_lost(life.link)(state)
+                self._say_whether_ready(life.told, state)
+                life.told = state
             await trio.sleep(self._settings.state_s)
             if any(stream.socket.fileno() >= 0 for stream in life.streams) or not life.requests.is_idle:
                 self._used_at = trio.current_time()
             if self._listener is None and trio.current_time() - self._used_at > self._settings.idle_s:
                 self._wanted = trio.Event()
                 life.link.close()
+
+    def _say_whether_ready(self, before: ServiceState | None, now: ServiceState) -> None:
+        """Whoever waits for the line may ask once it is there: not before an engine can answer."""
+        if self._listener is None:
+            return
+        port = self._listener.getsockname()[1]
+        if now.serving and (before is None or not before.serving):
+            self._say(f"API server ready on port {port}")
+        elif before is None:
+            self._say(f"API server listens on port {port}; it answers once the engine is ready")
+        elif before.serving and not now.serving:
+            self._say(f"API server on port {port}: {now.reason}")
 
     def _tell_changed(self) -> None:
         self._changed.set()

@@ -152,7 +152,7 @@ def drain(arguments: SimpleNamespace) -> int:
     option("--lines", type=POSITIVE, default=100, metavar="N", help="the latest so many (default: 100)"),
     option(
         "--level",
-        type=click.Choice(("debug", "info", "warning", "error")),
+        type=click.Choice(("debug", "info", "warning", "error"), case_sensitive=False),
         default="debug",
         help="as bad as this or worse (default: all)",
     ),

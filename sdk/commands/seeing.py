@@ -30,7 +30,11 @@ logs_option: Final = option(
 
 @command(
     "topology",
-    example=["p2pserve topology", "p2pserve topology --watch --site fra", "p2pserve topology --svg network.svg"],
+    example=[
+        "p2pserve topology",
+        "p2pserve topology --watch --site fra",
+        "p2pserve topology --svg network.svg --json network.json",
+    ],
     formats=("table", "json"),
 )
 @combine(
@@ -51,6 +55,14 @@ logs_option: Final = option(
     option("--interval-s", type=ABOVE_ZERO, default=2.0, metavar="S", help="between two looks of --watch (default: 2)"),
     option("--svg", type=FILE, metavar="FILE", help="draw it there"),
     option("--png", type=FILE, metavar="FILE", help="the same as pixels; needs p2pserve[plots]"),
+    option(
+        "--json",
+        type=FILE,
+        is_flag=False,
+        flag_value="-",
+        metavar="[FILE]",
+        help="all of it, for programs; without FILE as --format json",
+    ),
     network,
 )
 def topology(arguments: SimpleNamespace) -> int:

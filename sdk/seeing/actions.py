@@ -24,7 +24,7 @@ from ..actions.network import client_of
 from ..actions.status_view import open_console, print_prose
 from ..errors import UsageError
 from ..printing import printable
-from .drawing import write_png, write_svg
+from .drawing import write_png, write_svg, write_text
 from .events_view import check_kinds, event_json, event_line
 from .request_trace import write_trace
 from .topology import Topology, build_topology, find_box, fold, label, labels_of, select
@@ -37,6 +37,7 @@ NOTHING: Final = (
     "no such events that may be shown; those of a request are shown to who names its id (--request ID), and all of a "
     "box to who reads its log there (--from events.msgpack)"
 )
+STDOUT: Final = Path("-")
 FOLD_FROM: Final = 40  # boxes from which on a table has their sites, if nothing else is said
 
 
@@ -51,9 +52,12 @@ def topology(arguments: SimpleNamespace) -> int:
         write_svg(draw_topology(fold(found) if arguments.fold else found), arguments.svg)
     if arguments.png is not None:
         write_png(draw_topology(fold(found) if arguments.fold else found), arguments.png)
-    if arguments.format == "json":
+    to_stdout = arguments.format == "json" or arguments.json == STDOUT
+    if arguments.json is not None and arguments.json != STDOUT:
+        write_text("json", f"{json.dumps(topology_json(found))}\n", arguments.json)
+    if to_stdout:
         print(json.dumps(topology_json(found)))
-    elif arguments.svg is None and arguments.png is None:
+    elif arguments.svg is None and arguments.png is None and arguments.json is None:
         is_folded = arguments.fold or (arguments.fold is None and len(found.nodes) >= FOLD_FROM)
         shown = fold(found) if is_folded else found
         print_topology(shown, None if is_folded else network_of(status), open_console(), arguments.show)
@@ -63,8 +67,9 @@ def topology(arguments: SimpleNamespace) -> int:
 def _watch(arguments: SimpleNamespace) -> int:
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise UsageError("watch: this is no terminal; leave --watch out, or use --format json")
-    if arguments.format == "json" or arguments.svg is not None or arguments.png is not None:
-        raise UsageError("watch: it goes with neither --format json nor a drawing; leave one of them out")
+    files = (arguments.svg, arguments.png, arguments.json)
+    if arguments.format == "json" or any(file is not None for file in files):
+        raise UsageError("watch: it goes with neither --format json nor a file; leave one of them out")
     from .watch import TopologyApp, WatchOptions  # a terminal program's library takes a tenth of a second
 
     options = WatchOptions(

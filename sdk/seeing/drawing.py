@@ -104,10 +104,15 @@ def to_svg(drawing: Drawing) -> str:
 
 def write_svg(drawing: Drawing, path: Path) -> None:
     """Raises UsageError for a file that cannot be written."""
+    write_text("svg", to_svg(drawing), path)
+
+
+def write_text(option: str, text: str, path: Path) -> None:
+    """Write the file that an option names. Raises UsageError for one that cannot be written."""
     try:
-        path.write_text(to_svg(drawing), encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"svg: {path} cannot be written: {error.strerror}; name another file") from error
+        raise UsageError(f"{option}: {path} cannot be written: {error.strerror}; name another file") from error
 
 
 def write_png(drawing: Drawing, path: Path) -> None:
