@@ -29,7 +29,7 @@ from .servers import Server, events_of, start_join, start_p2pserve, wait_ready
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(500)]
 
 LAYERS, KV_HEADS, HEAD_DIM = 8, 2, 64
-LONGEST: Final = 6144  # tokens: reading so many takes a core seconds, so that one can leave meanwhile
+LONGEST: Final = 6144  # tokens: prefill of so many takes a core seconds, so that one can leave meanwhile
 MODEL: Final = {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 8, "num_hidden_layers": LAYERS}
 OPTIONS: Final = ("--codec", "raw", "--usd-per-hour", "0.4", "--served-model-name", "noise")
 FLOAT_BYTES: Final = 4
@@ -85,8 +85,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             wait_ready(server)
         ids = wait_for(lambda: find_pairing(prefill), "a plan of both boxes")
         wait_for(lambda: find_pairing(decode) == ids, "the same plan at the other box")
-        # It is given to the box that decodes, which learns of it how long reading takes, and so for how long KV is
-        # worth waiting for.
+        # Prefilled by the box that decodes: so it measures how long that takes it, and for how long KV is worth waiting
+        # for.
         learnt = prefill.post("/v1/completions", make_body(1000, 1, max_tokens=2, prompt_logprobs=1))
         assert (learnt.headers["x-p2p-prefill-node"], learnt.headers["x-p2p-decode-node"]) == (ids[1], ids[1])
         yield Pair(prefill, decode, *ids)
@@ -172,7 +172,7 @@ def test_who_disconnects_is_forgotten_at_both_boxes(pair: Pair) -> None:
         request = wait_newer(pair.prefill, before, lambda newest: newest["state"] == "answering")
         wait_for(lambda: "decode.first_token" in list_events(pair.decode, request), "a token of the box that decodes")
         wait_for(lambda: not has_nothing(pair.decode, pair.decode_id), "the request in its engine")
-    ended = wait_for(lambda: list_events(pair.decode, request).get("decode.ended"), "its end at the box that decodes")
+    ended = wait_for(lambda: list_events(pair.decode, request).get("decode.ended"), "the end of its decode")
     assert ended["finish"] == "cancelled"
     assert ended["tokens"] < 3000
     assert "prefill.ended" in list_events(pair.prefill, request)
@@ -181,7 +181,7 @@ def test_who_disconnects_is_forgotten_at_both_boxes(pair: Pair) -> None:
 
 
 def leave_before_a_token(pair: Pair, seed: int, *, stream: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ask, and disconnect while the prompt is read; how both boxes' parts have ended."""
+    """Ask, and disconnect while one box prefills; how both boxes' parts have ended."""
     before = find_newest(pair.prefill)
     body = json.dumps(make_body(LONGEST - 96, seed, max_tokens=8, stream=stream)).encode()
     url = urlsplit(pair.prefill.url)
@@ -189,19 +189,19 @@ def leave_before_a_token(pair: Pair, seed: int, *, stream: bool) -> tuple[dict[s
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
         client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
         request = wait_newer(pair.prefill, before, lambda newest: bool(newest["decode"]))
-        wait_for(lambda: "prefill.begun" in list_events(pair.prefill, request), "its beginning at the box that reads")
+        wait_for(lambda: "prefill.begun" in list_events(pair.prefill, request), "the beginning of its prefill")
         client.setblocking(False)
         with pytest.raises(BlockingIOError):  # no token has come
             client.recv(1)
-    prefill = wait_for(lambda: list_events(pair.prefill, request).get("prefill.ended"), "its end at the box that reads")
-    decode = wait_for(lambda: list_events(pair.decode, request).get("decode.ended"), "its end at the box that decodes")
+    prefill = wait_for(lambda: list_events(pair.prefill, request).get("prefill.ended"), "the end of its prefill")
+    decode = wait_for(lambda: list_events(pair.decode, request).get("decode.ended"), "the end of its decode")
     return prefill, decode
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_who_disconnects_before_the_first_token_is_forgotten_at_both_boxes(pair: Pair, stream: bool) -> None:
     failed: list[str] = []
-    for attempt in range(ATTEMPTS):  # on a busy machine the box that decodes may have begun to read the prompt itself
+    for attempt in range(ATTEMPTS):  # on a busy machine the box that decodes may have begun to prefill itself
         prefill, decode = leave_before_a_token(pair, 30 + 2 * attempt + stream, stream=stream)
         assert (decode["finish"], decode["tokens"]) == ("cancelled", 0)
         wait_empty(pair)
