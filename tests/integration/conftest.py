@@ -267,6 +267,11 @@ async def open_cluster(
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with random weights and the bundled model's tokenizer: answers are noise, but deterministic."""
+    return make_random_model(tmp_path_factory.mktemp("model"))
+
+
+def make_random_model(folder: Path, **dimensions: int) -> Path:
+    """The same, with other dimensions than the tiny ones where these are given."""
     import shutil
 
     import torch
@@ -274,21 +279,23 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     from p2pserve.node.models import BUNDLED
 
-    folder = tmp_path_factory.mktemp("model")
+    tiny = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 512,
+    }
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=4096,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
         initializer_range=0.2,
+        **{**tiny, **dimensions},  # type: ignore[arg-type]
     )
     model: Any = LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(folder)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from p2pserve.node.engine.vllm_program.backend import VLLM
 
@@ -53,6 +54,28 @@ class Server:
         for _ in range(3):
             below |= {pid for pid, parent in _parents().items() if parent in below}
         return [pid for pid in below if _output_of(pid).endswith(what)]
+
+    @property
+    def engine_pid(self) -> int:
+        """Its one engine process. What it was forked from writes to the same file."""
+        (engine,) = set(self.pids("engine.log")) - {self.fork_server_pid}
+        return engine
+
+    @property
+    def fork_server_pid(self) -> int:
+        """What its engine and API processes are forked from."""
+        (server,) = [pid for pid in self.pids("engine.log") if _parents()[pid] == self.process.pid]
+        return server
+
+    def lose(self) -> None:
+        """Kill the box's node and all that it has started, at once: as when its machine is gone."""
+        if self.process.poll() is None:
+            started = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            for child in started:
+                with suppress(psutil.NoSuchProcess):  # it has ended with its node
+                    child.kill()
+            self.process.wait(END_S)
 
 
 def _parents() -> dict[int, int]:
@@ -120,6 +143,18 @@ def start_p2pserve(home: Path, *options: str, model: str = "bundled", port: int 
     command = [sys.executable, "-m", "p2pserve.sdk.cli", "serve", model, *where, *LIMITS, *PARSERS, *options]
     environment = {"PYTHONPATH": str(ROOT), "P2PSERVE_SERVE_KV_CACHE_MIB": "64", "P2PSERVE_SERVE_THREADS": "1"}
     with _running(command, environment, home / "said.txt") as process:
+        yield Server(f"http://127.0.0.1:{port}", process, home / "said.txt", home)
+
+
+@contextmanager
+def start_join(home: Path, token: str, *options: str, model: str = "bundled") -> Iterator[Server]:
+    """`p2pserve join` with an API of its own."""
+    home.mkdir(exist_ok=True)
+    port = free_port()
+    where = ["--home", str(home), "--listen", "127.0.0.1:0", "--http", f"127.0.0.1:{port}", "--model", model]
+    command = [sys.executable, "-m", "p2pserve.sdk.cli", "join", *where, *LIMITS, *options]
+    environment = {"PYTHONPATH": str(ROOT), "P2PSERVE_JOIN_KV_CACHE_MIB": "64", "P2PSERVE_JOIN_THREADS": "1"}
+    with _running(command, {**environment, "P2PSERVE_BOOTSTRAP": token}, home / "said.txt") as process:
         yield Server(f"http://127.0.0.1:{port}", process, home / "said.txt", home)
 
 

@@ -26,3 +26,15 @@ def test_another_page_or_name_does_not_open_them(ours: Server) -> None:
     for headers in ({"host": "evil.example"}, {"origin": "https://evil.example"}, {"x-forwarded-for": "203.0.113.9"}):
         for path in ("/p2p/v1/nodes", "/dashboard/"):
             assert httpx.get(f"{ours.url}{path}", headers=headers).status_code == 403
+
+
+def test_a_parameter_that_cannot_be_is_named(ours: Server) -> None:
+    """The only requests that are answered with 422: vLLM's own paths say 400."""
+    for query, field in (("nodes?phse=decode", "phse"), ("requests?limit=many", "limit"), ("events?order=up", "order")):
+        refused = ours.ask("GET", f"/p2p/v1/{query}")
+        assert refused.status_code == 422
+        error = refused.json()["error"]
+        assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", field, 422)
+        assert error["message"].startswith(f"{field}: ")
+    for path in ("/tokenize", "/v1/completions", "/v1/responses"):
+        assert ours.post(path, {"model": ["bundled"], "prompt": {}}).status_code == 400

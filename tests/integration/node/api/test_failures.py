@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -78,7 +77,7 @@ def test_a_new_api_process_takes_over_the_port(guarded: Server) -> None:
 
 def test_a_stream_goes_on_when_its_engine_dies(guarded: Server) -> None:
     """One box: its request waits for the engine's next life, and the client sees no gap."""
-    (engine,) = [pid for pid in guarded.pids("engine.log") if _is_engine(pid, guarded)]
+    engine = guarded.engine_pid
     answers: list[httpx.Response] = []
     thread = threading.Thread(target=lambda: answers.append(ask(guarded, BOB, SLOW)))
     thread.start()
@@ -91,9 +90,3 @@ def test_a_stream_goes_on_when_its_engine_dies(guarded: Server) -> None:
     assert "error" in last or last["choices"][0]["finish_reason"] == "length"
     wait_ready(guarded)
     assert ask(guarded, BOB).status_code == 200
-
-
-def _is_engine(pid: int, server: Server) -> bool:
-    """The fork server writes there too, and is the parent of the others."""
-    parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return parent != server.process.pid
