@@ -28,8 +28,9 @@ class WaitLimitSettings:
     `window_s`: how far back the rate looks; longer rides out longer pauses of a link, and notices a stall later.
     `gain`: waiting is given up when it takes so many times as long as computing, plus `margin_s`; higher keeps prefills
     away from this engine and costs time to the first token. `hold_s`: for so long it must stay that way.
-    `first_gain`, `first_margin_s`: the same while nothing has come. `unmeasured_s`: what any prompt is taken to need
-    here until a prefill has been measured.
+    `first_gain`, `first_margin_s`: the same while nothing has come. `unmeasured_s`, `unmeasured_token_s`: until a
+    prefill has been measured here, a prompt is taken to need the former, and a long one the latter for each token.
+    Higher waits longer for the KV of a first prompt; lower has a box that shall only decode compute it.
     """
 
     window_s: float = 1.0
@@ -39,6 +40,7 @@ class WaitLimitSettings:
     first_gain: float = 4.0
     first_margin_s: float = 2.0
     unmeasured_s: float = 5.0
+    unmeasured_token_s: float = 0.001
 
 
 @dataclass(slots=True)
@@ -123,4 +125,6 @@ class WaitLimits:
         return f"KV {predicted} with {part:.0%} of it there; computing the rest takes {compute_s:.1f} s"
 
     def _compute_s(self, tokens: int) -> float:
-        return self.settings.unmeasured_s if self._token_s is None else tokens * self._token_s
+        if self._token_s is None:
+            return max(self.settings.unmeasured_s, tokens * self.settings.unmeasured_token_s)
+        return tokens * self._token_s

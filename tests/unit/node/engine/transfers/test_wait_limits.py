@@ -92,6 +92,21 @@ def test_before_a_prefill_is_measured_any_prompt_is_taken_to_be_long() -> None:
     assert list(limits.give_up(bound + 0.1)) == ["r"]
 
 
+def test_the_kv_of_a_long_first_prompt_may_take_as_long_as_such_a_prompt_does() -> None:
+    """30,000 tokens of which a twentieth comes each second, at a box that has prefilled nothing yet."""
+    given_up: dict[int, float] = {}
+    for tokens in (1_000, 30_000):
+        limits = WaitLimits()
+        limits.begin("r", 0, tokens, 0.0)
+        for step in range(1, 200):
+            now = step * 0.05
+            limits.on_arrival("r", now / 20.0, 0, now)
+            if limits.give_up(now):
+                given_up[tokens] = now
+                break
+    assert list(given_up) == [1_000]
+
+
 def test_a_load_that_has_ended_is_not_given_up() -> None:
     limits = measured()
     limits.begin("other", 0, TOKENS, 0.0)
