@@ -51,7 +51,9 @@ class PlannerLinks:
 
 def _make_links(source: PeerId, table: LinkTable, ends: Mapping[PeerId, _LinkEnd]) -> tuple[LinkView, ...]:
     """The links of one box: to whom it tells of, and to all whose site it knows a link to."""
-    told = {(source, target): figures for target, figures in table.links.items() if target in ends}
+    told: dict[tuple[str, str], LinkFigures] = {
+        (source, target): figures for target, figures in table.links.items() if target in ends
+    }
     known = SiteLinks(told, {peer: end.site for peer, end in ends.items()})
     up_gbps, up_usd = table.box.up_gbps, table.box.up_usd_per_gb
     links = []
