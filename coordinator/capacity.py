@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import isfinite
+from math import inf, isfinite
 from typing import Final, NamedTuple, final
 
 import msgspec
@@ -114,6 +114,9 @@ class LinkView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     usd_per_gb: float = 0.0
 
     def __post_init__(self) -> None:
+        are_costs = 0.0 <= self.rtt_s < inf and 0.0 <= self.gbps < inf and 0.0 <= self.usd_per_gb < inf
+        if self.source and self.target and are_costs:
+            return  # a network of 60 boxes has thousands of links
         _require(bool(self.source) and bool(self.target), "link.source or link.target is empty")
         for field in ("rtt_s", "gbps", "usd_per_gb"):
             value = getattr(self, field)

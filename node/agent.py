@@ -250,8 +250,9 @@ class Node:
         joined = self._joined
         if self._serving is not None:
             return self._serving.api.listen(listen)
-        rules = replace(_front_rules(joined.settings), role=joined.network.asks_as)
-        front = HttpFront(HttpAsking(joined.network, nursery), rules)
+        network = joined.network
+        rules = replace(_front_rules(joined.settings), role=network.asks_as, realm=network.peer_id)
+        front = HttpFront(HttpAsking(network, nursery), rules)
         at: Address = await nursery.start(front.serve, listen)
         return at
 

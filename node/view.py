@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import product
 from math import inf
 from typing import NamedTuple, Self, final
 
@@ -13,17 +12,16 @@ import msgspec
 
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
-from ..coordinator.capacity import SLOWEST_GBPS
 from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
 from ..coordinator.worth import BoxLine, weigh_boxes
-from ..kvtransport.probing.figures import LinkFigures, Source
-from ..kvtransport.probing.sites import SiteLinks
+from ..kvtransport.probing.figures import Source
 from .adverts import AdvertBook
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
+from .links.planner_links import PlannerLinks
 from .messages import Advert, EngineAdvert, LinkTable, Status
 from .models import ModelInfo
 from .observing.ages import describe_gone
@@ -93,6 +91,7 @@ class NetworkView(AdvertBook):
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, Queue] = field(default_factory=dict)
+    _planner_links: PlannerLinks = field(default_factory=PlannerLinks, repr=False, compare=False)
 
     @classmethod
     def of_status(cls, status: Status) -> Self:
@@ -203,36 +202,8 @@ class NetworkView(AdvertBook):
         return found
 
     def links(self) -> list[LinkView]:
-        """Links as the boxes at their beginnings tell of them: round trips, rates and prices."""
-        told: dict[tuple[str, str], LinkFigures] = {
-            (source, target): figures
-            for source in self.adverts
-            for target, figures in self._table(source).links.items()
-            if target in self.adverts
-        }
-        known = SiteLinks(told, {peer: self._table(peer).site for peer in self.adverts})
-        labelled = [peer for peer in self.adverts if self._table(peer).site]
-        found = []
-        pairs = ((PeerId(source), PeerId(target)) for source, target in {*told, *product(self.adverts, labelled)})
-        for source, target in pairs:
-            figures = known.get((source, target))
-            if figures is None:
-                continue
-            one, other = self._table(source).box, self._table(target).box
-            rate = figures.bounded(one.up_gbps, other.down_gbps).capacity_gbps
-            gbps = max(rate if figures.reachable else 0.0, SLOWEST_GBPS)
-            usd = figures.usd_per_gb
-            billed = one.up_usd_per_gb + other.down_usd_per_gb
-            found.append(
-                LinkView(
-                    source=source,
-                    target=target,
-                    rtt_s=figures.rtt_s,
-                    gbps=gbps,
-                    usd_per_gb=billed if usd is None else usd,
-                )
-            )
-        return found
+        """Links as the boxes at their beginnings tell of them, by source and target: round trips, rates and prices."""
+        return self._planner_links.between(self.adverts, self.links_told)
 
     def lines(self) -> dict[str, BoxLine]:
         """By box, the best that was measured over its links, beside what was offered: both ends' owners say."""

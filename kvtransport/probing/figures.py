@@ -111,10 +111,13 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.reason) > _MAX_REASON:
             raise FiguresError(f"link.reason has {len(self.reason)} characters; at most {_MAX_REASON} are allowed")
 
+    def capacity_within(self, up_gbps: float | None, down_gbps: float | None) -> float:
+        """Its rate between capped boxes: at most min(up of one, down of the other)."""
+        return min(self.capacity_gbps, inf if up_gbps is None else up_gbps, inf if down_gbps is None else down_gbps)
+
     def bounded(self, up_gbps: float | None, down_gbps: float | None) -> Self:
-        """The same link between capped boxes: at most min(up of one, down of the other)."""
-        caps = [cap for cap in (up_gbps, down_gbps) if cap is not None]
-        limit = min((self.capacity_gbps, *caps))
+        """The same link between capped boxes."""
+        limit = self.capacity_within(up_gbps, down_gbps)
         return msgspec.structs.replace(self, capacity_gbps=limit, one_stream_gbps=min(self.one_stream_gbps, limit))
 
     def alike(self, other: LinkFigures, within: float) -> bool:

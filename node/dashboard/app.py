@@ -28,7 +28,8 @@ from ... import __version__
 from ..admin.feed import Feed
 from ..admin.naming import UnknownBox, find_box
 from ..admin.source import SourceError
-from ..web.access import COOKIE, SESSION_S, Access, Caller, Verdict
+from ..web.access import SESSION_S, Access, Caller, Verdict
+from ..web.fields import SESSION, VOUCHED
 from .guard import Guard
 from .sections import SECTIONS, TEMPLATES, event_groups
 from .view import View
@@ -162,7 +163,7 @@ class Dashboard:
             return self._answer(request, "login.html", 401, page="", error="That is not this node's admin token.")
         response = RedirectResponse(_base(request) + "/", 303)
         response.set_cookie(
-            COOKIE,
+            self._access.cookie,
             self._access.open_session(self._wall()),
             max_age=SESSION_S,
             path=_base(request) or "/",
@@ -175,7 +176,7 @@ class Dashboard:
     async def log_out(self, request: Request) -> Response:
         """Forgets the cookie."""
         response = RedirectResponse(_base(request) + "/login", 303)
-        response.delete_cookie(COOKIE, path=_base(request) or "/")
+        response.delete_cookie(self._access.cookie, path=_base(request) or "/")
         return response
 
     def admit(self, request: Request) -> Response | None:
@@ -191,7 +192,7 @@ class Dashboard:
 
     def _judge(self, request: Request) -> Verdict:
         caller = Caller.of_scope(request.scope, request.headers)
-        return self._access.judge_session(caller, request.cookies.get(COOKIE, ""), self._wall())
+        return self._access.judge_session(caller, request.cookies.get(self._access.cookie, ""), self._wall())
 
     async def _look(self, request: Request, page: str, about: str) -> View:
         snapshot = await self._feed.snapshot()
@@ -218,9 +219,15 @@ class Dashboard:
             menu={name: page.title for name, page in PAGES.items() if page.in_menu},
             version=__version__,
             query=query,
-            may_log_out=self._access.needs_token and status < 400 and template != "login.html",
+            may_log_out=self._has_session(request) and status < 400 and template != "login.html",
         )
         return HTMLResponse(text, status, {"Cache-Control": "no-store"})
+
+    def _has_session(self, request: Request) -> bool:
+        """Whether who looks has logged in: here, or at the gateway that has carried this here."""
+        if request.scope.get(VOUCHED) is True:
+            return SESSION.decode() in request.headers
+        return self._access.needs_token
 
 
 def make_dashboard(feed: Feed, access: Access, wall: Callable[[], float]) -> Starlette:

@@ -41,9 +41,12 @@ class Outbox:
 
     def tell_weights(self, file: int, files: int) -> None:
         """Which file of the weights is being read, of how many; (0, 0): all have been."""
-        self.send(
-            protocol.Starting(part="weights", file=file, files=files) if files else protocol.Starting(part="warm-up")
-        )
+        self.send(_starting(file, files))
+
+    def tell_worker_weights(self, worker: int, workers: int, file: int, files: int) -> None:
+        """The same in one of several worker processes, forked from the one that this was made in: nobody writes here
+        what the kernel does not take, and a lock may have been held. Takes it whole or not at all, short as it is."""
+        self._write_now(protocol.frame(msgspec.structs.replace(_starting(file, files), worker=worker, workers=workers)))
 
     def flush(self) -> None:
         """Wait until everything queued so far has been written (at most 5 s)."""
@@ -72,6 +75,10 @@ class Outbox:
             return 0
         except OSError:
             os._exit(0)  # as above
+
+
+def _starting(file: int, files: int) -> protocol.Starting:
+    return protocol.Starting(part="weights", file=file, files=files) if files else protocol.Starting(part="warm-up")
 
 
 def listen(messages: socket.socket, take: Callable[[protocol.ToEngine], None]) -> None:

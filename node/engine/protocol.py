@@ -275,11 +275,14 @@ class EngineReady(EngineMessage, frozen=True, kw_only=True, tag="ready"):
 
 
 class Starting(EngineMessage, frozen=True, kw_only=True, tag="starting"):
-    """What the engine is doing before it can serve. Of `weights`: the file that it reads, and of how many."""
+    """What the engine is doing before it can serve. Of `weights`: the file that it reads, and of how many. Which of its
+    worker processes says so, and of how many that do."""
 
     part: Literal["weights", "warm-up"]
     file: Count = 0
     files: Count = 0
+    worker: Count = 0
+    workers: Count = 1
 
 
 class StartFailed(EngineMessage, frozen=True, kw_only=True, tag="start-failed"):

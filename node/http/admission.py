@@ -8,11 +8,13 @@ from typing import Final, final
 from ...bootstrap import Address, Role
 from ...bootstrap.errors import AddressError
 from ..web.access import Access, Caller, Verdict
-from ..web.fields import RawHeaders, decode_headers, is_allowed
+from ..web.fields import RawHeaders, decode_headers, find_cookie, is_allowed
 from ..web.listening import HttpRefusal, host_of, is_loopback
-from ..web.paths import ADMIN, find_refusal, is_below, path_of
+from ..web.paths import ADMIN, DASHBOARD, find_refusal, is_below, path_of
 from .messages import MAX_HEADER_BYTES, MAX_HEADERS, MAX_HEADERS_BYTES, MAX_NAME_BYTES, MAX_TARGET_BYTES
 
+LOGIN: Final = f"{DASHBOARD}/login"
+LOGOUT: Final = f"{DASHBOARD}/logout"
 OPEN_PATHS: Final = frozenset({"/health", "/live"})  # for load balancers, which have no key
 
 
@@ -21,12 +23,23 @@ OPEN_PATHS: Final = frozenset({"/health", "/live"})  # for load balancers, which
 class FrontRules:
     """Who may ask. `keys`: any of them lets in; none: whoever reaches the port, which must be this machine alone unless
     its owner says that it `needs_no_key`. `role`: what the network takes the front for; where it is an admin, the admin
-    API and the dashboard are for who shows the `admin_token`, or without one, for this machine."""
+    API and the dashboard are for who shows the `admin_token`, or without one, for this machine. `realm`: what tells the
+    front from others, so that who has logged in here has not done so elsewhere."""
 
     keys: tuple[str, ...] = ()
     needs_no_key: bool = False
     role: Role = Role.CLIENT
     admin_token: str | None = None
+    realm: str = ""
+
+    @property
+    def access(self) -> Access:
+        """Who may look at the network."""
+        return Access(self.admin_token, self.realm)
+
+    def has_login(self, path: str | None) -> bool:
+        """Whether the front answers this itself, because browsers log in or out there."""
+        return self.role is Role.ADMIN and self.admin_token is not None and path in (LOGIN, LOGOUT)
 
 
 def check_listen(listen: Address, rules: FrontRules) -> None:
@@ -39,16 +52,17 @@ def check_listen(listen: Address, rules: FrontRules) -> None:
 
 
 def judge(
-    method: str, target: str, headers: RawHeaders, rules: FrontRules, host: str | None = None
+    method: str, target: str, headers: RawHeaders, rules: FrontRules, host: str | None = None, now: float = 0.0
 ) -> HttpRefusal | None:
-    """Why a request is not taken; None for one that is. `host`: the address that it comes from, where that is known."""
+    """Why a request is not taken; None for one that is. `host`: the address that it comes from, where that is known.
+    `now`: unix seconds, for sessions."""
     if (refusal := _judge_size(target, headers)) is not None:
         return refusal
     path = path_of(target)
     if path in OPEN_PATHS and "?" not in target:
         return None
     if path is not None and is_below(path, ADMIN):
-        return _judge_admin(method, target, headers, rules, host)
+        return _judge_admin(method, target, headers, rules, host, now)
     # A page in a browser of this machine can have its own name point here: without a key, that name gives it away.
     if not (rules.keys or rules.needs_no_key or is_loopback(host_of(headers))):
         return HttpRefusal(403, "host: without --api-key this gateway answers to localhost and 127.0.0.1 only")
@@ -60,10 +74,10 @@ def judge(
 
 
 def _judge_admin(
-    method: str, target: str, headers: RawHeaders, rules: FrontRules, host: str | None
+    method: str, target: str, headers: RawHeaders, rules: FrontRules, host: str | None, now: float
 ) -> HttpRefusal | None:
     """Of what is for admins: the box looks at the role, too, and takes the front's word for the rest. API keys do not
-    count here."""
+    count here; a program shows the admin token, a browser that has logged in its cookie."""
     if rules.role is not Role.ADMIN:
         return HttpRefusal(
             403,
@@ -72,11 +86,21 @@ def _judge_admin(
         )
     if (found := find_refusal(method, target, rules.role)) is not None:
         return HttpRefusal(*found)
+    path = path_of(target)
+    if rules.has_login(path):
+        return None
     fields = decode_headers(headers)
     caller = Caller.of((host,) if host is not None else None, fields)
-    verdict = Access(rules.admin_token).judge_bearer(caller, fields.get("authorization", ""))
+    has_pages = path is not None and is_below(path, (DASHBOARD,)) and "authorization" not in fields
+    if has_pages:
+        verdict = rules.access.judge_session(caller, find_cookie(headers, rules.access.cookie), now)
+    else:
+        verdict = rules.access.judge_bearer(caller, fields.get("authorization", ""))
     if verdict is Verdict.ADMITTED:
         return None
+    # A page that asks for its news is told that its session has ended; everything else a browser shows to its user.
+    if has_pages and verdict is Verdict.TOKEN_MISSING and method in ("GET", "HEAD") and "x-have" not in fields:
+        return HttpRefusal(303, f"{verdict.value}, or log in at {LOGIN}", location=LOGIN)
     return HttpRefusal(401 if verdict in (Verdict.TOKEN_MISSING, Verdict.TOKEN_WRONG) else 403, verdict.value)
 
 

@@ -1,13 +1,15 @@
 """An HTTP/1.1 front: requests that come to a port of this machine are carried over the network to boxes that serve.
 
-It answers nothing itself but `/health` and `/live`, and holds each body until its request has been answered, so that
-another box can be asked when one is lost.
+It answers nothing itself but `/health`, `/live` and where an admin's browser logs in, and holds each body until its
+request has been answered, so that another box can be asked when one is lost.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Final, final
@@ -19,13 +21,15 @@ import trio
 from ...bootstrap import DECODE_ERRORS, Address
 from ...bootstrap.errors import AddressError, PortInUse
 from ..web.envelope import describe_error, describe_event
-from ..web.fields import REQUEST_ID, RawHeaders, find_header, pick_request_id
+from ..web.fields import REQUEST_ID, RawHeaders, find_cookie, find_header, pick_request_id
 from ..web.listening import HttpRefusal
 from ..web.paths import ADMIN, is_below, path_of
 from .admission import FrontRules, check_listen, judge
 from .asking import AnswerLost, CarriedAnswer, CarriedRequest, HttpAsking, NotCarried
 from .event_stream import EventSplitter
-from .headers import pass_request
+from .headers import pass_answer, pass_request
+from .login import MAX_FORM_BYTES, answer_login
+from .messages import HttpHeader
 
 _log = logging.getLogger(__name__)
 
@@ -73,11 +77,12 @@ class _Received:
 
 @final
 class HttpFront:
-    """Serves one port. Run `serve` in a nursery of whoever owns the network."""
+    """Serves one port. Run `serve` in a nursery of whoever owns the network. `wall`: unix seconds, for sessions."""
 
-    def __init__(self, asking: HttpAsking, rules: FrontRules) -> None:
+    def __init__(self, asking: HttpAsking, rules: FrontRules, wall: Callable[[], float] = time.time) -> None:
         self._asking = asking
         self._rules = rules
+        self.wall = wall
         self._connections = 0
         self._held = 0  # bytes of bodies
 
@@ -156,14 +161,16 @@ class _Connection:
         headers = list(head.headers)
         self._is_head = head.method == b"HEAD"
         request_id = pick_request_id(headers)
-        refusal = judge(head.method.decode(), head.target.decode("latin-1"), headers, self._rules, self._host)
+        method, target = head.method.decode(), head.target.decode("latin-1")
+        refusal = judge(method, target, headers, self._rules, self._host, self._front.wall())
         if is_one_too_many:
             refusal = HttpRefusal(503, f"this gateway has {MAX_CONNECTIONS} connections; try again", BUSY_RETRY_S)
         size = 0
         try:
             body = b""
             if refusal is None:
-                taken = await self._take_body(headers)
+                bound = MAX_FORM_BYTES if self._rules.has_login(path_of(target)) else MAX_BODY_BYTES
+                taken = await self._take_body(headers, bound)
                 if isinstance(taken, HttpRefusal):
                     refusal = taken
                 else:
@@ -176,11 +183,11 @@ class _Connection:
         finally:
             self._front.release(size)
 
-    async def _take_body(self, headers: RawHeaders) -> bytes | HttpRefusal:
+    async def _take_body(self, headers: RawHeaders, bound: int) -> bytes | HttpRefusal:
         """All of it, counted as held, or why not."""
-        too_large = HttpRefusal(413, f"body: more than {MAX_BODY_BYTES} bytes are not taken")
+        too_large = HttpRefusal(413, f"body: more than {bound} bytes are not taken")
         length = find_header(headers, b"content-length")
-        if length is not None and int(length) > MAX_BODY_BYTES:  # h11 has seen to it that it is a number
+        if length is not None and int(length) > bound:  # h11 has seen to it that it is a number
             return too_large
         if self._http.they_are_waiting_for_100_continue:
             await self._send(h11.InformationalResponse(status_code=100, headers=[]))
@@ -190,7 +197,7 @@ class _Connection:
         try:
             with trio.move_on_after(BODY_S):
                 while isinstance(event := await self._next_event(), h11.Data):
-                    if held + len(event.data) > MAX_BODY_BYTES:
+                    if held + len(event.data) > bound:
                         return too_large
                     if not self._front.hold(len(event.data)):
                         return HttpRefusal(503, "this gateway holds too many bodies; try again", BUSY_RETRY_S)
@@ -210,6 +217,9 @@ class _Connection:
         if received.path in {"/health", "/live"} and b"?" not in received.head.target:
             await self._answer_health(received)
             return True
+        if self._rules.has_login(received.path):
+            await self._answer_login(received)
+            return True
         is_whole = False
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_client, nursery.cancel_scope)
@@ -223,12 +233,18 @@ class _Connection:
         else:
             await self._answer_refusal(received, HttpRefusal(503, "no box of this network is ready to serve", 5.0))
 
+    async def _answer_login(self, received: _Received) -> None:
+        """Here, and at no box: it would learn the token, or the cookie."""
+        method, now = received.head.method.decode(), self._front.wall()
+        page = answer_login(method, received.path, received.headers, received.body, self._rules, self._host, now)
+        await self._send_whole(page.status, [*page.headers, (REQUEST_ID, received.id)], page.body)
+
     async def _carry(self, received: _Received) -> bool:
         """False where the answer broke off, or its reader."""
         request = CarriedRequest(
             method=received.head.method.decode(),
             target=received.target,
-            headers=pass_request(received.headers, received.id, names_front=is_below(received.path, ADMIN)),
+            headers=self._pass_request(received),
             body=received.body,
             service=_find_model(received),
         )
@@ -244,8 +260,13 @@ class _Connection:
             _log.warning("an answer was cut short, which is no HTTP: %s", error)
             return False
 
+    def _pass_request(self, received: _Received) -> tuple[HttpHeader, ...]:
+        shows_network = is_below(received.path, ADMIN)
+        has_session = shows_network and find_cookie(received.headers, self._rules.access.cookie) != ""
+        return pass_request(received.headers, received.id, names_front=shows_network, has_session=has_session)
+
     async def _pass_answer(self, received: _Received, answer: CarriedAnswer) -> bool:
-        headers = [(header.name, header.value) for header in answer.headers]
+        headers = pass_answer(answer.headers)
         if find_header(headers, REQUEST_ID) is None:
             headers.append((REQUEST_ID, received.id))
         content = find_header(headers, b"content-type") or b""
@@ -286,6 +307,8 @@ class _Connection:
         headers = [(b"content-type", b"application/json"), (REQUEST_ID, received.id)]
         if refusal.retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, round(refusal.retry_after_s))).encode()))
+        if refusal.location is not None:
+            headers.append((b"location", refusal.location.encode()))
         if refusal.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         while self._http.their_state is h11.SEND_BODY and self._http.next_event() is not h11.NEED_DATA:

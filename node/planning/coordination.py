@@ -91,11 +91,10 @@ class Coordinator:
         known = last is not None and task.roster == last.roster
         if known and now < self._planned_at + self._quiet_s:
             return None
-        links = sorted(view.links(), key=lambda link: (link.source, link.target))
         demands = view.demands(task.service)
         task = msgspec.structs.replace(
             task,
-            links=tuple(link for link in links if link.source not in left_out),
+            links=tuple(link for link in view.links() if link.source not in left_out),
             demands=tuple(demand for peer, demand in demands.items() if peer not in left_out),
         )
         if last is not None and known and (task.figures == last.figures or task.quiet):

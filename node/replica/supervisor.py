@@ -27,6 +27,7 @@ from ..engine.backends import find_backend
 from ..messages import EngineAdvert
 from ..models import ModelError
 from ..settings import WAN, NodeTuning
+from .loading import LoadingWorkers, describe_starting
 from .place import Place
 from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
@@ -168,8 +169,9 @@ class Supervisor:
             config = with_stage(msgspec.structs.replace(config, model=str(folder)), place, pipes)
             await server.wait_ready()
             say("loads the model")
+            workers = LoadingWorkers()
             link = self._link = await server.start_engine(
-                config, self._worker.on_engine_message, lambda progress: self._tell_starting(state, progress)
+                config, self._worker.on_engine_message, lambda said: self._tell_starting(state, workers.take(said))
             )
             self._worker.use(link, place, frozenset(end.ticket.link for end in pipes))
             return await self._serve(link, place, call)
@@ -253,10 +255,3 @@ class Supervisor:
         if advert != self._advert:
             self._advert = advert
             self._on_change(advert)
-
-
-def describe_starting(progress: protocol.Starting) -> str:
-    """For people: `weights 3/8`; of a single file only that it is being read."""
-    if progress.part == "warm-up":
-        return "warms up"
-    return f"weights {progress.file}/{progress.files}" if progress.files > 1 else "weights"

@@ -85,9 +85,12 @@ class Caller(NamedTuple):
 
 @final
 class Access:
-    """Holds the token of a node, or that it has none. Raises AdminTokenError for one that can be guessed."""
+    """Holds the token of a node, or that it has none. Raises AdminTokenError for one that can be guessed.
 
-    def __init__(self, token: str | None) -> None:
+    `realm`: whom sessions are good for. Without one they are good at every node with the same token.
+    """
+
+    def __init__(self, token: str | None, realm: str = "") -> None:
         if token is not None and (len(token) < MIN_TOKEN_CHARACTERS or not token.isascii() or not token.isprintable()):
             raise AdminTokenError(
                 f"admin-token: it has to be at least {MIN_TOKEN_CHARACTERS} printable ASCII characters; "
@@ -95,7 +98,9 @@ class Access:
             )
         self._token = token
         # Whoever changes the token ends all sessions; a restart does not, nor does another box with the same token.
-        self._session_key = new((token or "").encode(), b"p2pserve dashboard session", sha256).digest()
+        self._session_key = new((token or "").encode(), b"p2pserve dashboard session" + realm.encode(), sha256).digest()
+        # Browsers do not tell ports apart: two gateways of one machine would overwrite each other's cookie.
+        self._cookie = f"{COOKIE}_{realm[-8:]}" if realm else COOKIE
 
     def __repr__(self) -> str:
         return f"<Access {'by token' if self.needs_token else 'from this box'}>"
@@ -104,6 +109,11 @@ class Access:
     def needs_token(self) -> bool:
         """Whether there is a token to show."""
         return self._token is not None
+
+    @property
+    def cookie(self) -> str:
+        """The name of the cookie that a session is kept in."""
+        return self._cookie
 
     def judge_bearer(self, caller: Caller, authorization: str) -> Verdict:
         """Of a program that shows the token in each request."""

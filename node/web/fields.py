@@ -15,6 +15,8 @@ CLIENT: Final = b"x-p2p-client"
 """Who asks: a box adds it for its API server, which counts and limits by it instead of a key."""
 ROLE: Final = b"x-p2p-role"
 """The role of who asks: likewise, where it is an admin."""
+SESSION: Final = b"x-p2p-session"
+"""An admin's front adds it where its reader has logged in there, and so may log out."""
 VOUCHED: Final = "p2pserve.admin"
 """In the scope of an ASGI request: it was carried here from an admin, as the node has told. No field of a request
 can say so."""
@@ -34,6 +36,17 @@ def find_header(headers: RawHeaders, name: bytes) -> bytes | None:
 def decode_headers(headers: RawHeaders) -> dict[str, str]:
     """As text, by their names in lower case; of several with one name, the last."""
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
+
+
+def find_cookie(headers: RawHeaders, name: str) -> str:
+    """The value of a cookie that a browser sends; empty where it sends none of that name."""
+    for field, value in headers:
+        pairs = value.decode("latin-1").split(";") if field.lower() == b"cookie" else []
+        for pair in pairs:
+            found, _, text = pair.strip().partition("=")
+            if found == name:
+                return text
+    return ""
 
 
 def pick_request_id(headers: RawHeaders) -> bytes:

@@ -12,11 +12,13 @@ from .fields import RawHeaders, find_header
 @final
 @dataclass(frozen=True, slots=True)
 class HttpRefusal:
-    """The status and the text for whoever asked, and when to ask again, where that helps."""
+    """The status and the text for whoever asked, when to ask again, where that helps, and where a browser goes
+    instead."""
 
     status: int
     text: str
     retry_after_s: float | None = None
+    location: str | None = None
 
 
 def is_loopback(host: str) -> bool:

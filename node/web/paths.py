@@ -13,7 +13,8 @@ API: Final = (
     *("/v1", "/v2", "/tokenize", "/detokenize", "/tokenizer_info", "/health", "/live", "/ping", "/version", "/load"),
     *("/metrics", "/docs", "/redoc", "/openapi.json"),
 )
-ADMIN: Final = ("/p2p/v1", "/dashboard")
+DASHBOARD: Final = "/dashboard"
+ADMIN: Final = ("/p2p/v1", DASHBOARD)
 """What shows other people's requests, or changes something: for admins."""
 
 _TARGET: Final = re.compile(r"/[\x21-\x7e]*")

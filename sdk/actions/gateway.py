@@ -62,14 +62,14 @@ async def _serve_until_signal(
 
 
 def rules_of(network: Network, rules: FrontRules) -> FrontRules:
-    """With what the join token lets it carry. Raises UsageError."""
+    """With what the join token lets it carry, and whose sessions its admins have. Raises UsageError."""
     if rules.admin_token is not None and network.asks_as is not Role.ADMIN:
         raise UsageError(
             f"admin_token: with a {network.asks_as.value}'s join token this gateway carries neither /dashboard nor "
             "/p2p/v1; leave it out (P2PSERVE_ADMIN_TOKEN, too), or join with an admin's: p2pserve token create "
             "--role admin"
         )
-    return replace(rules, role=network.asks_as)
+    return replace(rules, role=network.asks_as, realm=network.peer_id)
 
 
 def _greet(at: Address) -> None:

@@ -21,7 +21,7 @@ from .. import environment
 from ..actions.status_view import open_console
 from ..errors import UsageError
 from ..options.command import ENVIRONMENT
-from ..options.config import CommandPath, ConfigReader, option_key, options_of, walk_commands
+from ..options.config import CommandPath, ConfigReader, Settable, option_key, options_of, walk_commands
 from ..options.secrets import MASK, SECRET_OPTIONS, mask_value
 from ..options.sources import SECTION_DISTANCES, find_overruled
 
@@ -141,13 +141,13 @@ def _settings_of(
     yield from settings.values()
 
 
-def _variable_of(option: click.Option, prefix: str) -> str:
+def _variable_of(option: Settable, prefix: str) -> str:
     """The variable that an option has its value from."""
     named = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
     return next((each for each in named if os.environ.get(each)), f"{prefix}_{option.name}".upper())
 
 
-def _shown(option: click.Option, value: object) -> object:
+def _shown(option: Settable, value: object) -> object:
     """A value as JSON can have it; of a secret its kind alone."""
     if value is None or isinstance(value, Enum):  # click's word for what has no default
         return None

@@ -7,13 +7,14 @@ from typing import Final
 
 import click
 
+from ..options.arguments import FLAGS, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
 from ..options.values import AGE, COUNT, POSITIVE, SECONDS
 
 vllm_options: Final = click.argument(
-    "vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
+    FLAGS, cls=ConfigArgument, key=VLLM, nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
 )
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import click
 
+from ..options.arguments import FLAGS, MODEL, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, http_options, place_options
@@ -22,8 +23,10 @@ from ..options.values import COUNT
     passes_unknown=True,
 )
 @combine(
-    click.argument("model", metavar="MODEL"),
-    click.argument("vllm_options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF vllm serve]"),
+    click.argument(MODEL, cls=ConfigArgument, key=MODEL, metavar="MODEL"),
+    click.argument(
+        FLAGS, cls=ConfigArgument, key=VLLM, nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF vllm serve]"
+    ),
     http_options("127.0.0.1:8000"),
     admin_options,
     api_options,

@@ -10,6 +10,7 @@ from typing import Any, Final
 import click
 
 from .. import environment
+from .arguments import settle_flags
 from .catalogue import COMMANDS
 from .config import use_config
 from .sources import read_secrets, settle_alternatives
@@ -105,6 +106,7 @@ class Command(_Helped):
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
             settle_alternatives(ctx)
+            settle_flags(ctx)
         return rest
 
 

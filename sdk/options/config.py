@@ -5,6 +5,7 @@ site = "fra"
 
 [join]                           # this command alone; counts before the top
 model = "Qwen/Qwen3-8B"
+vllm = { tool-call-parser = "hermes" }  # flags of `vllm serve`
 
 [token.create]
 expires = "30d"
@@ -24,6 +25,7 @@ from click.types import FloatParamType, IntParamType
 
 from ..environment import ConfigFile, read_config, resolve_path
 from ..errors import UsageError
+from .arguments import VLLM, ConfigArgument
 from .secrets import SECRET_OPTIONS, warn_of_others, warn_on_stderr
 from .sources import SECTION_DISTANCES
 from .values import Parsed
@@ -33,6 +35,9 @@ SHARED: Final = "shared"
 
 NAMED: Final = 4  # sections, in an error
 KINDS: Final[dict[type, str]] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+Settable = click.Option | ConfigArgument
+"""What of a command a config file may set."""
 
 CommandPath = tuple[str, ...]
 """The names that lead to a command, and to its section."""
@@ -116,12 +121,12 @@ class ConfigReader:
             elif only is None or only[: len(below.path)] == below.path:
                 yield from self._find_faults(below, only)
 
-    def _options_set(self, section: _Section, name: str, only: CommandPath | None) -> list[click.Option]:
+    def _options_set(self, section: _Section, name: str, only: CommandPath | None) -> list[Settable]:
         """The options that a value in a section sets: of `only`, or of all commands. Raises UsageError if it is for
         none."""
         key = option_key(name)
 
-        def pick(command: click.Command) -> click.Option | None:
+        def pick(command: click.Command) -> Settable | None:
             option = options_of(command).get(key)
             return option if option is not None and (section.path or getattr(option, "shared", False)) else None
 
@@ -132,9 +137,11 @@ class ConfigReader:
             raise UsageError(self._explain_key(section, key))
         return found if only is None else []
 
-    def _convert(self, option: click.Option, value: object) -> str | bool | list[str]:
+    def _convert(self, option: Settable, value: object) -> str | bool | list[str]:
         """A value as click takes it from a map of defaults. Raises UsageError."""
-        if option.is_flag:
+        if isinstance(option, ConfigArgument) and option.key == VLLM:
+            return self._write_flags(value)
+        if isinstance(option, click.Option) and option.is_flag:
             if not isinstance(value, bool):
                 raise UsageError(f"{_shown(value)} is not {KINDS[bool]}")
             return value
@@ -145,7 +152,24 @@ class ConfigReader:
             raise UsageError("it takes one value, and this is a list")
         return [self._convert_one(option, each) for each in value]
 
-    def _convert_one(self, option: click.Option, value: object) -> str:
+    def _write_flags(self, table: object) -> list[str]:
+        """A table of vLLM's flags as words of a command line. Raises UsageError."""
+        if not isinstance(table, dict):
+            raise UsageError(f'it is a table: {VLLM} = {{ tool-call-parser = "hermes" }}')
+        from ...node.engine.api.options import FILES, OptionRefused, check_options, write_flag
+
+        words: list[str] = []
+        for name, value in table.items():
+            key = option_key(name)
+            if f"--{key}" in FILES and isinstance(value, str) and "{" not in value:
+                value = str(resolve_path(value, self._file))
+            try:
+                words += check_options(write_flag(key, value))
+            except OptionRefused as error:
+                raise UsageError(str(error)) from error
+        return words
+
+    def _convert_one(self, option: Settable, value: object) -> str:
         kind = _kind_of(option)
         if isinstance(value, bool) or not isinstance(value, (float, int) if kind is float else kind):
             raise UsageError(f"{_shown(value)} is not {KINDS[kind]}{_advise_quotes(kind, value)}")
@@ -201,10 +225,15 @@ def option_key(name: str) -> str:
     return name.lstrip("-").replace("_", "-")
 
 
-def options_of(command: click.Command) -> dict[str, click.Option]:
-    """The options of a command that a config file may set, by key."""
-    options = [each for each in command.params if isinstance(each, click.Option)]
-    return {option_key(each.opts[-1]): each for each in options if not each.hidden and each.name != "config"}
+def options_of(command: click.Command) -> dict[str, Settable]:
+    """The options and arguments of a command that a config file may set, by key."""
+    found: dict[str, Settable] = {}
+    for each in command.params:
+        if isinstance(each, ConfigArgument):
+            found[each.key] = each
+        elif isinstance(each, click.Option) and not each.hidden and each.name != "config":
+            found[option_key(each.opts[-1])] = each
+    return found
 
 
 def walk_commands(
@@ -236,7 +265,7 @@ def _read_top(config: ConfigFile) -> _Section:
     if not isinstance(shared, dict):
         raise UsageError(f"{config.path}: {SHARED}: it is a section: [{SHARED}]")
     for name, value in shared.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and name != VLLM:
             raise UsageError(f"{config.path}: [{SHARED}.{name}] a section of a command is not below another: [{name}]")
         if name in top.values:
             raise UsageError(f"{config.path}: {name}: it is there twice, at the top and under [{SHARED}]")
@@ -244,12 +273,12 @@ def _read_top(config: ConfigFile) -> _Section:
 
 
 def _read_section(path: CommandPath, table: Mapping[str, Any]) -> _Section:
-    values = {name: value for name, value in table.items() if not isinstance(value, dict)}
-    below = {name: _read_section((*path, name), value) for name, value in table.items() if isinstance(value, dict)}
-    return _Section(path, values, below)
+    tables = {name: value for name, value in table.items() if isinstance(value, dict) and name != VLLM}
+    values = {name: value for name, value in table.items() if name not in tables}
+    return _Section(path, values, {name: _read_section((*path, name), value) for name, value in tables.items()})
 
 
-def _kind_of(option: click.Option) -> type:
+def _kind_of(option: Settable) -> type:
     """What an option's value is in a config file."""
     if isinstance(option.type, Parsed):
         return option.type.kind

@@ -6,6 +6,7 @@ needed: the command line reads this.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Final
@@ -57,6 +58,9 @@ PASSED: Final[dict[str, bool]] = {
     "--renderer-num-workers": True,
 }
 """Flag -> whether a value follows. Those without one also have the form `--no-...`, where vLLM has it."""
+
+FILES: Final = frozenset({"--chat-template", "--tool-parser-plugin", "--reasoning-parser-plugin"})
+"""Flags whose value is a path. That of a template may be the template itself, which has braces."""
 
 OURS: Final[dict[str, str]] = {
     "--model": "the model is the first argument: p2pserve serve MODEL",
@@ -314,6 +318,26 @@ def check_options(given: Sequence[str]) -> tuple[str, ...]:
                 raise OptionRefused(f"{word}: a value is missing")
             at += 1
     return tuple(given)
+
+
+def write_flag(name: str, value: object) -> tuple[str, ...]:
+    """A flag and its value, as a file has them, as they stand on a command line: true is the flag alone, false leaves
+    it out, and what is neither text nor a number is written as JSON. Raises OptionRefused."""
+    flag = f"--{name}"
+    if OURS.get(flag) == "":
+        raise OptionRefused(f"{flag}: it is an option of p2pserve, too; write it outside of the table, as {name}")
+    takes_value = _judge(flag)
+    if isinstance(value, bool) is takes_value:
+        raise OptionRefused(f"{flag}: it takes a value" if takes_value else f"{flag}: it is true or false")
+    if not takes_value:
+        return (flag,) if value else ()
+    return (f"{flag}={value if isinstance(value, str) else json.dumps(value, default=str)}",)
+
+
+def flag_of(word: str) -> str:
+    """What a word of a command line says for or against: `--a=b`, `--no-a` and `--a` are of one flag."""
+    flag = word.partition("=")[0].replace("_", "-")
+    return f"--{flag.removeprefix('--no-').removeprefix('--')}"
 
 
 def _judge(word: str) -> bool:

@@ -45,7 +45,8 @@ _tell: ContextVar[Tell | None] = ContextVar("tell_weights", default=None)
 
 @contextmanager
 def telling_weights(tell: Tell) -> Iterator[None]:
-    """`tell` hears how far the weights are that this thread loads in the body, also with vLLM's own loader."""
+    """`tell` hears how far the weights are that this thread loads in the body, also with vLLM's own loader. A process
+    that is forked in the body has a `tell` of its own."""
     original = DefaultModelLoader.get_all_weights
 
     def get_all_weights(

@@ -84,10 +84,20 @@ class VllmProgram:
             if self._config.partition:
                 check_pipeline(self._config)
                 join_pipeline(self._config, self._connections, self._forked, end_process(self._outbox))
-            with own_temporary_folder(), telling_weights(self._outbox.tell_weights):
+            with own_temporary_folder(), telling_weights(self._tell_weights):
                 return EngineRunner(self._config, self._outbox, self._switchboard, self._inbox, self._forked)
         except PipelineError as error:
             raise StartError(str(error)) from error
+
+    def _tell_weights(self, file: int, files: int) -> None:
+        """In the process that loads: vLLM forks those of several workers while this one waits for them. Of a stage of
+        several, only this process tells."""
+        if self._config.tp == 1 or self._config.partition:
+            self._outbox.tell_weights(file, files)
+            return
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        self._outbox.tell_worker_weights(get_tensor_model_parallel_rank(), self._config.tp, file, files)
 
 
 @dataclass(slots=True)

@@ -41,7 +41,9 @@ def network_of(role: Role) -> Network:
 
 def test_a_gateway_carries_what_its_join_token_lets_it_and_takes_no_admin_token_for_nothing() -> None:
     for rules in (FrontRules(keys=("secret-1",)), FrontRules(admin_token=TOKEN)):
-        found = rules_of(network_of(Role.ADMIN), rules)
+        network = network_of(Role.ADMIN)
+        found = rules_of(network, rules)
+        assert found.realm == network.peer_id
         assert (found.role, found.keys, found.admin_token) == (Role.ADMIN, rules.keys, rules.admin_token)
     assert rules_of(network_of(Role.CLIENT), FrontRules()).role is Role.CLIENT
     with pytest.raises(UsageError, match=r"^admin_token: with a client's join token .* token create --role admin$"):

@@ -54,6 +54,7 @@ class Engine:
     reports: dict[tuple[bytes, bytes], protocol.TransferReport] = field(default_factory=dict)
     links: list[protocol.LinkReport] = field(default_factory=list)
     iterations: list[protocol.Iterations] = field(default_factory=list)
+    starting: list[protocol.Starting] = field(default_factory=list)
     stats: protocol.EngineStats | None = None
     _news: trio.Event = field(default_factory=trio.Event)
 
@@ -266,7 +267,7 @@ async def engines(channels: list[int], model: Path, **config: object) -> AsyncIt
 async def start(server: ForkServerClient, config: protocol.EngineConfig) -> Engine:
     engine = Engine()
     with trio.fail_after(100):
-        engine.link = await server.start_engine(config, engine.on_message)
+        engine.link = await server.start_engine(config, engine.on_message, engine.starting.append)
     return engine
 
 

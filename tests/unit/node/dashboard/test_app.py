@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from p2pserve.node.admin.source import NetworkSnapshot, SourceError
 from p2pserve.node.dashboard.mounting import OWN_ACCESS, mount
@@ -18,6 +19,7 @@ from p2pserve.node.dashboard.view import View
 from p2pserve.node.dev.showcase import Showcase
 from p2pserve.node.observing.values import LinkSummary, RequestTrace
 from p2pserve.node.web.access import COOKIE, Access
+from p2pserve.node.web.fields import VOUCHED
 
 from .networks import NOW, network
 
@@ -264,6 +266,20 @@ def test_who_has_the_token_logs_in_and_out() -> None:
         assert client.post("/dashboard/logout").status_code == 303
         assert COOKIE not in client.cookies
         assert client.get("/dashboard/").status_code == 303
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+@pytest.mark.parametrize("logged_in", [False, True])
+def test_who_has_logged_in_at_a_gateway_may_log_out_there(token: str | None, logged_in: bool) -> None:
+    app = Starlette()
+    mount(app, network(3), Access(token))
+
+    async def carried(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, VOUCHED: True}, receive, send)
+
+    headers = {"x-p2p-session": "yes"} if logged_in else {}
+    with TestClient(carried, base_url="http://127.0.0.1", client=("", 0)) as client:
+        assert ("Log out" in client.get("/dashboard/", headers=headers).text) is logged_in
 
 
 def test_another_page_cannot_log_in_or_look() -> None:

@@ -34,3 +34,27 @@ def test_what_the_kernel_takes_is_there_when_send_returns() -> None:
         theirs.setblocking(False)
         Outbox(ours).send(step(1))
         assert protocol.Unframer().feed(theirs.recv(1 << 20))
+
+
+def test_a_worker_tells_of_its_weights_whole_or_not_at_all_and_waits_for_nobody() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        outbox = Outbox(ours)
+        outbox._lock.acquire()  # as a thread may have that is not there after the fork
+        told = 0
+        while told < 5000:  # far more than a socket buffer holds
+            told += 1
+            outbox.tell_worker_weights(1, 2, told, 5000)
+        outbox.tell_worker_weights(1, 2, 0, 0)
+        theirs.setblocking(False)
+        unframer, heard = protocol.Unframer(), list[protocol.FromEngine]()
+        while heard[-1:] != [protocol.Starting(part="warm-up", worker=1, workers=2)]:
+            try:
+                data = theirs.recv(1 << 20)
+            except BlockingIOError:
+                outbox.tell_worker_weights(1, 2, 0, 0)
+                continue
+            heard += [protocol.from_engine.decode(body) for body in unframer.feed(data)]
+        files = [said.file for said in heard[:-1] if isinstance(said, protocol.Starting)]
+        assert files == list(range(1, len(files) + 1))
+        assert len(files) < 5000

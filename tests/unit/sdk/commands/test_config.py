@@ -10,7 +10,7 @@ import pytest
 
 from p2pserve.sdk.cli import PROGRAM_GROUP, main
 from p2pserve.sdk.environment import read_config
-from p2pserve.sdk.options.config import ConfigReader, walk_commands
+from p2pserve.sdk.options.config import ConfigReader, options_of, walk_commands
 
 from .parsing import parse
 
@@ -77,6 +77,56 @@ def test_values_reach_every_kind_of_option(file: Path) -> None:
     assert generate.bootstrap == "p2p_client_x,203.0.113.8:4001"
 
 
+def test_the_model_of_serve_and_flags_of_vllm(file: Path) -> None:
+    file.write_text(
+        """
+        [serve]
+        model = "bundled"
+        vllm = { tool_call_parser = "hermes", enable-auto-tool-choice = true, log-error-stack = false }
+        [join.vllm]
+        max-logprobs = 5
+        allowed-origins = ["*"]
+        chat-template = "chat.jinja"
+        """
+    )
+    flags = ("--tool-call-parser=hermes", "--enable-auto-tool-choice")
+    assert (parse(["serve"]).model, parse(["serve"]).vllm_options) == ("bundled", flags)
+    assert parse(["serve", "another"]).model == "another"
+    template = f"--chat-template={file.parent / 'chat.jinja'}"
+    assert parse(["join"]).vllm_options == ("--max-logprobs=5", '--allowed-origins=["*"]', template)
+    assert parse(["bootstrap"]).vllm_options == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "model", "flags"),
+    [
+        (("--tool-call-parser", "openai"), "bundled", ("--enable-auto-tool-choice", "--tool-call-parser", "openai")),
+        (("m", "--tool_call_parser=openai"), "m", ("--enable-auto-tool-choice", "--tool_call_parser=openai")),
+        (("--no-enable-auto-tool-choice",), "bundled", ("--tool-call-parser=hermes", "--no-enable-auto-tool-choice")),
+        (
+            ("--site", "x", "--response-role", "y"),
+            "bundled",
+            (*("--tool-call-parser=hermes",), "--enable-auto-tool-choice", "--response-role", "y"),
+        ),
+    ],
+)
+def test_a_flag_on_the_command_line_counts_before_the_file_s(
+    line: tuple[str, ...], model: str, flags: tuple[str, ...], file: Path
+) -> None:
+    vllm = "vllm = { tool-call-parser = 'hermes', enable-auto-tool-choice = true }"
+    file.write_text(f"[serve]\nmodel = 'bundled'\n{vllm}\n")
+    found = parse(["serve", *line])
+    assert (found.model, found.vllm_options) == (model, flags)
+
+
+def test_show_has_the_model_and_the_flags(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("[serve]\nmodel = 'bundled'\n[serve.vllm]\ntool-call-parser = 'hermes'\n")
+    assert main(["config", "show", "--format", "json"]) == 0
+    found = {each["setting"]: each for each in json.loads(capsys.readouterr().out)["settings"]}
+    assert (found["model"]["value"], found["vllm"]["value"]) == ("bundled", ["--tool-call-parser=hermes"])
+    assert {each["source"] for each in found.values()} == {"file"}
+
+
 def test_options_that_are_commands_as_well_stand_under_shared(file: Path) -> None:
     file.write_text("[shared]\nbootstrap = 'h:1'\n[bootstrap]\nlisten = '0.0.0.0:9'\n[token.create]\nuses = 2\n")
     assert parse(["status"]).bootstrap == "h:1"
@@ -93,7 +143,23 @@ def test_options_that_are_commands_as_well_stand_under_shared(file: Path) -> Non
         ("max-tokens = 3", "max-tokens: it does not mean the same to every command; write it under [demo], "),
         ("bootstrp = 'h:1'", "bootstrp: there is no such option; did you mean bootstrap?"),
         ("serve = 'x'", "serve: it is a command; write its options under [serve]"),
-        ("[serve]\nmodel = 'x'", "[serve] model: it is no option; give it on the command line"),
+        ("[generate]\nprompt = 'x'", "[generate] prompt: it is no option; give it on the command line"),
+        ("[serve]\nmodel = 4", "[serve] model: 4 is not a text; write it in quotes"),
+        ("[serve]\nvllm = { tensor-parallel-size = 2 }", "[serve] vllm: --tensor-parallel-size: --tp says how many"),
+        ("[serve.vllm]\nserved-model-name = 'x'", "write it outside of the table, as served-model-name"),
+        ("[serve.vllm]\nspeculative_config = { a = 1 }", "--speculative-config: engines do not speculate here yet"),
+        ("[serve.vllm]\ntool-call-parsr = 'x'", "no such option; did you mean --tool-call-parser?"),
+        ("[serve.vllm]\ntool-call-parser = true", "vllm: --tool-call-parser: it takes a value"),
+        ("[serve.vllm]\nenable-auto-tool-choice = 'yes'", "--enable-auto-tool-choice: it is true or false"),
+        (
+            "[serve]\nvllm = ['--log-error-stack']",
+            '[serve] vllm: it is a table: vllm = { tool-call-parser = "hermes" }',
+        ),
+        (
+            "vllm = { response-role = 'x' }",
+            "vllm: it does not mean the same to every command; write it under [bootstrap]",
+        ),
+        ("[shared.vllm]\nresponse-role = 'x'", "vllm: it does not mean the same to every command"),
         ("[join.http]\na = 1", "[join.http] is a section, and the option takes a value"),
         ("[join]\ntp = '2'", '[join] tp: "2" is not a whole number; write it without quotes'),
         ("[join]\ntp = true", "[join] tp: true is not a whole number"),
@@ -122,8 +188,12 @@ def test_a_mistake_is_named_with_its_fix(text: str, says: str, file: Path, capsy
     assert str(file) in said
     assert says in said
     # The command that it concerns does not run. Others do, if it is in a section of one.
-    concerned = "token" if "[token" in text else "serve" if "[serve" in text else "join"
-    arguments = {"token": ["token", "list"], "serve": ["serve", "x"]}.get(concerned, [concerned])
+    concerned = (
+        "token" if "[token" in text else next((each for each in ("serve", "generate") if f"[{each}" in text), "join")
+    )
+    arguments = {"token": ["token", "list"], "serve": ["serve", "x"], "generate": ["generate", "x"]}.get(
+        concerned, [concerned]
+    )
     if "creat]" not in text:
         assert main(arguments) == 2
         assert says in capsys.readouterr().err
@@ -204,7 +274,7 @@ def test_show_of_every_command_agrees_with_what_it_parses(file: Path, capsys: py
         parsed.resilient_parsing = True
         command.parse_args(parsed, [])
         for each in shown:
-            (option,) = [one for one in command.params if f"--{each['setting']}" in one.opts]
+            option = options_of(command)[each["setting"]]
             assert option.name is not None
             source = parsed.get_parameter_source(option.name)
             assert source is not None

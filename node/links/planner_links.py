@@ -1,0 +1,77 @@
+"""The links between boxes as the planner wants them, made anew only for boxes that tell something else than before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple, final
+
+from ...bootstrap import PeerId
+from ...coordinator import LinkView
+from ...coordinator.capacity import SLOWEST_GBPS
+from ...kvtransport.probing.figures import BoxFigures, LinkFigures
+from ...kvtransport.probing.sites import SiteLinks
+from ..messages import LinkTable
+
+_UNTOLD: Final = LinkTable()
+
+
+class _LinkEnd(NamedTuple):
+    """What a box says of itself that the links of others depend on."""
+
+    site: str
+    box: BoxFigures
+
+
+@final
+class PlannerLinks:
+    """One per view of the network.
+
+    Of 60 boxes there are 3,540 links, and they are asked for on the agent's event loop each time that one box has
+    measured something: those of the other 59 are the same values as before."""
+
+    def __init__(self) -> None:
+        self._ends: dict[PeerId, _LinkEnd] = {}
+        self._made: dict[PeerId, tuple[LinkTable, tuple[LinkView, ...]]] = {}
+
+    def __repr__(self) -> str:
+        return f"<PlannerLinks boxes={len(self._made)}>"
+
+    def between(self, peers: Iterable[PeerId], told: Mapping[PeerId, LinkTable]) -> list[LinkView]:
+        """Links between these boxes, by source and target, as the boxes at their beginnings tell of them."""
+        tables = {peer: told.get(peer, _UNTOLD) for peer in sorted(peers)}
+        ends = {peer: _LinkEnd(table.site, table.box) for peer, table in tables.items()}
+        if ends != self._ends:
+            self._ends, self._made = ends, {}
+        for source, table in tables.items():
+            made = self._made.get(source)
+            if made is None or made[0] is not table:
+                self._made[source] = (table, _make_links(source, table, ends))
+        return [link for source in tables for link in self._made[source][1]]
+
+
+def _make_links(source: PeerId, table: LinkTable, ends: Mapping[PeerId, _LinkEnd]) -> tuple[LinkView, ...]:
+    """The links of one box: to whom it tells of, and to all whose site it knows a link to."""
+    told: dict[tuple[str, str], LinkFigures] = {
+        (source, target): figures for target, figures in table.links.items() if target in ends
+    }
+    known = SiteLinks(told, {peer: end.site for peer, end in ends.items()})
+    up_gbps, up_usd = table.box.up_gbps, table.box.up_usd_per_gb
+    links = []
+    for target, end in ends.items():
+        figures = known.get((source, target))
+        if figures is not None:
+            usd = figures.usd_per_gb
+            links.append(
+                LinkView(
+                    source=source,
+                    target=target,
+                    rtt_s=figures.rtt_s,
+                    gbps=_usable_gbps(figures, up_gbps, end.box.down_gbps),
+                    usd_per_gb=up_usd + end.box.down_usd_per_gb if usd is None else usd,
+                )
+            )
+    return tuple(links)
+
+
+def _usable_gbps(figures: LinkFigures, up_gbps: float | None, down_gbps: float | None) -> float:
+    return max(figures.capacity_within(up_gbps, down_gbps) if figures.reachable else 0.0, SLOWEST_GBPS)
