@@ -21,14 +21,19 @@ def plan(version: int) -> Plan:
 
 
 def keep(home: Path, *plans: Plan, said: list[str] | None = None) -> None:
+    """Follow one plan after the other, each until its file was written, or something was said of that."""
+    told: list[str] = [] if said is None else said
+
     async def main() -> None:
-        view = NetworkView()
+        view, file = NetworkView(), PlanFile(home, NETWORK, told.append)
+        ignored: list[str] = []
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(PlanFile(home, NETWORK, (said if said is not None else []).append).keep, view)
+            nursery.start_soon(file.keep, view)
             for each in plans:
                 view.plan = each
-                with trio.move_on_after(10):
-                    await trio.sleep_forever()
+                with trio.fail_after(20_000):  # by a clock that is a thousand times as fast as the disk's
+                    while not told and PlanFile(home, NETWORK, ignored.append).load() != each:
+                        await trio.sleep(10)  # noqa: ASYNC110 (the file tells nobody that it is there)
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=MockClock(rate=1000.0))
