@@ -32,8 +32,8 @@ def keep(home: Path, *plans: Plan, said: list[str] | None = None) -> None:
             for each in plans:
                 view.plan = each
                 with trio.fail_after(20_000):  # by a clock that is a thousand times as fast as the disk's
-                    while not told and PlanFile(home, NETWORK, ignored.append).load() != each:
-                        await trio.sleep(10)  # noqa: ASYNC110 (the file tells nobody that it is there)
+                    while not told and PlanFile(home, NETWORK, ignored.append).load() != each:  # noqa: ASYNC110
+                        await trio.sleep(10)
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=MockClock(rate=1000.0))
