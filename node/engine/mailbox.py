@@ -8,13 +8,15 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from typing import final
+from typing import TypeVar, final
 
 import msgspec
 
 from . import protocol
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @final
@@ -72,6 +74,15 @@ class Outbox:
             return 0
         except OSError:
             os._exit(0)  # as above
+
+
+def await_message(inbox: queue.SimpleQueue[T], rest_s: float, on_rest: Callable[[], None]) -> T:
+    """The next message, however long it takes to come. `on_rest` is called once, if none has come after `rest_s`."""
+    try:
+        return inbox.get(timeout=rest_s)
+    except queue.Empty:
+        on_rest()
+        return inbox.get()
 
 
 def listen(messages: socket.socket, take: Callable[[protocol.ToEngine], None]) -> None:

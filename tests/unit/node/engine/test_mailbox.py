@@ -1,9 +1,10 @@
 """What an engine says to its agent, when that reads and when it does not."""
 
+import queue
 import socket
 
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.mailbox import Outbox
+from p2pserve.node.engine.mailbox import Outbox, await_message
 
 STATS = protocol.EngineStats(0, 0, 0.0, 0)
 
@@ -34,3 +35,18 @@ def test_what_the_kernel_takes_is_there_when_send_returns() -> None:
         theirs.setblocking(False)
         Outbox(ours).send(step(1))
         assert protocol.Unframer().feed(theirs.recv(1 << 20))
+
+
+def test_whoever_waits_rests_once_until_the_next_message() -> None:
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    rests = []
+
+    def rest() -> None:
+        rests.append(inbox.empty())
+        inbox.put("late")
+
+    inbox.put("at once")
+    assert await_message(inbox, 60.0, rest) == "at once"
+    assert rests == []
+    assert await_message(inbox, 0.01, rest) == "late"
+    assert rests == [True]
