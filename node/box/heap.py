@@ -1,5 +1,5 @@
-"""What a process keeps of memory that it does not use: freed memory, which the C library holds back (with another one
-than glibc that stays as it is), and pages of libraries."""
+"""What a process keeps of memory that it does not use: what has been freed, and pages of libraries. With another C
+library than glibc it keeps the former."""
 
 from __future__ import annotations
 
