@@ -30,6 +30,7 @@ from pathlib import Path
 
 import msgspec
 
+from ..box.heap import release_library_pages, return_freed_memory
 from . import protocol
 from .api.protocol import WITH_API, ApiConfig, SpawnApi, spawn
 from .backend import EngineBackend
@@ -69,6 +70,8 @@ class ForkServer:
             return
         gc.collect()
         gc.freeze()  # children then share these pages instead of copying them at their first collection
+        return_freed_memory()
+        release_library_pages()  # this process computes nothing, and its children map what they use
         seconds = time.monotonic() - started
         self._tell_all(protocol.Preloaded(pid=os.getpid(), version=version, seconds=seconds))
         while self._channels:

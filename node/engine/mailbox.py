@@ -8,13 +8,15 @@ import queue
 import socket
 import threading
 from collections.abc import Callable
-from typing import final
+from typing import TypeVar, final
 
 import msgspec
 
 from . import protocol
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @final
@@ -79,6 +81,15 @@ class Outbox:
 
 def _starting(file: int, files: int) -> protocol.Starting:
     return protocol.Starting(part="weights", file=file, files=files) if files else protocol.Starting(part="warm-up")
+
+
+def await_message(inbox: queue.SimpleQueue[T], rest_s: float, on_rest: Callable[[], None]) -> T:
+    """The next message, however long it takes to come. `on_rest` is called once, if none has come after `rest_s`."""
+    try:
+        return inbox.get(timeout=rest_s)
+    except queue.Empty:
+        on_rest()
+        return inbox.get()
 
 
 def listen(messages: socket.socket, take: Callable[[protocol.ToEngine], None]) -> None:

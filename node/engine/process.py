@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from ..box.heap import return_freed_memory
+from ..box.heap import release_library_pages, return_freed_memory
 from . import protocol
 from .mailbox import Outbox, listen
 
@@ -111,6 +111,7 @@ def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EnginePr
         return 1
     ready = engine.ready(time.monotonic() - started)
     return_freed_memory()
+    release_library_pages()  # loading has used other parts of them than serving will
     outbox.send(ready)
     engine.serve()
     outbox.flush()

@@ -25,14 +25,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heapreplace
 from math import inf, isfinite
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import coo_array
 
 from .simplex import Segments, maximise
+
+if TYPE_CHECKING:
+    from scipy.sparse import coo_array
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
@@ -356,8 +357,11 @@ def _binding_limits(network: FlowProblem) -> dict[_Limit, list[tuple[int, float]
 def solve_exact(network: FlowProblem) -> RequestFlow:
     """The optimum by linear programming. Raises FlowError."""
     pairs = len(network.worth)
-    if not pairs:
-        return flow_from_rates(network, np.zeros(0))
+    if pairs <= 1:
+        return solve_quick(network)
+    from scipy.optimize import linprog  # 25 MiB, which the planner of a box alone does without
+    from scipy.sparse import coo_array
+
     pieces = [(replica, slope, width) for replica, curve in enumerate(network.curves)
               for slope, width in zip(curve.slopes, curve.widths, strict=True)]  # fmt: skip
     owner = np.array([replica for replica, _, _ in pieces])
@@ -390,6 +394,8 @@ def solve_exact(network: FlowProblem) -> RequestFlow:
 def _limit_rows(network: FlowProblem, columns: int) -> tuple[coo_array, Array]:
     """Rows: all requests; then every link that some pair takes, out of and into its boxes
     included."""
+    from scipy.sparse import coo_array
+
     rows: dict[_Limit, int] = {}
     bounds: list[float] = []
     cells: list[tuple[int, int, float]] = []

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-from scipy.cluster.hierarchy import linkage
-from scipy.spatial.distance import squareform
 
 from ...plan import Phase
 from ..model.problem import Group, Slice, Solution
@@ -22,6 +20,9 @@ def dendrogram(space: SearchSpace, boxes: Sequence[int]) -> list[tuple[int, int]
     numbers, where the first len(boxes) are the boxes and each merge makes the next number."""
     if len(boxes) < 2:
         return []
+    from scipy.cluster.hierarchy import linkage  # as in `lower.flow`: only where there is something to cluster
+    from scipy.spatial.distance import squareform
+
     near = space.near_gbps[np.ix_(boxes, boxes)]
     apart = 1.0 / np.maximum(near, 1e-6)
     np.fill_diagonal(apart, 0.0)

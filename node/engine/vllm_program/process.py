@@ -12,13 +12,14 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
+from ...box.heap import return_freed_memory
 from .. import protocol
 from ..kv.connector import P2PConnector
 from ..kv.step_work import OpenTransfer, transfer_params
 from ..kv.switchboard import Switchboard
-from ..mailbox import Outbox
+from ..mailbox import Outbox, await_message
 from ..pipeline.pipes import PipeConnections, PipelineError
 from ..pipeline.stage import StageProgram, check_pipeline, end_process, join_pipeline, run_forked_worker
 from ..pipeline.stage_workers import ForkedWorker, fork_workers
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger(__name__)
+
+REST_S: Final = 1.0  # without a request, until memory goes back: that takes some 10 ms, and so does getting it again
 
 
 def run_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
@@ -193,7 +196,8 @@ class EngineRunner:
         """Until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
         while True:
             while not self._inbox.empty() or not self._busy():
-                message = self._inbox.get()
+                # Steps leave freed memory behind, which the next step uses again; where none follows, it goes back.
+                message = await_message(self._inbox, REST_S, return_freed_memory)
                 if isinstance(message, protocol.Stop):
                     return
                 self._handle(message)

@@ -1,9 +1,10 @@
 """What an engine says to its agent, when that reads and when it does not."""
 
+import queue
 import socket
 
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.mailbox import Outbox
+from p2pserve.node.engine.mailbox import Outbox, await_message
 
 STATS = protocol.EngineStats(0, 0, 0.0, 0)
 
@@ -58,3 +59,18 @@ def test_a_worker_tells_of_its_weights_whole_or_not_at_all_and_waits_for_nobody(
         files = [said.file for said in heard[:-1] if isinstance(said, protocol.Starting)]
         assert files == list(range(1, len(files) + 1))
         assert len(files) < 5000
+
+
+def test_whoever_waits_rests_once_until_the_next_message() -> None:
+    inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
+    rests = []
+
+    def rest() -> None:
+        rests.append(inbox.empty())
+        inbox.put("late")
+
+    inbox.put("at once")
+    assert await_message(inbox, 60.0, rest) == "at once"
+    assert rests == []
+    assert await_message(inbox, 0.01, rest) == "late"
+    assert rests == [True]

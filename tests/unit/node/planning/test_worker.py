@@ -1,0 +1,33 @@
+"""The process that plans, as the agent starts it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from p2pserve.bootstrap import PeerId
+from p2pserve.node.planning.coordination import Coordinator
+from p2pserve.node.planning.worker import LENGTH, PlannerAnswer, PlannerTask
+
+from .test_coordination import OWN, view_of
+
+
+@pytest.mark.parametrize(("services", "needs_solver"), [(("x",), False), (("x", "x"), True)])
+def test_a_box_alone_is_planned_for_without_a_solver_in_memory(services: tuple[str, ...], needs_solver: bool) -> None:
+    task = Coordinator(PeerId(OWN), "raw").next(view_of(*services), (OWN, 1), 0.0)
+    assert task is not None
+    asked = msgspec.msgpack.encode(PlannerTask(task=task, search_s=1.0))
+    command = [sys.executable, "-m", "p2pserve.node.planning.worker", "2048"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdin.write(LENGTH.pack(len(asked)) + asked)
+        worker.stdin.flush()
+        (size,) = LENGTH.unpack(worker.stdout.read(LENGTH.size))
+        answer = msgspec.msgpack.decode(worker.stdout.read(size), type=PlannerAnswer)
+        mapped = Path(f"/proc/{worker.pid}/maps").read_text()
+    assert answer.plan is not None
+    assert {peer for replica in answer.plan.replicas for peer in replica.peers} == {box.peer for box in task.boxes}
+    assert ("_highspy" in mapped) is needs_solver
