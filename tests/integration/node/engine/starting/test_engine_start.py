@@ -9,7 +9,7 @@ import trio
 
 from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 
-from .kv_engines import engines, prompt_of
+from ..kv_engines import engines, prompt_of
 
 
 def command_of(process: psutil.Process) -> list[str]:

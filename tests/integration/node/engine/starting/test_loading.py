@@ -12,8 +12,8 @@ from p2pserve.node.engine import protocol
 from p2pserve.node.models.checkpoint import INDEX_FILE
 from p2pserve.node.replica.loading import LoadingWorkers, describe_starting
 
-from .devices import require_devices
-from .kv_engines import engines
+from ..devices import require_devices
+from ..kv_engines import engines
 
 FILES = 4
 
