@@ -75,6 +75,10 @@ def choose_setup(
         # On a CPU 16-bit products round differently with each batch shape, and greedy answers would depend on who
         # else is being served; float32 costs little there and makes a replayed request exact.
         arguments["dtype"] = "float32" if dtype == "auto" else dtype
+        if arguments["dtype"] == "float32":
+            # Of latent attention. Where there are AMX tiles vLLM would use them, and they take no float32; with other
+            # attention it says that it does not know this one, and goes on with its own.
+            arguments["attention_config"] = {"backend": "CPU_MLA"}
         arguments["enforce_eager"] = True  # compiling takes longer than it saves
         kv_cache_mib = kv_cache_mib or CPU_KV_CACHE_MIB
     else:

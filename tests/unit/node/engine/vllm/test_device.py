@@ -327,12 +327,15 @@ def test_an_engine_on_a_cpu_has_a_cache_of_a_given_size_and_exact_numbers() -> N
     assert choices.environment == {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     assert choices.arguments == {
         "dtype": "float32",
+        "attention_config": {"backend": "CPU_MLA"},
         "enforce_eager": True,
         "gpu_memory_utilization": 0.01,
         "kv_cache_memory_bytes": 256 << 20,
         "async_scheduling": False,
     }
-    assert choose_setup("cpu", dtype="bfloat16", kv_cache_mib=None, stages=1, tp=1).arguments["dtype"] == "bfloat16"
+    halves = choose_setup("cpu", dtype="bfloat16", kv_cache_mib=None, stages=1, tp=1).arguments
+    assert halves["dtype"] == "bfloat16"
+    assert "attention_config" not in halves  # AMX takes them
 
 
 def test_an_engine_on_a_gpu_keeps_the_hooks_between_layers() -> None:
