@@ -15,8 +15,8 @@ HOW: Final = "give what `vastai search offers --raw` printed, or RunPod's answer
 
 
 def parse_offers(text: bytes, specs: Specs = Specs.MEASURED, *, interruptible: bool = False) -> Offers:
-    """All records of a file: a list of vast.ai's, an object with them in `offers`, or one with
-    RunPod's `gpuTypes`. Raises OfferError where it holds no usable one."""
+    """All records of a file: a list of vast.ai's, an object with them in `offers`, one with RunPod's
+    `gpuTypes`, or a single type of RunPod's. Raises OfferError where it holds no usable one."""
     records, is_runpod = _records(text)
     if not records:
         raise OfferError(f"offers: the file holds no records; {HOW}")
@@ -52,7 +52,7 @@ def _records(text: bytes) -> tuple[list[Any], bool]:
             if field == "gpuTypes" and isinstance(found, list):
                 return found, True
     if isinstance(found, dict):
-        found = found.get("offers")
+        found = [found] if "displayName" in found else found.get("offers")
     if not isinstance(found, list):
         raise OfferError(f"offers: the file holds neither a list nor `offers` or `gpuTypes`; {HOW}")
     return found, any(isinstance(one, dict) and "gpu_name" not in one and "displayName" in one for one in found[:1])

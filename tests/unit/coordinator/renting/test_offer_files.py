@@ -38,6 +38,20 @@ def test_a_record_of_vast_ai_is_an_offer() -> None:
     assert offer.hourly_usd(73.0) == pytest.approx(0.8 + 0.2 * 0.1)  # a tenth of a month's hours in GB
 
 
+def test_a_record_that_vast_ai_gave_out_is_read() -> None:
+    (offer,) = parse_offers((DATA / "vast_offer_2022.json").read_bytes()).taken
+    assert (offer.id, offer.gpu.name, offer.gpus, offer.ports) == ("5006600", "RTX-3090-24GB", 1, 25)
+    assert (offer.usd_per_hour, offer.up_gbps, offer.down_gbps) == (0.32, 0.7275, 0.8076)
+    assert offer.hourly_usd(10.0) == pytest.approx(0.322777777777778, abs=5e-5)  # `dph_total`, with 10 GB of disk
+    assert (offer.place.text, offer.place.country) == ("Norway", "")  # without the two letters of today's records
+
+
+def test_what_runpods_own_client_prints_is_read() -> None:
+    offers = parse_offers((DATA / "runpod_get_gpu.json").read_bytes()).taken
+    assert {(offer.market, offer.gpu.name) for offer in offers} == {(Market.RUNPOD, "A100-PCIE-80GB")}
+    assert {(offer.gpus, offer.usd_per_hour) for offer in offers} >= {(1, 1.59), (8, 8 * 1.59)}
+
+
 def test_an_interruptible_offer_costs_its_least_bid_and_is_away_more() -> None:
     (offer,) = parse_offers(vast(), interruptible=True).taken
     assert (offer.usd_per_hour, offer.interruptible) == (0.3, True)
