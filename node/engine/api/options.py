@@ -321,8 +321,8 @@ def check_options(given: Sequence[str]) -> tuple[str, ...]:
 
 
 def write_flag(name: str, value: object) -> tuple[str, ...]:
-    """A flag and its value, as a file has them, as they stand on a command line: true is the flag alone, false leaves
-    it out, and what is neither text nor a number is written as JSON. Raises OptionRefused."""
+    """A flag and its value, as a file has them, as they stand on a command line: true is the flag alone, false its
+    `--no-` form, and what is neither text nor a number is written as JSON. Raises OptionRefused."""
     flag = f"--{name}"
     if OURS.get(flag) == "":
         raise OptionRefused(f"{flag}: it is an option of p2pserve, too; write it outside of the table, as {name}")
@@ -330,7 +330,7 @@ def write_flag(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, bool) is takes_value:
         raise OptionRefused(f"{flag}: it takes a value" if takes_value else f"{flag}: it is true or false")
     if not takes_value:
-        return (flag,) if value else ()
+        return (flag if value else f"--no-{name}",)
     return (f"{flag}={value if isinstance(value, str) else json.dumps(value, default=str)}",)
 
 

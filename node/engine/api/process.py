@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import socket
-import time
 from functools import partial
 from typing import Any, final
 
@@ -41,7 +40,6 @@ def run_api(config: ApiConfig, sockets: AgentSockets) -> int:
 async def _serve(config: ApiConfig, sockets: AgentSockets) -> int:
     from .vllm_front import VERSION, build_server  # seconds, where the fork server has not imported it
 
-    started = time.monotonic()
     link = AgentLink(sockets)
     app, llm = await build_server(config, link)
     whole, open_paths = mount(app, link, config)
@@ -49,7 +47,7 @@ async def _serve(config: ApiConfig, sockets: AgentSockets) -> int:
     link.on_socket = server.take
     return_freed_memory()
     await link.open()
-    link.send(ApiReady(pid=os.getpid(), version=VERSION, seconds=time.monotonic() - started))
+    link.send(ApiReady(pid=os.getpid(), version=VERSION))
     await server.serve(sockets=[])
     return 0
 

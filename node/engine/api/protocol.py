@@ -61,11 +61,10 @@ class SpawnApi(EngineMessage, frozen=True, kw_only=True, tag="spawn-api"):
 
 
 class ApiReady(EngineMessage, frozen=True, kw_only=True, tag="api-ready"):
-    """It serves. `seconds`: that it took from its fork."""
+    """It serves."""
 
     pid: int
     version: str
-    seconds: float
 
 
 class ApiSubmit(EngineMessage, frozen=True, kw_only=True, tag="api-submit"):

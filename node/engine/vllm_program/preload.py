@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 from typing import Any, Final
 
@@ -12,6 +13,9 @@ from .sampling import check_fields
 
 # What vLLM, torch and transformers import where it is installed, and serving text on a CPU does without: 160 MB.
 LEFT_OUT_ON_CPU: Final = ("cv2", "grpc", "opentelemetry", "scipy", "triton")
+# What `import vllm` imports to change a list of it, of no use to an engine that compiles nothing: 50 MB. Models that
+# need it import it later.
+_NOT_YET_ON_CPU: Final = ("torch._inductor.lowering",)
 # What vLLM imports only while it builds an engine: most of a second in each of them.
 _IMPORTED_LATE = (
     "vllm.distributed.elastic_ep.elastic_execute",
@@ -37,7 +41,8 @@ def preload() -> str:
     """In the fork server: import everything an engine needs and return vLLM's version. Raises ImportError, also
     for a release whose sampling parameters are not known."""
     if not has_gpu():
-        leave_out(LEFT_OUT_ON_CPU)
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # CPU engines run eagerly: what vLLM still marks to be compiled, too
+        leave_out((*LEFT_OUT_ON_CPU, *_NOT_YET_ON_CPU))
     import vllm
     import vllm.engine.arg_utils
     import vllm.model_executor.models.llama
@@ -61,6 +66,8 @@ def preload() -> str:
 
     from . import process  # noqa: F401  (imported for the children)
 
+    if not has_gpu():
+        take_back(_NOT_YET_ON_CPU)
     return str(vllm.__version__)
 
 
@@ -68,6 +75,13 @@ def leave_out(names: tuple[str, ...]) -> None:
     """Have these modules be as if they were not installed, in this process and those that it forks."""
     for name in names:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # how Python is told that there is no such module
+
+
+def take_back(names: tuple[str, ...]) -> None:
+    """Have these modules be as they are installed again."""
+    for name in names:
+        if sys.modules.get(name, name) is None:
+            del sys.modules[name]
 
 
 def install_model_runners() -> None:

@@ -159,6 +159,17 @@ def start_join(home: Path, token: str, *options: str, model: str = "bundled") ->
 
 
 @contextmanager
+def start_gateway(home: Path, token: str) -> Iterator[Server]:
+    """`p2pserve gateway`, which answers nothing itself."""
+    home.mkdir(exist_ok=True)
+    port = free_port()
+    command = [sys.executable, "-m", "p2pserve.sdk.cli", "gateway", "--http", f"127.0.0.1:{port}"]
+    environment = {"PYTHONPATH": str(ROOT), "P2PSERVE_BOOTSTRAP": token, "P2PSERVE_HOME": str(home)}
+    with _running(command, environment, home / "said.txt") as process:
+        yield Server(f"http://127.0.0.1:{port}", process, home / "said.txt", home)
+
+
+@contextmanager
 def start_vllm(folder: Path, model: Path, *options: str) -> Iterator[Server]:
     """vLLM's own server; its command `vllm` needs a package that not every build of it has."""
     port = free_port()

@@ -1,7 +1,7 @@
-"""A box that prefills and one that decodes, each in a process of its own, asked over HTTP: what answers tell of both,
-who disconnects, and what becomes of answers when a box or its engine is lost.
+"""A box that prefills and one that decodes, each in a process of its own, asked over HTTP, at one of them or through a
+gateway: what answers tell of both, who disconnects, and what becomes of answers when boxes or an engine are lost.
 
-The tests run in their order: the last ones go on without the box that decodes.
+The tests run in their order: later ones go on without the box that decodes, and the last one loses both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,7 +25,7 @@ import pytest
 
 from ...conftest import WAIT_LIMIT_S, make_random_model
 from ..engine.figures import ATTEMPTS
-from .servers import Server, events_of, start_join, start_p2pserve, wait_ready
+from .servers import Server, events_of, start_gateway, start_join, start_p2pserve, wait_ready
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(500)]
 
@@ -40,12 +41,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pair:
-    """The two boxes. Their API servers are asked; what each says of itself is the first to know."""
+    """The two boxes, and a gateway of their network, which is none of them. Their API servers are asked; what each says
+    of itself is the first to know."""
 
     prefill: Server
     decode: Server
+    gateway: Server
     prefill_id: str
     decode_id: str
+    model: str
+    worker_token: str
 
 
 def fetch(server: Server, path: str) -> Any:
@@ -81,7 +86,9 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         token = wait_for(lambda: re.search(r"p2p_worker_[\w-]+", prefill.said), "the token of the first box")[0]
         joined = start_join(folder / "two", token, "--phase", "decode", *OPTIONS, model=model)
         decode = stack.enter_context(joined)
-        for server in (prefill, decode):
+        client = re.findall(r"p2p_client_[\w-]+", prefill.said)[0]
+        gateway = stack.enter_context(start_gateway(folder / "laptop", client))
+        for server in (prefill, decode, gateway):
             wait_ready(server)
         ids = wait_for(lambda: find_pairing(prefill), "a plan of both boxes")
         wait_for(lambda: find_pairing(decode) == ids, "the same plan at the other box")
@@ -89,7 +96,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         # for.
         learnt = prefill.post("/v1/completions", make_body(1000, 1, max_tokens=2, prompt_logprobs=1))
         assert (learnt.headers["x-p2p-prefill-node"], learnt.headers["x-p2p-decode-node"]) == (ids[1], ids[1])
-        yield Pair(prefill, decode, *ids)
+        yield Pair(prefill, decode, gateway, *ids, model, token)
 
 
 def make_body(prompt_tokens: int, seed: int, **fields: object) -> dict[str, object]:
@@ -138,12 +145,12 @@ def comments_of(answer: httpx.Response) -> dict[str, str]:
     return {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
 
 
-def ask_until_split(pair: Pair, tokens: int, *, stream: bool) -> Mapping[str, str]:
+def ask_until_split(asked: Server, tokens: int, seed: int, *, stream: bool) -> Mapping[str, str]:
     """What an answer tells. On a busy machine KV may come too late, and is then computed again: then it asks again."""
     told: Mapping[str, str] = {}
     for attempt in range(ATTEMPTS):
-        body = make_body(tokens, 10 + 2 * attempt + stream, max_tokens=8, stream=stream)
-        answer = pair.prefill.post("/v1/completions", body, X_Request_Id="split.1")
+        body = make_body(tokens, seed + attempt, max_tokens=8, stream=stream)
+        answer = asked.post("/v1/completions", body, X_Request_Id="split.1")
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-request-id"] == "split.1"
         told = comments_of(answer) if stream else answer.headers
@@ -153,9 +160,11 @@ def ask_until_split(pair: Pair, tokens: int, *, stream: bool) -> Mapping[str, st
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_an_answer_tells_of_both_boxes(pair: Pair, stream: bool) -> None:
+@pytest.mark.parametrize("through", ["a box", "a gateway"])
+def test_an_answer_tells_of_both_boxes(pair: Pair, through: str, stream: bool) -> None:
     tokens = 300
-    told = ask_until_split(pair, tokens, stream=stream)
+    asked, seed = {"a box": (pair.prefill, 100), "a gateway": (pair.gateway, 200)}[through]
+    told = ask_until_split(asked, tokens, seed + 50 * stream, stream=stream)
     assert (told["x-p2p-prefill-node"], told["x-p2p-decode-node"]) == (pair.prefill_id, pair.decode_id)
     raw_bytes = tokens * LAYERS * 2 * KV_HEADS * HEAD_DIM * FLOAT_BYTES
     assert raw_bytes < int(told["x-p2p-kv-bytes"]) < raw_bytes + FRAMING_BYTES
@@ -264,3 +273,25 @@ def test_a_box_without_an_engine_says_so_and_when_to_ask_again(pair: Pair) -> No
         os.kill(forks, signal.SIGCONT)
     wait_ready(server)
     assert server.post("/v1/completions", make_body(20, 52, max_tokens=2)).is_success
+
+
+def test_a_stream_ends_with_an_error_event_when_both_boxes_are_lost(pair: Pair, tmp_path: Path) -> None:
+    pair.decode.lose()  # the other of the two is a new one
+    joined = start_join(tmp_path / "three", pair.worker_token, "--phase", "decode", *OPTIONS, model=pair.model)
+    with joined as decode:
+        wait_ready(decode)
+        wait_for(lambda: (find_pairing(pair.prefill) or ("", ""))[1] not in ("", pair.decode_id), "a plan of two boxes")
+        body = make_body(200, 60, max_tokens=4000, stream=True)
+        lines: list[str] = []
+        with httpx.stream("POST", f"{pair.gateway.url}/v1/completions", json=body, timeout=WAIT_LIMIT_S) as answer:
+            for line in answer.iter_lines():
+                lines.append(line)
+                if len(lines) == 8:
+                    decode.lose()
+                    pair.prefill.lose()
+        *tokens, error, done = events_of(httpx.Response(200, text="\n".join(lines)))
+        assert (len(tokens) > 0, done) == (True, "[DONE]")
+        assert (error["error"]["type"], error["error"]["code"]) == ("api_error", 502), error
+        assert error["error"]["message"].startswith("the box that answered was lost")
+        refused = pair.gateway.post("/v1/completions", make_body(20, 61, max_tokens=2))
+        assert (refused.status_code, int(refused.headers["retry-after"]) >= 1) == (503, True)

@@ -89,7 +89,7 @@ def test_the_model_of_serve_and_flags_of_vllm(file: Path) -> None:
         chat-template = "chat.jinja"
         """
     )
-    flags = ("--tool-call-parser=hermes", "--enable-auto-tool-choice")
+    flags = ("--tool-call-parser=hermes", "--enable-auto-tool-choice", "--no-log-error-stack")
     assert (parse(["serve"]).model, parse(["serve"]).vllm_options) == ("bundled", flags)
     assert parse(["serve", "another"]).model == "another"
     template = f"--chat-template={file.parent / 'chat.jinja'}"
