@@ -59,6 +59,9 @@ PASSED: Final[dict[str, bool]] = {
 }
 """Flag -> whether a value follows. Those without one also have the form `--no-...`, where vLLM has it."""
 
+ONE_SIDED: Final = frozenset({"--disable-log-stats"})
+"""Switches without a `--no-` form."""
+
 FILES: Final = frozenset({"--chat-template", "--tool-parser-plugin", "--reasoning-parser-plugin"})
 """Flags whose value is a path. That of a template may be the template itself, which has braces."""
 
@@ -322,7 +325,7 @@ def check_options(given: Sequence[str]) -> tuple[str, ...]:
 
 def write_flag(name: str, value: object) -> tuple[str, ...]:
     """A flag and its value, as a file has them, as they stand on a command line: true is the flag alone, false its
-    `--no-` form, and what is neither text nor a number is written as JSON. Raises OptionRefused."""
+    `--no-` form where there is one, and what is neither text nor a number is written as JSON. Raises OptionRefused."""
     flag = f"--{name}"
     if OURS.get(flag) == "":
         raise OptionRefused(f"{flag}: it is an option of p2pserve, too; write it outside of the table, as {name}")
@@ -330,7 +333,7 @@ def write_flag(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, bool) is takes_value:
         raise OptionRefused(f"{flag}: it takes a value" if takes_value else f"{flag}: it is true or false")
     if not takes_value:
-        return (flag if value else f"--no-{name}",)
+        return (flag,) if value else () if flag in ONE_SIDED else (f"--no-{name}",)
     return (f"{flag}={value if isinstance(value, str) else json.dumps(value, default=str)}",)
 
 
@@ -347,7 +350,7 @@ def _judge(word: str) -> bool:
     plain = f"--{flag.removeprefix('--no-')}"
     if flag in PASSED:
         return PASSED[flag]
-    if plain in PASSED and not PASSED[plain]:
+    if plain in PASSED and not PASSED[plain] and plain not in ONE_SIDED:
         return False
     for table in (REFUSED, OURS):
         reason = table.get(flag) or table.get(plain)

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from p2pserve.node.engine.api.options import OURS, PASSED, REFUSED
+from p2pserve.node.engine.api.options import ONE_SIDED, OURS, PASSED, REFUSED
 
 from .servers import Server
 
@@ -215,11 +215,13 @@ def test_every_option_of_vllm_has_its_place() -> None:
         "    print(*action.option_strings, '=', action.nargs == 0)\n"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=True)
-    theirs = {}
+    theirs, opposites = {}, set()
     for line in said.stdout.splitlines():
         names, _, is_switch = line.rpartition(" = ")
         first = next((name for name in names.split() if name.startswith("--")), None)
         if first is not None and first != "--help":
             theirs[first] = is_switch == "True"
+        opposites |= {f"--{name.removeprefix('--no-')}" for name in names.split() if name.startswith("--no-")}
     assert theirs.keys() == {*PASSED, *OURS, *REFUSED}
     assert {name: not theirs[name] for name in PASSED} == PASSED
+    assert {name for name, takes_value in PASSED.items() if not takes_value and name not in opposites} == ONE_SIDED

@@ -5,7 +5,7 @@ from hashlib import sha256
 import pytest
 
 from p2pserve.node.engine.api.admission import Admitted, admit
-from p2pserve.node.engine.api.options import ALIASES, OURS, PASSED, REFUSED, OptionRefused, check_options
+from p2pserve.node.engine.api.options import ALIASES, OURS, PASSED, REFUSED, OptionRefused, check_options, write_flag
 from p2pserve.node.engine.api.protocol import ApiConfig, KeyDigest
 from p2pserve.node.web.listening import HttpRefusal
 
@@ -63,6 +63,11 @@ def test_options_of_the_api_are_passed() -> None:
     assert check_options(given) == tuple(given)
 
 
+def test_a_switch_that_is_off_is_its_opposite_where_there_is_one() -> None:
+    assert write_flag("enable-log-deltas", False) == ("--no-enable-log-deltas",)
+    assert write_flag("disable-log-stats", False) == ()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -70,6 +75,7 @@ def test_options_of_the_api_are_passed() -> None:
         (["-tp", "2"], "-tp: --tp says"),
         (["--tool-call-parserr", "x"], "did you mean --tool-call-parser?"),
         (["--tool-call-parser"], "a value is missing"),
+        (["--no-disable-log-stats"], "no such option; did you mean --disable-log-stats?"),
         (["word"], "word: this is no option"),
     ],
 )
