@@ -34,6 +34,7 @@ _LOOK_EACH_S: Final = 0.001
 _PINGS_S: Final = 0.25
 _DOUBT_S: Final = 1.0
 _SILENT_BEATS: Final = 3  # of its own that may be lost before only being heard here counts
+_OVERDUE_BEATS: Final = 1.5  # after so many without a word one was missed, or is about to be
 
 Places = frozenset[int]  # members as they stand on the ring: eight bytes each instead of fifty
 
@@ -172,6 +173,13 @@ class Liveness:
     def find_silent(self, now: float) -> tuple[PeerId, ...]:
         """Peers to hang up on: their sessions live by what comes over them alone, whatever others say."""
         return tuple(peer for peer, session in self._sessions.items() if self._is_over(session, now))
+
+    def find_overdue(self, now: float, beat_s: float) -> tuple[PeerId, ...]:
+        """Living members whose last sign of life may have missed this node: it hears them only through others, who
+        have told it nothing of theirs for longer than they are silent, where members say something every ``beat_s``."""
+        oldest = now - _OVERDUE_BEATS * beat_s
+        through_others = self._living - self._sessions.keys()
+        return tuple(peer for peer in sorted(through_others) if self._word_at.get(peer, now) <= oldest)
 
     def take_pings(self, now: float) -> tuple[PeerId, ...]:
         """Whom to ping now: those whose turn is soon, too, or this node would wake for each of them."""

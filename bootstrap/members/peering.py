@@ -43,6 +43,7 @@ _log = logging.getLogger(__name__)
 OWN_KINDS: Final = frozenset({MEMBER_KIND, CLAIM_KIND, HEARS_KIND, BEAT_KIND, OBJECTION_KIND})
 _PAUSE_S: Final = 0.5  # so late, a tick shows that this node itself had no time
 _DOUBLED: Final = 2
+_OVERDUE_AT_ONCE: Final = 64  # members whose signs of life one neighbour is asked for
 _LIES_AT_ONCE: Final = 8  # told to one that lacks some; each may have 128 KiB
 
 
@@ -442,11 +443,15 @@ class Peering:
         return Compare(self.table.digest(buckets), buckets, self._holding(), asks_back)
 
     def _compare(self, now: float) -> float:
-        """Ask a neighbour now and then whether it holds the same; returns when next."""
+        """Ask a neighbour now and then whether it holds the same, and for signs of life that may have been missed: a
+        few misses in a row would be taken for a death. Returns when next."""
         if now >= self._compare_at:
             self._compare_at = now + self._settings.compare_s * self._rng.uniform(0.8, 1.2)
             if self._boxes:
-                self._replies.append((self._rng.choice(sorted(self._boxes)), self._summarise()))
+                asked = self._rng.choice(sorted(self._boxes))
+                self._replies.append((asked, self._summarise()))
+                if overdue := self.liveness.find_overdue(now, self.roster.beat_s())[:_OVERDUE_AT_ONCE]:
+                    self._replies.append((asked, Compare(self.table.digest_beats(overdue), b"", self._holding())))
         return self._compare_at
 
     # -- leading ------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
 
 class Compare(msgspec.Struct, frozen=True, array_like=True):
     """What the sender holds in the buckets that differ. Answered by what it lacks, and, where ``asks_back``, by the
-    receiver's own."""
+    receiver's own. Of origins in other buckets it asks for signs of life newer than those named."""
 
     digest: Digest
     buckets: Annotated[bytes, Meta(max_length=64)]  # one byte each

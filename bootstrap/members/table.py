@@ -49,7 +49,7 @@ from .allowance import Allowance
 from .overlay import place_on_ring
 from .states import Digest, MergeResult
 
-BEAT_KIND: Final = "beat"  # says nothing but that its origin lives: a lost one is not worth a repair
+BEAT_KIND: Final = "beat"  # says nothing but that its origin lives: not compared, but asked for when it is overdue
 MAX_ORIGINS: Final = 4096
 MAX_LIES: Final = 256
 MAX_ORIGIN_BYTES: Final = 192 * 1024
@@ -185,10 +185,18 @@ class Table:
             if held.shared and held.entries and _bucket_of(origin) in buckets
         }
 
+    def digest_beats(self, peers: Iterable[PeerId]) -> Digest:
+        """Which signs of life of these members are held."""
+        held = {peer: found for peer in peers if (found := self._origins.get(peer)) is not None and found.entries}
+        return {
+            peer: (each.incarnation, {BEAT_KIND: beat.version} if (beat := each.entries.get(BEAT_KIND)) else {})
+            for peer, each in held.items()
+        }
+
     def delta_for(self, digest: Digest, buckets: Collection[int]) -> list[Entry]:
         """The entries of these buckets, in which it holds something else, that the owner of ``digest`` lacks, records
-        first."""
-        lacking: list[Entry] = []
+        first. Of origins of other buckets it is asked for newer signs of life."""
+        lacking = [beat for origin, known in digest.items() if (beat := self._newer_beat(origin, known, buckets))]
         if digest == self.digest(buckets):
             # The same versions, and not the same: somebody has told two things under one, and both together prove it.
             digest = {}
@@ -206,6 +214,14 @@ class Table:
                 if entry.version > known.get(kind, 0) and kind != BEAT_KIND
             )
         return list(sort_records_first(lacking))
+
+    def _newer_beat(self, origin: str, known: tuple[int, Mapping[str, int]], buckets: Collection[int]) -> Entry | None:
+        held = self._origins.get(origin)
+        beat = held.entries.get(BEAT_KIND) if held is not None and held.shared else None
+        if beat is None or _bucket_of(origin) in buckets:
+            return None
+        incarnation, versions = known
+        return beat if (beat.incarnation, beat.version) > (incarnation, versions.get(BEAT_KIND, 0)) else None
 
     # -- what others say ----------------------------------------------------------------------------------------------
 

@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pserve.bootstrap import Address, Bootstrap, JoinToken, MemberState, PeerId, Role
+from p2pserve.bootstrap import Address, Bootstrap, JoinToken, MemberState, NetworkSettings, PeerId, Role
 from p2pserve.bootstrap.dev.simulation import EPOCH_S, SimulatedNode, Simulation, identity_of
+from p2pserve.bootstrap.members.liveness import Liveness
 
 DAY_S = 86_400.0
 COUNT = 5
@@ -210,3 +211,23 @@ def test_who_joined_in_time_comes_back_although_its_certificate_ended_meanwhile(
     check_whole(sim)
     sim.run(60.0)
     check_whole(sim)
+
+
+def test_signs_of_life_that_a_node_has_missed_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody passes on what is not urgent: those without a session hear each other's signs of life by asking alone."""
+    gone = 0
+    update = Liveness.update
+
+    def watch(self: Liveness, now: float, beat_s: float) -> bool:
+        nonlocal gone
+        before = self.living
+        changed = update(self, now, beat_s)
+        gone += len(before - self.living)
+        return changed
+
+    monkeypatch.setattr(Liveness, "update", watch)
+    sim = Simulation(settings=NetworkSettings(full_mesh=6, rumour_peers=0))
+    nodes = sim.found(32)
+    sim.run(100.0)
+    assert any(len(node.peering.liveness.watched) < len(nodes) - 1 for node in nodes)
+    assert gone == 0

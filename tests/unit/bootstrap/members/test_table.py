@@ -366,6 +366,19 @@ def test_what_differs_is_found_and_told() -> None:
     assert one.find_differing(other.summary()) == frozenset()
 
 
+def test_of_other_buckets_newer_signs_of_life_are_told_alone() -> None:
+    one, other = table(ME), table(ANN)
+    one.merge((record(BOB), word(BOB, BEAT_KIND, b"", version=2), record(CAT)), 0.0)
+    other.merge((record(BOB, version=2), word(BOB, BEAT_KIND, b"", version=3), word(BOB, "load", b"1")), 0.0)
+    asked = one.digest_beats((BOB.peer_id, CAT.peer_id, DAN.peer_id))
+    assert asked.keys() == {BOB.peer_id, CAT.peer_id}
+    (told,) = other.delta_for(asked, b"")
+    assert (told.origin, told.kind, told.version) == (BOB.peer_id, BEAT_KIND, 3)
+    one.merge((told,), 0.0)
+    assert other.delta_for(one.digest_beats((BOB.peer_id,)), b"") == []
+    assert other.delta_for({"nobody": (1, {})}, b"") == []
+
+
 def test_only_the_buckets_that_were_named_differ_and_are_told() -> None:
     one, other = table(), table()
     other.merge([record(who) for who in (ANN, BOB, CAT)], 0.0)
