@@ -46,6 +46,8 @@ setup:
 	if [ "$$device" = auto ] && [ -f $(MADE_FOR) ]; then device=$$(cat $(MADE_FOR)); fi; \
 	if [ -f $(STAMP) ] && $(PY) -c '' 2>/dev/null && [ "$$($(CONTENT))" = "$$(cat $(STAMP))" ]; then exit 0; fi; \
 	set -e; \
+	command -v $(PYTHON) >/dev/null || { \
+		echo "setup: no '$(PYTHON)' is found (Debian, Ubuntu: apt-get install python3-venv)" >&2; exit 1; }; \
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo "setup: '$(PYTHON)' is not a Python 3.11 or newer; say which one is: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }; \
 	renew=$$([ -f $(STAMP) ] && [ "$$device" = "$$(cat $(MADE_FOR))" ] && echo --renew || true); \

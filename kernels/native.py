@@ -148,7 +148,7 @@ def _compiler() -> str:
         found = shutil.which(name) if name else None
         if found:
             return found
-    raise FileNotFoundError("no C++ compiler was found (CXX, g++, c++, clang++)")
+    raise FileNotFoundError("no C++ compiler was found (Debian, Ubuntu: apt-get install g++; or name it in CXX)")
 
 
 @cache

@@ -15,6 +15,7 @@ from ..bootstrap.addresses import names_one_place
 from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Plan
+from ..coordinator.names import name_of
 from . import messages, methods
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
@@ -118,7 +119,7 @@ class Joined:
                 self.record(EventKind.COORDINATOR_LOST)
             else:
                 self.record(EventKind.COORDINATOR_ELECTED, peer=leader[0], epoch=leader[1])
-                who = "this node" if leader[0] == self.own else leader[0]
+                who = "this node" if leader[0] == self.own else name_of(leader[0])
                 self.say(f"coordinator: {who} (epoch {leader[1]})")
         if leader is not None:
             self._recall_plan(leader[1])
@@ -144,7 +145,8 @@ class Joined:
             phase = plan.phase_of(self.own)
             role = f"this node: {phase.value}" if phase is not None else "this node has no part in it"
             self._record_plan(plan, phase.value if phase is not None else "")
-            self.say(f"plan {plan.epoch}.{plan.version} for {plan.service}: {len(plan.replicas)} replicas; {role}")
+            replicas = "1 replica" if len(plan.replicas) == 1 else f"{len(plan.replicas)} replicas"
+            self.say(f"plan {plan.epoch}.{plan.version} for {plan.service}: {replicas}; {role}")
 
     async def tell_links(self) -> None:
         """Publish what this node knows of its links, when it has changed and not often: it is for choosing paths."""
@@ -197,9 +199,9 @@ class Joined:
 
     def _say_members(self, alive: set[PeerId]) -> None:
         for peer in sorted(alive - self._present):
-            self.say(f"joined: {peer}")
+            self.say(f"joined: {name_of(peer)}")
         for peer in sorted(self._present - alive):
-            self.say(f"gone: {peer}")
+            self.say(f"gone: {name_of(peer)}")
         self._present = alive
 
     def _others(self, members: tuple[Member, ...], *states: MemberState) -> list[Member]:

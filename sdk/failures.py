@@ -60,7 +60,7 @@ that fits counts."""
 
 _LINUX_ONLY: Final = frozenset({"fcntl", "resource"})
 _OF_NODES: Final = frozenset(
-    {"huggingface_hub", "jinja2", "libp2p", "msgpack", "multiaddr", "nicegui", "numpy", "psutil", "pynvml"}
+    {"huggingface_hub", "jinja2", "libp2p", "multiaddr", "nicegui", "numpy", "psutil", "pynvml"}
     | {"safetensors", "scipy", "tokenizers", "torch", "vllm"}
 )
 """Modules of the package's extras."""
@@ -85,8 +85,8 @@ def _explain_missing(module: str) -> str | None:
         return "this system cannot run it: nodes and what they bring run on Linux; clients run here as well"
     if module in _OF_NODES:
         return (
-            f"only the client is installed here, and this needs more ({module}): pip install 'p2pserve[node]' to plan "
-            "and simulate, 'p2pserve[cpu]' or 'p2pserve[gpu]' to serve"
+            f"only the client is installed here, and this needs more ({module}): in a checkout, make setup for all of "
+            "it, or pip install '.[node]' to plan and simulate"
         )
     return None
 

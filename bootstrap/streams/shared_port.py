@@ -141,7 +141,7 @@ async def _open_listener(listen: Address) -> trio.SocketListener:
         sock.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
-                f"port {listen.port} on {listen.host} is in use; stop what holds it, or listen on another port"
+                f"port {listen.port} on {listen.host} is in use; stop what holds it, or name another one (--listen)"
             ) from error
         raise AddressError(
             f"cannot listen on {listen}: {error}; name an address of this box, such as 0.0.0.0"

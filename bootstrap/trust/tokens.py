@@ -331,7 +331,8 @@ def _public_of(secret: bytes) -> bytes:
 
 
 def _malformed(why: str) -> TokenError:
-    return TokenError(f"the join token is malformed: {why}; copy the whole string, it looks like p2p_worker_...")
+    shapes = f"{_PREFIX}_worker_... or {_PREFIX}_client_..."
+    return TokenError(f"the join token is malformed: {why}; copy the whole string, it looks like {shapes}")
 
 
 def parse_bootstrap(text: str) -> Bootstrap:

@@ -69,7 +69,7 @@ def open_model(name: str, downloads: DownloadSettings | None = None) -> OpenedMo
     if name and path.exists():
         raise ModelError(f"model {name}: this is a file; give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(f"model {name}: no such folder (and not a Hugging Face id of the form owner/name)")
+        raise ModelError(f"model {name}: no such folder, not `bundled`, not a Hugging Face id of the form owner/name")
     return _open_repository(name, downloads)
 
 

@@ -19,6 +19,7 @@ import trio
 from ...bootstrap import parse_address
 from ...bootstrap.trust.targets import parse_member
 from ...coordinator import Phase
+from ...coordinator.names import name_of
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
@@ -166,7 +167,8 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
 
 
 def _greet(started: Started) -> None:
-    print(f"node {started.peer} at {started.address}")
+    print(f"node {name_of(started.peer)} at {started.address}")
+    print(f"peer id {started.peer}")
     if started.http is not None:
         print(f"{'OpenAI clients ask at:':<27}http://{started.http}/v1")
     for word, who, command in _GREETINGS:

@@ -158,7 +158,7 @@ def plan_lines(status: Status) -> list[str]:
     if status.coordinator is None:
         lines = ["coordinator: none is elected"]
     else:
-        lines = [f"coordinator*: {status.coordinator} (epoch {status.epoch})"]
+        lines = [f"coordinator*: {name_of(status.coordinator)} (epoch {status.epoch})"]
     clients = sum(node.role == CLIENT and node.state == "alive" for node in status.nodes)
     lines.append(f"clients of the answering node: {clients}")
     lines.append(now_line(status))

@@ -34,6 +34,8 @@ def leave(arguments: SimpleNamespace) -> int:
         leave_node(home, arguments.timeout_s, look=Looking(home, line, time.monotonic).look)
     if arguments.format == "json":
         print(json.dumps({"node": name, "left": True}))
+    else:
+        print(f"the {name} of this box has left its network")
     return 0
 
 

@@ -115,6 +115,12 @@ def run_demo(arguments: SimpleNamespace) -> int:
     return 0 if report.ok else 1
 
 
+def describe_timeout(timeout_s: float, stage: str) -> str:
+    """What to say of a demo that was not done in time: it may have been nothing but a busy machine."""
+    more = f"`p2pserve demo --timeout-s {2 * timeout_s:g}`"
+    return f"not done after {timeout_s:g} s, while {stage}; a slow or busy machine takes longer: {more}"
+
+
 def prepare(settings: DemoSettings, model: OpenedModel) -> list[Asked]:
     """The requests of the demo. Raises InvalidRequest or PromptError for one it cannot serve."""
     text = TextModel(model.folder)
@@ -183,7 +189,7 @@ class Demo:
                 with trio.move_on_after(self._settings.timeout_s) as limit:
                     report = await self._run()
                 if limit.cancelled_caught:
-                    raise DemoFailed(f"not done after {self._settings.timeout_s:g} s: {self._stage}; see --timeout-s")
+                    raise DemoFailed(describe_timeout(self._settings.timeout_s, self._stage))
                 nursery.cancel_scope.cancel()
         return None if interrupted else report
 
@@ -241,7 +247,9 @@ class Demo:
         joined: list[frozenset[str]] = []
 
         async def start() -> None:
-            joined.append(await box.join_all(settings.nodes, token, options, PINS if settings.nodes > 1 else ()))
+            peers = await box.join_all(settings.nodes, token, options, PINS if settings.nodes > 1 else ())
+            self._say("the engines start: each imports vLLM and loads the model, which takes the longest")
+            joined.append(peers)
 
         watcher = Watcher()
         async with trio.open_nursery() as nursery:
@@ -385,9 +393,11 @@ async def _fail_when_gone(link: EngineLink) -> None:
 def show_report(report: DemoReport, console: Console) -> None:
     """The figures for people."""
     console.print()
+    width = max((len(name_of(node.peer_id)) for node in report.nodes), default=0)
     for node in report.nodes:
-        console.print(f"{node.peer_id}  {node.role:7}  {node.engine} on {node.device} in {node.dtype}")
-    console.print(f"coordinator: {report.coordinator}")
+        console.print(f"{name_of(node.peer_id):{width}}  {node.role:7}  {node.engine} on {node.device} in {node.dtype}")
+    if report.coordinator is not None:
+        console.print(f"coordinator: {name_of(report.coordinator)}")
     for reason in report.plan["why"]:
         console.print(f"plan: {shortened(reason, (node.peer_id for node in report.nodes))}")
     console.print()

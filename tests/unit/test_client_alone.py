@@ -16,7 +16,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 NODES_ONLY = (
     *("numpy", "scipy", "psutil", "tokenizers", "jinja2", "huggingface_hub", "safetensors", "pynvml", "torch", "vllm"),
-    *("libp2p", "multiaddr", "google", "grpc", "nicegui", "fastapi", "uvicorn", "PIL", "yaml"),
+    *("libp2p", "multiaddr", "google", "grpc", "nicegui", "fastapi", "uvicorn", "PIL", "yaml", "prometheus_client"),
 )
 UNIX_ONLY = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "curses", "_posixshmem")
 UNIX_NAMES = {
@@ -83,7 +83,7 @@ def test_what_is_not_installed_is_said_in_a_line() -> None:
     found = [explain(ModuleNotFoundError("no", name=name)) for name in ("numpy.linalg", "fcntl", "nonsense")]
     assert found[0] is not None
     assert found[0][0] == 2
-    assert "pip install 'p2pserve[node]'" in found[0][1]
+    assert "make setup for all of it, or pip install '.[node]' to plan" in found[0][1]
     assert found[1] is not None
     assert "run on Linux" in found[1][1]
     assert found[2] is None
@@ -94,10 +94,16 @@ def test_what_a_client_imports_is_what_it_is_installed_with() -> None:
     names = {re.split(r"[<>=!~;\[ ]", each)[0].lower() for each in PROJECT["dependencies"]}
     assert names.isdisjoint(name.lower() for name in NODES_ONLY)
     loaded = set(run(EVERYTHING.replace('"fine"', "*sys.modules")).split())
-    for module, package in {"base58": "base58", "cryptography": "cryptography", "h11": "h11", "msgspec": "msgspec",
-                            "noise": "noiseprotocol", "sniffio": "sniffio", "trio": "trio"}.items():  # fmt: skip
+    for module, package in {"base58": "base58", "cryptography": "cryptography", "h11": "h11",
+                            "msgpack": "msgpack", "msgspec": "msgspec", "noise": "noiseprotocol", "sniffio": "sniffio", "trio": "trio"}.items():  # fmt: skip
         assert module in loaded, module
         assert package in names, package
+
+
+def test_all_that_only_nodes_need_is_absent_in_these_tests() -> None:
+    names = {re.split(r"[<>=!~;\[ ]", each)[0] for each in PROJECT["optional-dependencies"]["node"]}
+    modules = {"nvidia-ml-py": "pynvml"}
+    assert {modules.get(name, name) for name in names} <= set(NODES_ONLY)
 
 
 @pytest.mark.parametrize("extra", ["node", "gpu", "cpu"])

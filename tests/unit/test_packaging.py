@@ -107,6 +107,15 @@ def test_an_unknown_device_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
+def test_no_python_at_all_is_one_line_that_names_the_package(tmp_path: Path) -> None:
+    (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
+    done = make(tmp_path, "setup", "PYTHON=no-such-python")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == (
+        "setup: no 'no-such-python' is found (Debian, Ubuntu: apt-get install python3-venv)"
+    )
+
+
 def test_what_is_set_up_is_left_alone_unless_the_device_changes(tmp_path: Path) -> None:
     for name in ("Makefile", "requirements", "pyproject.toml", "node"):
         (tmp_path / name).symlink_to(ROOT / name)

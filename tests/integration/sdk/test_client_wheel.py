@@ -157,6 +157,9 @@ def test_it_asks_a_network_and_is_a_gateway_to_it(laptop: Laptop) -> None:
             assert len(json.loads(done.stdout)["tokens"]) == 3
             done = await trio.to_thread.run_sync(laptop.run, "p2pserve", "status", "--bootstrap", token)
             assert "llama-30b" in done.stdout
+            for seeing in ("topology", "events"):
+                done = await trio.to_thread.run_sync(laptop.run, "p2pserve", seeing, "--bootstrap", token)
+                assert done.returncode == 0, done.stderr
             await trio.to_thread.run_sync(be_a_gateway, laptop, token)
 
     trio.run(main)

@@ -14,6 +14,7 @@ from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, PeerId,
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.testing import MemoryNetwork
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.names import name_of
 from p2pserve.node import messages, methods
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.joined import MAX_TOKENS_S, Joined
@@ -119,7 +120,7 @@ def test_members_are_said_dialled_and_shown() -> None:
             one, two = await join_both(stack)
             other = two.joined.own
             one.look()
-            assert f"joined: {other}" in one.said
+            assert f"joined: {name_of(other)}" in one.said
             assert one.joined.address_of(other) == ADDRESSES[1]
             assert one.joined.address_of(PeerId("nobody")) is None
             (neighbour,) = one.joined.neighbours()
@@ -128,7 +129,7 @@ def test_members_are_said_dialled_and_shown() -> None:
             assert status.answered_by == one.joined.own
             assert {node.peer for node in status.nodes} == {one.joined.own, other}
             one.look()
-            assert one.said.count(f"joined: {other}") == 1
+            assert one.said.count(f"joined: {name_of(other)}") == 1
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 

@@ -81,6 +81,7 @@ class TestLibrary:
         with caplog.at_level(logging.WARNING):
             assert native.Library(SOURCE).get() is None
         assert "kv4.cpp: KV codecs stay with plain torch: no C++ compiler was found" in caplog.text
+        assert "apt-get install g++" in caplog.text
 
     def test_auto_switches_when_it_is_ready(self) -> None:
         accelerate.set_mode("auto")

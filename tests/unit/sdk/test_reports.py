@@ -30,7 +30,7 @@ from p2pserve.sdk.actions.status_view import (
     print_models,
     print_status,
 )
-from p2pserve.sdk.demo.demo import run_demo
+from p2pserve.sdk.demo.demo import describe_timeout, run_demo
 from p2pserve.sdk.demo.report import (
     Asked,
     RequestReport,
@@ -180,7 +180,7 @@ def test_the_page_shows_plan_pairings_and_reasons() -> None:
     shown = status(node(BOOT, "admin"), node(FIRST, advert=advert()), *clients, plan=SPLIT)
     print_status(shown, Console(file=page, width=200))
     text = page.getvalue()
-    for part in (f"coordinator*: {BOOT} (epoch 3)", "plan 3.1 for m-1, KV as kv4", "why: a reason"):
+    for part in ("coordinator*: silent-boar (epoch 3)", "plan 3.1 for m-1, KV as kv4", "why: a reason"):
         assert part in text
     assert "100% of requests prefill on solar-deer, decode on vast-goat" in text
     assert "clients of the answering node: 1\n" in text
@@ -373,3 +373,9 @@ def test_all_columns_cut_no_model_and_no_address(monkeypatch: pytest.MonkeyPatch
     console.file = io.StringIO()
     print_status(status(box(0)), console, wide=True)
     assert {LONG, "1.2.3.4:5"} <= set(console.file.getvalue().split())
+
+
+def test_a_demo_that_was_not_done_in_time_says_how_to_give_it_more() -> None:
+    line = describe_timeout(120.0, "the engines start")
+    assert line.startswith("not done after 120 s, while the engines start; ")
+    assert line.endswith("`p2pserve demo --timeout-s 240`")

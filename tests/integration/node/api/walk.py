@@ -238,7 +238,7 @@ class Walk:
             self.place = Place.of(home, text)
         elif line.startswith("p2pserve join "):
             self.box = home
-            self.box_id = re.findall(r"^node (\w+)", text, re.MULTILINE)[0]
+            self.box_id = re.findall(r"^peer id (\w+)", text, re.MULTILINE)[0]
         elif found := re.search(r"OpenAI API at (\S+)/v1", text):
             self.url = found[1]
         if re.match(r"p2pserve (bootstrap|join|gateway) ", line):
@@ -294,7 +294,7 @@ def open_network(folder: Path, url: str) -> Iterator[Walk]:
             said.append(outcome.said)
             assert outcome.code == 0, outcome.said
         walk.request = re.findall(r"request (\w+)", said[-1])[0]
-        walk.place.boxes = re.findall(r"^node (\w+)", "".join(said), re.MULTILINE)
+        walk.place.boxes = re.findall(r"^peer id (\w+)", "".join(said), re.MULTILINE)
         wait_link(walk)
         yield walk
 

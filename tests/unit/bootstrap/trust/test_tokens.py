@@ -78,6 +78,12 @@ def test_nonsense_in_a_credential_is_malformed(rest: bytes) -> None:
             admit("p2p_worker_" + base64.urlsafe_b64encode(nonsense + bytes(64)).decode().rstrip("="), b"", 0.0)
 
 
+@pytest.mark.parametrize("kind", ["worker", "client"])
+def test_a_part_of_a_token_is_told_how_a_whole_one_begins(kind: str) -> None:
+    with pytest.raises(TokenError, match=f"copy the whole string, it looks like .*p2p_{kind}_"):
+        admit(f"p2p_{kind}_kpLEs...", KEY.public, 0.0)
+
+
 def test_no_single_bit_can_be_changed() -> None:
     size = len(base64.urlsafe_b64decode(TOKEN.split("_", 2)[2] + "=="))
     for index in range(0, size, 7):
