@@ -28,7 +28,7 @@ class BoxProcess:
     home: Path
     process: subprocess.Popen[str]
     started_at: float
-    peer: str = ""
+    peer: str = ""  # its name, as the others say it
     tokens: dict[str, str] = field(default_factory=dict)
     alive: set[str] = field(default_factory=set)  # other nodes, in its view
     leader: tuple[str, int] | None = None
@@ -199,7 +199,7 @@ class BoxNetwork:
 
     def _greet(self, box: BoxProcess, line: str, now: float) -> None:
         greeting = json.loads(line)
-        box.peer, box.tokens = greeting["peer"], greeting["tokens"]
+        box.peer, box.tokens = greeting["name"], greeting["tokens"]
         if box.leader is not None and not box.leader[0]:  # it has said that it leads before it said who it is
             box.leader = (box.peer, box.leader[1])
 

@@ -179,7 +179,8 @@ def _greet(started: Started) -> None:
 
 
 def _greet_json(started: Started) -> None:
-    greeting: dict[str, Any] = {"peer": started.peer, "address": str(started.address), "tokens": started.tokens}
+    who = {"peer": started.peer, "name": name_of(started.peer)}
+    greeting: dict[str, Any] = {**who, "address": str(started.address), "tokens": started.tokens}
     if started.http is not None:
         greeting["http"] = f"http://{started.http}"
     print(json.dumps(greeting), flush=True)
