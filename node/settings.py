@@ -225,6 +225,7 @@ class NodeSettings:
     tuning: NodeTuning = WAN
     join_timeout_s: float = 60.0  # how long to ask members that do not answer; longer: one that starts later is found
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner
+    ends_at: float | None = None  # unix seconds at which the box ends, if that is known: the node leaves before
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0
     engine_channel: int | None = None  # of a fork server that several nodes of one machine share

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -83,6 +85,27 @@ def duration(text: str) -> float:
     return value
 
 
+def moment(text: str) -> float:
+    """Unix seconds of a time like `2026-12-01T12:00`, UTC unless it says another zone, or of `2h` from now."""
+    now = time.time()
+    try:
+        named = datetime.fromisoformat(text.removesuffix(" UTC"))
+    except ValueError:
+        try:
+            return now + duration(text)
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no time; write 2026-12-01T12:00 (UTC, or with +02:00 behind it), or from now: 90s, 30m, "
+                "12h or 7d"
+            ) from None
+    at = (named if named.tzinfo is not None else named.replace(tzinfo=UTC)).timestamp()
+    if at <= now:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has passed; it is {datetime.fromtimestamp(now, UTC):%Y-%m-%dT%H:%M} UTC"
+        )
+    return at
+
+
 def settings_of(kind: type[Settings], arguments: argparse.Namespace | SimpleNamespace) -> Settings:
     """Settings from the options that are called as their fields are; the other fields keep their defaults."""
     given = vars(arguments)
@@ -123,6 +146,7 @@ SECONDS = Parsed("number of seconds", seconds, float)
 ABOVE_ZERO = Parsed("number", above_zero, float)
 DURATION = Parsed("time from now", duration)
 AGE = Parsed("length of time", duration)
+MOMENT = Parsed("time", moment)
 FILE = click.Path(path_type=Path)
 
 
