@@ -105,30 +105,32 @@ def measure_loss(count: int, times: int) -> Figures:
 def measure_repair(count: int, times: int) -> Figures:
     """A box is killed, and an engine is: seconds from when that is known to the coordinator's next plan, and until
     every box follows that. Medians."""
-    planned: dict[str, list[float]] = {"lost": [], "engine": []}
-    followed: dict[str, list[float]] = {"lost": [], "engine": []}
+    lost, engine = [], []
     with BoxNetwork() as boxes:
         grow(boxes, count + 1)  # the first has no engine
         for turn in range(times):
             leader = _leader_of(boxes)
             others = [box for box in boxes.running()[1:] if box is not leader]
-            lost, flawed = others[2 * turn % len(others)], others[(2 * turn + 1) % len(others)]
-            for cause, victim in (("engine", flawed), ("lost", lost)):
-                known_at, plan = _next_plan(boxes, leader, victim, cause)
-                left = [box for box in boxes.running() if box is not victim]
-                boxes.wait(lambda: all(_followed_at(box, plan) for box in left), NOTICED_S, "all to follow the plan")
-                planned[cause].append(_followed_at(leader, plan) - known_at)
-                followed[cause].append(max(_followed_at(box, plan) for box in left) - known_at)
-                if cause == "lost":
-                    boxes.restart(victim)
-                boxes.wait(lambda: boxes.are_whole(boxes.running()), WHOLE_S, "all to be as before")
+            engine.append(_repaired_s(boxes, leader, others[2 * turn % len(others)], "engine"))
+            boxes.wait(lambda: boxes.are_whole(boxes.running()), WHOLE_S, "an engine to be back")
+            victim = others[(2 * turn + 1) % len(others)]
+            lost.append(_repaired_s(boxes, leader, victim, "lost"))
+            _restore(boxes, victim)
     return {
         "boxes": count,
-        "lost_planned_s": statistics.median(planned["lost"]),
-        "lost_followed_s": statistics.median(followed["lost"]),
-        "engine_planned_s": statistics.median(planned["engine"]),
-        "engine_followed_s": statistics.median(followed["engine"]),
+        "lost_planned_s": statistics.median(planned for planned, _ in lost),
+        "lost_followed_s": statistics.median(followed for _, followed in lost),
+        "engine_planned_s": statistics.median(planned for planned, _ in engine),
+        "engine_followed_s": statistics.median(followed for _, followed in engine),
     }
+
+
+def _repaired_s(boxes: BoxNetwork, leader: BoxProcess, victim: BoxProcess, cause: str) -> tuple[float, float]:
+    """Seconds from when a failure is known to the coordinator's plan, and until all others follow it."""
+    known_at, plan = _next_plan(boxes, leader, victim, cause)
+    left = [box for box in boxes.running() if cause == "engine" or box is not victim]
+    boxes.wait(lambda: all(_followed_at(box, plan) for box in left), NOTICED_S, "all to follow the plan")
+    return _followed_at(leader, plan) - known_at, max(_followed_at(box, plan) for box in left) - known_at
 
 
 def _next_plan(boxes: BoxNetwork, leader: BoxProcess, victim: BoxProcess, cause: str) -> tuple[float, str]:
