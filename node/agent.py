@@ -377,8 +377,8 @@ class Node:
         async with open_planner(self._tuning) as planner:
             while True:
                 leads = joined.leader is not None and joined.leader[0] == joined.own
-                if leads and not led:
-                    await planner.start()
+                if leads is not led:  # while it leads, no plan waits for the planner's imports
+                    await (planner.start() if leads else planner.end())
                 led = leads
                 task = coordinator.next(view, joined.leader, trio.current_time())
                 if task is None:

@@ -15,6 +15,7 @@ from ..bootstrap import Address, Bootstrap
 from ..bootstrap.streams.strangers import StrangerLimits
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
+from ..coordinator.repair.urgency import REPAIR_S
 from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
 from ..kvtransport.wire.permits import MAX_PERMITS
@@ -114,6 +115,7 @@ class NodeTuning:
 
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan
+    repair_s: float = REPAIR_S  # the same, where a plan is made at once; another search follows
     planning_limit_s: float = (
         20.0  # planning that has not ended by then has failed; a busy machine may need twice the above
     )

@@ -20,6 +20,10 @@ from ..names import name_of
 from ..plan import Plan
 from ..profile import LatencyProfile, PhaseFit
 
+REPAIR_S: Final = 0.3
+"""For so long a plan is searched for that is made at once. What is not found by then is found by the search that
+follows. Longer: better phases in the first plan after a loss, which comes as much later."""
+
 _PROMPT: Final = 1024
 """Tokens of the prompt that prefills are compared at."""
 

@@ -25,12 +25,13 @@ Leader = tuple[PeerId, int]
 MAX_LEFT_OUT: Final = 16  # boxes that a plan says it is made without; a network full of liars has no room for more
 LOOK_S: Final = 0.25  # between two looks for urgent news of so many boxes; longer with more, in proportion
 LOOK_BOXES: Final = 32
+REFINE_S: Final = 3.0  # after a plan made at once it is searched for longer; shorter: while more may still be changing
 URGENT_S: Final = 1.0  # between two plans for urgent news of figures; shorter: more plans while several links break
 
 
 class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     """Something to plan. `run` takes seconds: it is for another process. `held`: boxes that are trusted less, and get
-    no requests while others can serve; `news`: why it is planned at once."""
+    no requests while others can serve; `is_urgent`: the plan is wanted at once; `news`: the figures for which it is."""
 
     boxes: tuple[BoxView, ...]
     links: tuple[LinkView, ...]
@@ -41,6 +42,7 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     previous: Plan | None
     codec: str
     held: tuple[str, ...] = ()
+    is_urgent: bool = False
     news: str = ""
 
     def run(self, spent: Callable[[], bool]) -> Plan | None:
@@ -98,6 +100,7 @@ class Coordinator:
         self._planned_at = float("-inf")
         self._look_at = float("-inf")  # for urgent news, at the earliest
         self._has_missed = False  # a change, because that moment had not come
+        self._is_rough = False  # the latest plan was made at once: a longer search may find a better one
         self._aside = SetAside()
         self._damping = FlapDamping()
         self._told_held: tuple[str, ...] = ()  # boxes that the latest plan says are held
@@ -114,26 +117,25 @@ class Coordinator:
             return None
         last = self._last
         if last is None or task.roster != last.roster:
-            return self._begin(self._with_figures(task, view, now), now)
-        is_due = now >= self._planned_at + self._quiet_s
+            return self._begin(self._with_figures(task, view, now), now, is_urgent=task.previous is not None)
+        is_due = now >= self._due_at
         self._has_missed = not is_due and now < self._look_at
         if self._has_missed:
             return None
         self._look_at = now + LOOK_S * max(1.0, len(task.boxes) / LOOK_BOXES)
         task = self._with_figures(task, view, now)
-        if task.basis == last.basis or task.quiet:
+        if task.quiet or (task.basis == last.basis and not (is_due and self._is_rough)):
             return None
-        if not is_due:
-            news = find_urgent_news(task.previous, last.figures, task.figures) if task.previous is not None else ""
-            if not news:
-                return None
-            task = msgspec.structs.replace(task, news=news)
-        return self._begin(task, now)
+        if is_due:
+            return self._begin(task, now, is_urgent=False)
+        news = find_urgent_news(task.previous, last.figures, task.figures) if task.previous is not None else ""
+        return self._begin(msgspec.structs.replace(task, news=news), now, is_urgent=True) if news else None
 
     def wake_at(self, now: float) -> float:
         """When `next` is to be called at the latest, whether or not the view changes."""
         look_at = self._look_at if self._has_missed else inf
-        return min(now + self._quiet_s, look_at, self._damping.wake_at(now))
+        due_at = self._due_at if self._due_at > now else inf
+        return min(now + self._quiet_s, look_at, due_at, self._damping.wake_at(now))
 
     def is_outdated(self, task: PlanningTask, view: NetworkView, leader: Leader | None, now: float) -> bool:
         """Whether boxes have come, gone or failed since this task was begun: what it has found by now is enough."""
@@ -179,8 +181,14 @@ class Coordinator:
         self._last = task  # the same again would fail again: only news is planned with
         return False
 
-    def _begin(self, task: PlanningTask, now: float) -> PlanningTask:
-        self._last, self._planned_at, self._look_at = task, now, now + URGENT_S
+    @property
+    def _due_at(self) -> float:
+        """When figures that have moved a little are planned with."""
+        return self._planned_at + (REFINE_S if self._is_rough else self._quiet_s)
+
+    def _begin(self, task: PlanningTask, now: float, *, is_urgent: bool) -> PlanningTask:
+        self._last = task = msgspec.structs.replace(task, is_urgent=is_urgent)
+        self._planned_at, self._look_at, self._is_rough = now, now + URGENT_S, is_urgent
         return task
 
     def _with_figures(self, task: PlanningTask, view: NetworkView, now: float) -> PlanningTask:

@@ -51,7 +51,8 @@ class Planner:
 
     async def plan(self, task: PlanningTask) -> Plan | None:
         """As `PlanningTask.run`, within the settings' time and memory. Raises PlanError, or PlannerFailed."""
-        asked = msgspec.msgpack.encode(PlannerTask(task=task, search_s=self._tuning.planning_s))
+        search_s = self._tuning.repair_s if task.is_urgent else self._tuning.planning_s
+        asked = msgspec.msgpack.encode(PlannerTask(task=task, search_s=search_s))
         limit_s = self._tuning.planning_limit_s
         with trio.move_on_after(limit_s):
             answer = await self._ask(LENGTH.pack(len(asked)) + asked)

@@ -3,8 +3,7 @@
 A task of no bytes ends the search under way: what is best by then is the answer.
 
 It is apart from the agent because it computes with what strangers say: it may take only so much
-memory and so long, and when it dies the agent goes on. It ends when its input does, or when nothing
-has been asked of it for a while.
+memory and so long, and when it dies the agent goes on. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from .coordination import PlanningTask
 
 LENGTH: Final = struct.Struct("<I")
 HURRY: Final = LENGTH.pack(0)
-IDLE_S: Final = 30.0  # it takes a second and 60 MB to start again
 
 
 class PlannerTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,23 +69,19 @@ def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
 
 
 def serve(tasks: RawIOBase, answers: BinaryIO) -> None:
-    """Answer until the input ends, or is silent for too long. The input has no buffer here: what waits in one would not
-    be seen."""
+    """Answer until the input ends. It has no buffer here: what waits in one would not be seen."""
     decoder = msgspec.msgpack.Decoder(PlannerTask)
-    while _is_readable(tasks, IDLE_S):
-        head = _read(tasks, LENGTH.size)
-        if len(head) < LENGTH.size:
-            return
+    while len(head := _read(tasks, LENGTH.size)) == LENGTH.size:
         (size,) = LENGTH.unpack(head)
         if size == 0:  # it came when the answer was on its way
             continue
-        said = msgspec.msgpack.encode(answer(decoder.decode(_read(tasks, size)), lambda: _is_readable(tasks, 0.0)))
+        said = msgspec.msgpack.encode(answer(decoder.decode(_read(tasks, size)), lambda: _is_readable(tasks)))
         answers.write(LENGTH.pack(len(said)) + said)
         answers.flush()
 
 
-def _is_readable(tasks: RawIOBase, timeout_s: float) -> bool:
-    return bool(select.select([tasks], [], [], timeout_s)[0])
+def _is_readable(tasks: RawIOBase) -> bool:
+    return bool(select.select([tasks], [], [], 0.0)[0])
 
 
 def _read(tasks: RawIOBase, size: int) -> bytes:

@@ -11,7 +11,7 @@ from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.repair.damping import DampingSettings
 from p2pserve.coordinator.repair.ending import PLAN_WITHOUT_S
 from p2pserve.node.messages import Advert
-from p2pserve.node.planning.coordination import LOOK_S, URGENT_S, Coordinator
+from p2pserve.node.planning.coordination import LOOK_S, REFINE_S, URGENT_S, Coordinator
 from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView
 
@@ -82,11 +82,29 @@ def test_noise_waits_for_its_turn_and_looks_are_not_made_all_the_time() -> None:
     coordinator, view = started("x", "x")
     view.adverts[B] = changed(view.adverts[B], tflops=0.9)
     assert coordinator.next(view, LEADER, URGENT_S) is None
-    assert coordinator.wake_at(URGENT_S) == URGENT_S + WAN.quiet_s
+    assert coordinator.wake_at(URGENT_S) == WAN.quiet_s
     view.adverts[B] = changed(view.adverts[B], tflops=0.4)
     assert coordinator.next(view, LEADER, URGENT_S + LOOK_S / 2) is None
     assert coordinator.wake_at(URGENT_S + LOOK_S / 2) == URGENT_S + LOOK_S
     assert coordinator.next(view, LEADER, URGENT_S + LOOK_S) is not None
+
+
+def test_after_a_plan_that_was_made_at_once_it_is_searched_for_longer_once() -> None:
+    coordinator, view = started("x", "x")
+    view.adverts[C] = advert("x")
+    task = coordinator.next(view, LEADER, 10.0)
+    assert task is not None
+    assert task.is_urgent
+    plan = coordinator.settle(task, task.run(lambda: True), view, LEADER, 10.5)
+    assert plan is not None
+    view.plan = plan
+    assert coordinator.next(view, LEADER, 11.0) is None
+    assert coordinator.wake_at(11.0) == 10.0 + REFINE_S
+    again = coordinator.next(view, LEADER, 10.0 + REFINE_S)
+    assert again is not None
+    assert not again.is_urgent
+    assert coordinator.settle(again, plan, view, LEADER, 15.0) is None
+    assert coordinator.next(view, LEADER, 10.0 + 2 * REFINE_S + WAN.quiet_s) is None
 
 
 def test_while_nobody_asks_no_figure_is_urgent() -> None:
@@ -114,9 +132,9 @@ def test_a_box_whose_engine_flaps_gets_no_requests_for_a_while_and_the_plan_says
     assert B not in view.plan.peers
     (line,) = (why for why in view.plan.why if "failed repeatedly" in why)
     assert line.startswith(f"{name_of(B)} gets no requests for ")
-    ends_at = coordinator.wake_at(now)
-    while ends_at > now:  # as the agent does
-        now = min(ends_at, now + WAN.quiet_s)
+    held_s = DampingSettings().held_for_s(2.0)
+    while now < 20.0 + held_s:  # as the agent does
+        now = coordinator.wake_at(now)
         publish(coordinator, view, now)
     assert B in view.plan.peers
     assert not any("failed repeatedly" in why for why in view.plan.why)
