@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from math import inf, log2
+from math import exp2, inf, log2
 from typing import Final, NamedTuple, final
 
 from ..names import name_of
@@ -128,7 +128,7 @@ class FlapDamping:
         )
 
     def _penalty(self, record: _Record, now: float) -> float:
-        return record.penalty * 0.5 ** (max(0.0, now - record.at) / self._settings.half_life_s)
+        return record.penalty * exp2(-max(0.0, now - record.at) / self._settings.half_life_s)
 
     def _at(self, box: str, now: float) -> _Record:
         """The record as of `now`: a hold ends when the penalty has fallen far enough."""

@@ -66,7 +66,7 @@ class Planner:
     def hurry(self) -> None:
         """The best plan found by now is enough: the search under way ends soon."""
         process = self._process
-        if self._searches and process is not None and process.stdin is not None:
+        if self._searches and process is not None and isinstance(process.stdin, trio.lowlevel.FdStream):
             # There is room for so few bytes in an empty pipe; and a process that has died is noticed elsewhere.
             with suppress(BlockingIOError, BrokenPipeError):
                 os.write(process.stdin.fileno(), HURRY)
