@@ -7,8 +7,8 @@ told is rounded down to a step of an eighth, and told again when the next step i
     left, s          3725    3590    3333     100      61      17       9
     told, s          3584    3584    3328      96      60      16       9
 
-So what was heard last is never more than the truth while its box is alive, and less by an eighth (or a second) at
-most.
+So what was heard last is less than the truth by an eighth (or a second) at most while its box is alive, and never more
+but for the second that news may take.
 """
 
 from __future__ import annotations
