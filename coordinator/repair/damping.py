@@ -58,7 +58,7 @@ class BoxSign(NamedTuple):
     leaving: bool
 
 
-class _Record(NamedTuple):
+class _FaultRecord(NamedTuple):
     """What is remembered of a box: its penalty as of `at`, whether it is held, and its latest fault."""
 
     penalty: float
@@ -77,7 +77,7 @@ class FlapDamping:
 
     def __init__(self, settings: DampingSettings | None = None) -> None:
         self._settings = settings or DampingSettings()
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _FaultRecord] = {}
         self._seen: dict[str, BoxSign] = {}
 
     def __repr__(self) -> str:
@@ -101,7 +101,7 @@ class FlapDamping:
         settings, record = self._settings, self._at(box, now)
         penalty = min(settings.most, record.penalty + 1.0)
         is_held = record.is_held or penalty >= settings.suppress_at
-        self._records[box] = _Record(penalty, now, is_held, fault[:MAX_NAMED_FAULT])
+        self._records[box] = _FaultRecord(penalty, now, is_held, fault[:MAX_NAMED_FAULT])
 
     def held(self, boxes: Collection[str], now: float) -> frozenset[str]:
         """Those of the boxes that get no requests at `now`: at most half of them, those with the highest penalty."""
@@ -127,14 +127,14 @@ class FlapDamping:
             for box in sorted(boxes)
         )
 
-    def _penalty(self, record: _Record, now: float) -> float:
+    def _penalty(self, record: _FaultRecord, now: float) -> float:
         return record.penalty * exp2(-max(0.0, now - record.at) / self._settings.half_life_s)
 
-    def _at(self, box: str, now: float) -> _Record:
+    def _at(self, box: str, now: float) -> _FaultRecord:
         """The record as of `now`: a hold ends when the penalty has fallen far enough."""
         record = self._records.get(box)
         if record is None:
-            return _Record(0.0, now, False, "")
+            return _FaultRecord(0.0, now, False, "")
         penalty = self._penalty(record, now)
         # At the moment that `wake_at` has said, rounding must not hold it any longer.
         is_held = record.is_held and penalty > self._settings.reuse_at * (1.0 + 1e-9)
