@@ -24,7 +24,7 @@ from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
 from ..bootstrap.state_file import StateFile
 from ..coordinator import Plan, PlanError
-from ..coordinator.repair.ending import round_remaining
+from ..coordinator.repair.ending import is_planned_without, round_remaining
 from ..coordinator.worth import BoxLine, WorthWatch
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
@@ -456,9 +456,10 @@ class Node:
         self.showing.follow_plan()
         if self._serving is not None:
             self._serving.gateway.network_changed()
-            # A box that drains keeps its place in a replica until it has no request: it, and then all, may be moved.
-            is_leaving = self._leaves_at is not None
-            if not is_leaving and (not self.drains.is_draining or self._serving.is_idle):
+            # A box that drains, or soon will, keeps its place in a replica until it has no request: it, and then all,
+            # may be moved.
+            keeps_place = self.drains.is_draining or is_planned_without(self._ends_in_s())
+            if self._leaves_at is None and (not keeps_place or self._serving.is_idle):
                 self._serving.host.follow(self._joined.view.plan)
 
 

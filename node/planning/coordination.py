@@ -112,6 +112,7 @@ class Coordinator:
         self._aside.forget(view.adverts, now)
         # Whoever may be elected remembers who flaps, so all nodes watch.
         self._damping.observe(view.signs(), now)
+        self._has_missed = False
         task = self._task(view, leader, now)
         if task is None:
             return None

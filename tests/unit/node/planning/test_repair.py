@@ -89,6 +89,15 @@ def test_noise_waits_for_its_turn_and_looks_are_not_made_all_the_time() -> None:
     assert coordinator.next(view, LEADER, URGENT_S + LOOK_S) is not None
 
 
+def test_who_leads_no_more_is_not_woken_for_looks_of_the_past() -> None:
+    coordinator, view = started("x", "x")
+    view.adverts[B] = changed(view.adverts[B], tflops=0.4)
+    assert coordinator.next(view, LEADER, URGENT_S / 2) is None
+    assert coordinator.next(view, (B, 2), 2 * URGENT_S) is None
+    assert coordinator.wake_at(2 * URGENT_S) > 2 * URGENT_S
+    assert coordinator.wake_at(2 * WAN.quiet_s) > 2 * WAN.quiet_s
+
+
 def test_after_a_plan_that_was_made_at_once_it_is_searched_for_longer_once() -> None:
     coordinator, view = started("x", "x")
     view.adverts[C] = advert("x")
