@@ -85,24 +85,29 @@ def duration(text: str) -> float:
     return value
 
 
-def moment(text: str) -> float:
-    """Unix seconds of a time like `2026-12-01T12:00`, UTC unless it says another zone, or of `2h` from now."""
+class UnixMoment(float):
+    """Unix seconds that are shown as the time that they are."""
+
+    def __str__(self) -> str:
+        return f"{datetime.fromtimestamp(self, UTC):%Y-%m-%dT%H:%M} UTC"
+
+
+def moment(text: str) -> UnixMoment:
+    """A time like `2026-12-01T12:00`, UTC unless it says another zone, or `2h` from now."""
     now = time.time()
     try:
         named = datetime.fromisoformat(text.removesuffix(" UTC"))
     except ValueError:
         try:
-            return now + duration(text)
+            return UnixMoment(now + duration(text))
         except argparse.ArgumentTypeError:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is no time; write 2026-12-01T12:00 (UTC, or with +02:00 behind it), or from now: 90s, 30m, "
                 "12h or 7d"
             ) from None
-    at = (named if named.tzinfo is not None else named.replace(tzinfo=UTC)).timestamp()
+    at = UnixMoment((named if named.tzinfo is not None else named.replace(tzinfo=UTC)).timestamp())
     if at <= now:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has passed; it is {datetime.fromtimestamp(now, UTC):%Y-%m-%dT%H:%M} UTC"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} has passed; it is {UnixMoment(now)}")
     return at
 
 

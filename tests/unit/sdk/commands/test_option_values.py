@@ -39,6 +39,7 @@ def test_values_are_listed_and_replace_the_environment(
 )
 def test_a_time_is_utc_unless_it_names_a_zone(text: str) -> None:
     assert datetime.fromtimestamp(moment(text), UTC).isoformat() == "2999-12-01T12:00:00+00:00"
+    assert str(moment(text)) == "2999-12-01T12:00 UTC"
 
 
 def test_a_time_may_be_given_from_now() -> None:
