@@ -2,17 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from ..bootstrap import DECODE_ERRORS, PeerId
+from ..coordinator import Replica
+from ..coordinator.names import name_of
 from .messages import Advert
 
+IS_DEAD = "is dead"
 _FAULT_CHARACTERS = 120
+_ENGINE_CHARACTERS = 300  # of what an engine says of its failure: it is another box's text
+_MAX_NAMED = 3
 
 _adverts = msgspec.msgpack.Decoder(Advert)
+
+
+def find_fault(replica: Replica, service: str, adverts: Mapping[PeerId, Advert], dead: Collection[PeerId]) -> str:
+    """Why this replica takes no new requests for the service now, for people; "" where it does."""
+    for peer in replica.peers:
+        advert = adverts.get(PeerId(peer))
+        if advert is None or advert.model is None or advert.model.service != service:
+            return f"{name_of(peer)} {IS_DEAD if peer in dead else 'is not here'}"
+        if advert.draining:
+            return f"{name_of(peer)} is draining"
+    head = adverts[PeerId(replica.head)]
+    fault = find_box_fault(replica.head, head)
+    if fault or head.engine is None:
+        return fault
+    is_loaded = head.engine.stages == (replica.stages if len(replica.stages) > 1 else ())
+    return "" if is_loaded else f"{name_of(replica.head)} has not loaded its part of the plan"
+
+
+def find_box_fault(peer: str, advert: Advert) -> str:
+    """Why a box takes no new requests, for people; "" where it does: `the engine of amber-otter has failed: ...`."""
+    engine = advert.engine
+    if advert.draining:
+        return f"{name_of(peer)} is draining"
+    if engine is None:
+        return f"{name_of(peer)} has no engine yet"
+    if engine.state == "ready":
+        return ""
+    does = "has failed" if engine.state == "failed" else f"is {engine.state}"
+    return f"the engine of {name_of(peer)} {does}" + f": {engine.detail[:_ENGINE_CHARACTERS]}" * bool(engine.detail)
+
+
+def join_faults(faults: Iterable[str]) -> str:
+    """The first few of these as one text, each once."""
+    found = list(dict.fromkeys(filter(None, faults)))
+    more = [f"and {len(found) - _MAX_NAMED} more"] if len(found) > _MAX_NAMED else []
+    return "; ".join([*found[:_MAX_NAMED], *more])
 
 
 def decode_adverts(entries: Mapping[PeerId, bytes]) -> dict[PeerId, Advert]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, final
 
 import trio
@@ -22,6 +24,7 @@ from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
 from ..bootstrap.state_file import StateFile
 from ..coordinator import Plan, PlanError
+from ..coordinator.repair.ending import is_planned_without, round_remaining
 from ..coordinator.worth import BoxLine, WorthWatch
 from ..kvtransport.link.relay import Relay
 from ..kvtransport.probing.burst_ticket import BURST_HELLO_BYTES, BURST_MAGIC
@@ -48,17 +51,19 @@ from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
 from .owner.answering import answer_owner
 from .owner.draining import DrainDesk, DrainOrder, describe_left
-from .planning.coordination import Coordinator
+from .planning.coordination import Coordinator, PlanningTask
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.messages import PlanManifest
 from .planning.plan_exchange import PlanExchange
 from .planning.plan_file import PlanFile
-from .planning.planner import PlannerFailed, open_planner
+from .planning.planner import Planner, PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
 from .showing import Showing
 
 DRAIN_POLL_S = 0.05
+LEAVE_S = 2.0  # before the end of the box the others have been told that it is gone; longer: for slower links
+CLOCK_S = 5.0  # between two looks at the clock of a box that ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +176,7 @@ async def _join(
                 handed_out = await trio.to_thread.run_sync(keeper.take_greetings, here, settings.also, time.time())
                 nursery.start_soon(keeper.follow, network, time.time, network.settings)
             task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out, http=http))
+            nursery.start_soon(node.leave_before_end, stop)
             await stop.wait()
             await node.finish()
             await network.leave()
@@ -196,7 +202,8 @@ class Node:
         self._hardware = found
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._looked = trio.Event()  # set when the view of the network is another
-        self._leaving = False
+        self._leaves_at: float | None = None  # by trio's clock, once this node is leaving
+        self._on_look: Callable[[], None] = _ignore_look  # while a plan is made, which may be out of date by then
         self._plans = PlanExchange(
             network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
         )
@@ -261,14 +268,14 @@ class Node:
 
     @property
     def _draining(self) -> bool:
-        return self._leaving or self.drains.is_draining
+        return self._leaves_at is not None or self.drains.is_draining
 
     def _on_drain_order(self, draining: bool, by: PeerId | None) -> None:
         """The owner of the box, or an admin of the network, has given the order to drain, or taken it back."""
         serving, joined = self._serving, self._joined
         if serving is not None and draining:
             serving.drain()
-        elif serving is not None and not self._leaving:
+        elif serving is not None and self._leaves_at is None:
             serving.resume()
         joined.record(EventKind.MEMBER_DRAINING if draining else EventKind.MEMBER_RESUMED, peer=by or joined.own)
         who = f" as {by} wants, an admin of the network" if by is not None else ""
@@ -281,10 +288,10 @@ class Node:
 
     async def finish(self) -> None:
         """Before it leaves: take no new work, tell everyone, and wait for what is running."""
-        self._leaving = True
+        serving, settings = self._serving, self._joined.settings
+        drain_s = drain_seconds(settings, time.time()) if serving is not None else 0.0
+        self._leaves_at = leaves_at = trio.current_time() + drain_s
         self._hurry()
-        serving, drain_s = self._serving, self._joined.settings.drain_s
-        leaves_at = trio.current_time() + (drain_s if serving is not None else 0.0)
         self.drains.leaves_in = lambda: leaves_at - trio.current_time()
         if serving is None:
             return
@@ -298,6 +305,26 @@ class Node:
                     self._joined.show(f"draining: {describe_left(serving.open_requests)}, {left_s:.0f} s at most")
                 await trio.sleep(DRAIN_POLL_S)
         self._joined.show("")
+
+    async def leave_before_end(self, stop: trio.Event) -> None:
+        """Set `stop` in time before the box ends, if its owner has said when: what runs may finish."""
+        settings = self._joined.settings
+        if settings.ends_at is None:
+            return
+        while True:
+            left_s = settings.ends_at - settings.drain_s - LEAVE_S - time.time()
+            if left_s <= 0.0:
+                break
+            await trio.sleep(min(left_s, CLOCK_S))  # the clock of the box may be set right meanwhile
+        self._joined.say("leaving: the box is about to end")
+        stop.set()
+
+    def _ends_in_s(self) -> float | None:
+        """For how long the box will be there, as it is told; None: its owner has not said."""
+        ends = [self._leaves_at - trio.current_time()] if self._leaves_at is not None else []
+        ends_at = self._joined.settings.ends_at
+        ends += [ends_at - time.time()] if ends_at is not None else []
+        return round_remaining(min(ends)) if ends else None
 
     async def _advertise(self) -> None:
         """Publish the advert when it has changed: at once for news, else once per interval."""
@@ -319,6 +346,7 @@ class Node:
             draining=self._draining,
             phase=settings.phase,
             usd_per_hour=settings.usd_per_hour,
+            ends_in_s=self._ends_in_s(),
         )
         return serving.add_to(advert) if serving is not None else advert
 
@@ -335,6 +363,7 @@ class Node:
                 self._plans.want(joined.intake.wanted, joined.leader[0])
             self._relay_desk.keep(joined.present)
             self._looked.set()
+            self._on_look()
             self._apply_view()
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
             await trio.sleep(self._tuning.watch_interval_s)
@@ -343,19 +372,21 @@ class Node:
         """Plan while this node is the elected coordinator, in a process beside everything else: it takes seconds."""
         joined = self._joined
         view, coordinator = joined.view, Coordinator(joined.own, joined.settings.codec, self._tuning.quiet_s)
+        joined.network.on_hung(lambda peer, hung: coordinator.on_hung(peer, trio.current_time()) if hung else None)
         led = False
         async with open_planner(self._tuning) as planner:
             while True:
                 leads = joined.leader is not None and joined.leader[0] == joined.own
-                if leads and not led:
-                    await planner.start()
+                if leads is not led:  # while it leads, no plan waits for the planner's imports
+                    await (planner.start() if leads else planner.end())
                 led = leads
-                task = coordinator.next(view, joined.leader, trio.current_time()) if not self._leaving else None
+                task = coordinator.next(view, joined.leader, trio.current_time())
                 if task is None:
                     self._looked = trio.Event()
-                    with trio.move_on_after(self._tuning.quiet_s):
+                    with trio.move_on_at(coordinator.wake_at(trio.current_time())):
                         await self._looked.wait()
                     continue
+                self._on_look = partial(_hurry_outdated, planner, coordinator, task, joined)
                 try:
                     found = await planner.plan(task)
                 except PlanError as error:
@@ -367,6 +398,8 @@ class Node:
                     joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
                     joined.say(f"planning for {task.service} failed: {error}" + "; trying without some boxes" * helps)
                     continue
+                finally:
+                    self._on_look = _ignore_look
                 plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
                 if plan is not None:
                     self._publish_plan(plan)
@@ -423,9 +456,28 @@ class Node:
         self.showing.follow_plan()
         if self._serving is not None:
             self._serving.gateway.network_changed()
-            # A box that drains keeps its place in a replica until it has no request: it, and then all, may be moved.
-            if not self._leaving and (not self.drains.is_draining or self._serving.is_idle):
+            # A box that drains, or soon will, keeps its place in a replica until it has no request: it, and then all,
+            # may be moved.
+            keeps_place = self.drains.is_draining or is_planned_without(self._ends_in_s())
+            if self._leaves_at is None and (not keeps_place or self._serving.is_idle):
                 self._serving.host.follow(self._joined.view.plan)
+
+
+def drain_seconds(settings: NodeSettings, now: float) -> float:
+    """For how long requests may finish on a box that leaves at `now` (unix seconds): not beyond its end."""
+    if settings.ends_at is None:
+        return settings.drain_s
+    return max(0.0, min(settings.drain_s, settings.ends_at - LEAVE_S - now))
+
+
+def _ignore_look() -> None:
+    """No plan is being made."""
+
+
+def _hurry_outdated(planner: Planner, coordinator: Coordinator, task: PlanningTask, joined: Joined) -> None:
+    """A box that is lost does not wait until the search for another reason is over."""
+    if coordinator.is_outdated(task, joined.view, joined.leader, trio.current_time()):
+        planner.hurry()
 
 
 def _front_rules(settings: NodeSettings) -> FrontRules:

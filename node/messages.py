@@ -100,9 +100,9 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
 class Advert(Message, frozen=True, kw_only=True):
     """What a node tells everyone about itself. Signed and versioned by the membership layer.
 
-    `fits` is how many layers of its model it has memory for, on the `tp` GPUs that share each of them. `profile` is
-    fitted to the steps of its engine, once there are enough. `demand` is what clients have asked of it lately. Its
-    owner says `phase`, where it is to do only that, and `usd_per_hour`, what the box costs.
+    `fits`: layers of its model that it has memory for, on the `tp` GPUs that share each. `profile` is fitted to its
+    engine's steps, once there are enough. `demand` is what clients have asked of it lately. Its owner says `phase`,
+    where it is to do only that, and `usd_per_hour`. `ends_in_s`: it stays at least so long; `hung`: its engine is.
     """
 
     hardware: Hardware
@@ -117,6 +117,8 @@ class Advert(Message, frozen=True, kw_only=True):
     phase: Phase | None = None
     usd_per_hour: Figure = 0.0
     served: Served | None = None
+    ends_in_s: Seconds | None = None
+    hung: bool = False
 
 
 class LinkTable(Message, frozen=True, kw_only=True):

@@ -150,6 +150,7 @@ class Serving:
             profile=self.host.worker.learner.profile,
             demand=self.gateway.demand,
             served=self.host.worker.served,
+            hung=self.host.worker.is_hung,
         )
 
     @property
@@ -195,7 +196,10 @@ class Serving:
             network.expect("gateway", self.gateway.queues)
             network.expect("head", self.host.worker.awaited)
             now = trio.current_time()
+            was_hung = self.host.worker.is_hung
             look_at = self.host.worker.look_at_engine(now)
+            if self.host.worker.is_hung is not was_hung:
+                self._on_news()  # plans go around it
             if self.gateway.idle and self.host.worker.idle and look_at == inf:
                 # A stage is not told of its head's requests: it sees in a while that it is one.
                 with trio.move_on_after(tuning.expect_idle_s):

@@ -15,6 +15,7 @@ from ..bootstrap import Address, Bootstrap
 from ..bootstrap.streams.strangers import StrangerLimits
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
+from ..coordinator.repair.urgency import REPAIR_S
 from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
 from ..kvtransport.wire.permits import MAX_PERMITS
@@ -114,6 +115,7 @@ class NodeTuning:
 
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan
+    repair_s: float = REPAIR_S  # the same, where a plan is made at once; another search follows
     planning_limit_s: float = (
         20.0  # planning that has not ended by then has failed; a busy machine may need twice the above
     )
@@ -225,6 +227,7 @@ class NodeSettings:
     tuning: NodeTuning = WAN
     join_timeout_s: float = 60.0  # how long to ask members that do not answer; longer: one that starts later is found
     drain_s: float = 30.0  # longer: more requests finish here; shorter: the box is free sooner
+    ends_at: float | None = None  # unix seconds at which the box ends, if that is known: the node leaves before
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0
     engine_channel: int | None = None  # of a fork server that several nodes of one machine share

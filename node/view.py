@@ -16,9 +16,11 @@ from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
+from ..coordinator.repair.damping import BoxSign
+from ..coordinator.repair.ending import can_finish, is_planned_without
 from ..coordinator.worth import BoxLine, weigh_boxes
 from ..kvtransport.probing.figures import Source
-from .adverts import AdvertBook
+from .adverts import AdvertBook, find_box_fault, find_fault, join_faults
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
 from .links.planner_links import PlannerLinks
@@ -126,12 +128,16 @@ class NetworkView(AdvertBook):
 
     def serving(self, replica: Replica, service: str) -> bool:
         """Whether new requests of the service may go to the head of this replica: it is ready, with these stages."""
-        here = [self._offer(peer, service) for peer in replica.peers]
-        if any(advert is None or advert.draining for advert in here):
-            return False
-        head = self._engine_of(replica.head)
-        stages = replica.stages if len(replica.stages) > 1 else ()
-        return head is not None and head.state == "ready" and head.stages == stages
+        return not self.find_fault(replica, service)
+
+    def find_fault(self, replica: Replica, service: str) -> str:
+        """Why no new requests of the service may go to the head of this replica, for people; "" where they may."""
+        return find_fault(replica, service, self.adverts, self.dead_at)
+
+    def ends_within(self, replica: Replica, needed_s: float) -> bool:
+        """Whether a box of this replica says that it ends sooner than that."""
+        adverts = (self.adverts.get(PeerId(peer)) for peer in replica.peers)
+        return not all(advert is None or can_finish(advert.ends_in_s, needed_s) for advert in adverts)
 
     def hopeful(self, service: str) -> bool:
         """Whether an engine of the service is being started, so that waiting for it makes sense."""
@@ -144,6 +150,12 @@ class NetworkView(AdvertBook):
         """How long a request may be that every engine of the model takes."""
         lengths = (engine.max_model_len for _, engine in self._engines(model.service))
         return min([model.max_model_len, *(length for length in lengths if length)])
+
+    def describe_unserved(self, service: str, now: float) -> str:
+        """Which boxes would serve, if they did not drain, had an engine that is ready, or had not died; for people."""
+        offers = ((peer, self._offer(peer, service)) for peer in self.adverts)
+        faults = [find_box_fault(peer, advert) for peer, advert in offers if advert is not None]
+        return join_faults([*faults, self.describe_dead(now)])
 
     def describe_dead(self, now: float, peers: Collection[str] | None = None) -> str:
         """Which boxes (of these) are dead, and since when; for people, "" where none is."""
@@ -171,7 +183,8 @@ class NetworkView(AdvertBook):
             # An engine measures its device when it starts. One that waits for others has not started:
             # it is planned with guesses until then.
             measured = min(engine.tflops, engine.memory_gbps) >= MIN_FIGURE
-            if fits == advert.model.layers and not measured:
+            is_whole = fits == advert.model.layers
+            if is_whole and not measured:
                 continue
             per_gpu = tuple(figure * advert.tp for figure in UNMEASURED_GPU)
             guessed = per_gpu if hardware.gpus else UNMEASURED_CPU
@@ -182,8 +195,8 @@ class NetworkView(AdvertBook):
                     service=service,
                     model=advert.model.shape,
                     fits=fits,
-                    ready=engine.state == "ready" if fits == advert.model.layers else engine.state != "failed",
-                    draining=advert.draining,
+                    ready=engine.state == "ready" and not advert.hung if is_whole else engine.state != "failed",
+                    draining=advert.draining or is_planned_without(advert.ends_in_s),
                     compute_tflops=tflops,
                     memory_gbps=memory_gbps,
                     memory_gib=sum(gpu.memory_gib for gpu in hardware.gpus) or hardware.memory_gib,
@@ -199,6 +212,20 @@ class NetworkView(AdvertBook):
                     profile=advert.profile,
                 )
             )
+        return found
+
+    def signs(self) -> dict[str, BoxSign]:
+        """What boxes show of how they are. The engine of a box with a part of the model also ends when another box of
+        its replica is lost, so that says nothing of this one."""
+        found = {}
+        for peer, advert in self.adverts.items():
+            if advert.model is not None and advert.engine is not None:
+                is_whole, engine = advert.fits >= advert.model.layers, advert.engine
+                found[str(peer)] = BoxSign(
+                    serves=engine.state == "ready" and not advert.hung if is_whole else True,
+                    started=engine.starts if is_whole else 0,
+                    leaving=advert.draining or is_planned_without(advert.ends_in_s),
+                )
         return found
 
     def links(self) -> list[LinkView]:

@@ -11,6 +11,7 @@ from typing import TypedDict, final
 import msgspec
 
 from ..coordinator.names import name_of
+from ..node.adverts import find_box_fault, join_faults
 from ..node.engine.sampling import TopTokens
 from ..node.messages import AnswerUpdate, Generate, RequestFigures, Status
 from ..node.models.errors import PromptError
@@ -210,14 +211,16 @@ def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -
 
 
 def describe_unserved(status: Status, service: str | None) -> str:
-    """Boxes that would serve, if they did not drain or had not died; "" where there are none."""
-    models = ((node.peer, node.advert) for node in status.nodes if node.state == "alive")
-    draining = [
-        name_of(peer)
-        for peer, advert in models
-        if advert is not None and advert.draining and advert.model is not None
-        if service in (None, advert.model.service, advert.model.name)
+    """Boxes that would serve, if they did not drain, had an engine that is ready, or had not died; "" where there are
+    none."""
+    offers = [
+        (node.peer, node.advert)
+        for node in status.nodes
+        if node.state == "alive" and node.advert is not None and node.advert.model is not None
+        if service in (None, node.advert.model.service, node.advert.model.name)
     ]
+    draining = [name_of(peer) for peer, advert in offers if advert.draining]
+    engines = join_faults(find_box_fault(peer, advert) for peer, advert in offers if not advert.draining)
     dead = {node.peer: node.gone_s for node in status.nodes if node.state == "dead" and node.gone_s is not None}
     found = [f"{', '.join(draining)} {'is' if len(draining) == 1 else 'are'} draining"] if draining else []
-    return ", ".join([*found, *filter(None, [describe_gone(dead)])])
+    return ", ".join([*found, *filter(None, [engines, describe_gone(dead)])])

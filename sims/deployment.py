@@ -10,7 +10,7 @@ import numpy as np
 from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.routing.interface import Route
+from ..coordinator.routing.interface import NoRoute, Route
 from ..coordinator.routing.router import Router
 from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
@@ -38,6 +38,7 @@ class Deployment:
         self._excluded: frozenset[str] = frozenset()  # boxes and replicas that get no requests
         self._not_ready: set[str] = set()
         self._missing: frozenset[str] = frozenset()
+        self._held: frozenset[str] = frozenset()  # boxes that are the last to be taken
         self._changed: dict[str, ReplicaHost] = {}  # since the router last heard of them
         self._links: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
@@ -52,6 +53,11 @@ class Deployment:
         if blamed:
             failed = frozenset(blamed.values())
             excluded |= {name for name, host in self.hosts.items() if host.number in failed}
+        try:
+            return self._router.route(tokens, excluded | self._held, now=now)
+        except NoRoute:
+            if self._held <= excluded:
+                raise
         return self._router.route(tokens, excluded, now=now)
 
     def note_load(self, host: ReplicaHost) -> None:
@@ -78,6 +84,10 @@ class Deployment:
         """Route around these boxes from now on."""
         self._missing = missing
         self._excluded = missing | self._not_ready
+
+    def set_held(self, held: frozenset[str]) -> None:
+        """Take these boxes from now on only where no others can serve."""
+        self._held = held
 
     def mark_ready(self, replica: str) -> None:
         """A replica has loaded its weights: it may get requests."""

@@ -12,6 +12,7 @@ from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
+from ..coordinator.repair.damping import DampingSettings
 from ..coordinator.routing.interface import RoutingSettings
 from .engine.values import SimEngineSettings
 from .records import Trace
@@ -44,6 +45,7 @@ class SimSettings:
     - `first_token_at_decode`: the decode replica generates the first token, once the KV is there;
       else the prefill replica does, earlier, as on the network and in the papers.
     - `detect_s`: seconds until the coordinator notices that a box is lost; requests stall as long.
+    - `damping`: how long boxes that are lost again and again are trusted less.
     - `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
       policies that draw lots.
     """
@@ -53,6 +55,7 @@ class SimSettings:
     streams: int | None = None
     first_token_at_decode: bool = False
     detect_s: float = 1.0
+    damping: DampingSettings = field(default_factory=DampingSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     seed: int = 0
 
@@ -95,11 +98,13 @@ Change = BoxLost | BoxJoined | PlanChange
 
 
 class Situation(NamedTuple):
-    """What the coordinator is told when a loss has been noticed or a box has joined."""
+    """What the coordinator is told when a loss has been noticed, a box has joined, or one is trusted again. `held`:
+    boxes that are there and failed repeatedly; they get no requests while others can serve."""
 
     now: float
     plans: tuple[Plan, ...]
     missing: frozenset[str]
+    held: frozenset[str] = frozenset()
 
 
 Replan = Callable[[Situation], Sequence[PlanChange]]

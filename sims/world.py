@@ -20,6 +20,7 @@ from typing import Final, final
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
+from ..coordinator.repair.damping import FlapDamping
 from .deployment import Deployment, check_plans
 from .engine.engine import Engine
 from .engine.values import SimEngineSettings, StepRecord
@@ -129,6 +130,9 @@ class _World:
         self._network_event = _WorldEvent(self, self._advance_network)
         self._network_alarm = NEVER
         self._missing: frozenset[str] = frozenset()
+        self._damping = FlapDamping(settings.damping)
+        self._held: frozenset[str] = frozenset()
+        self._reuse_alarm = NEVER
         self._hosts: list[ReplicaHost] = []
         self._steps: list[StepLog] | None = [] if record else None
         self._transfer_log: list[TransferRecord] | None = [] if record else None
@@ -275,11 +279,13 @@ class _World:
             self.gateway.take_off(host, now)
         self._missing |= {box}
         missing = self._missing
-        noticed = _WorldEvent(self, lambda then: self._notice_loss(missing, failed, then))
+        noticed = _WorldEvent(self, lambda then: self._notice_loss(box, missing, failed, then))
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
 
-    def _notice_loss(self, missing: frozenset[str], hosts: Iterable[ReplicaHost], now: float) -> None:
-        """The coordinator learns which boxes are missing: replay, and ask for plans."""
+    def _notice_loss(self, box: str, missing: frozenset[str], hosts: Iterable[ReplicaHost], now: float) -> None:
+        """The coordinator learns that a box is missing: replay, and ask for plans."""
+        self._damping.note_fault(box, "it was lost", now)
+        self._hold(now)
         for deployment in self._deployments:
             deployment.set_missing(missing & self._missing)
         for host in hosts:
@@ -289,6 +295,7 @@ class _World:
     def _join_box(self, box: str, now: float) -> None:
         """A box joins; replicas that are whole now begin with empty engines."""
         self._missing -= {box}
+        self._hold(now)
         for deployment in self._deployments:
             for name, host in list(deployment.hosts.items()):
                 if host.is_lost and self._missing.isdisjoint(host.replica.peers):
@@ -298,10 +305,29 @@ class _World:
             self.gateway.retry(deployment.number, now)
         self._ask_for_plans(now)
 
+    def _hold(self, now: float) -> None:
+        """See which boxes are trusted less, and look again when one is trusted as before."""
+        here = [box.id for box in self._cluster.boxes if box.id not in self._missing]
+        self._held = self._damping.held(here, now)
+        for deployment in self._deployments:
+            deployment.set_held(self._held)
+        wake_at = self._damping.wake_at(now)
+        if wake_at != inf and wake_at != self._reuse_alarm:
+            self._reuse_alarm = wake_at
+            self._follow.append(Scheduled(wake_at, _WorldEvent(self, self._trust_again)))
+
+    def _trust_again(self, now: float) -> None:
+        held = self._held
+        self._hold(now)
+        if self._held != held:
+            for deployment in self._deployments:
+                self.gateway.retry(deployment.number, now)
+            self._ask_for_plans(now)
+
     def _ask_for_plans(self, now: float) -> None:
         if self.replan is not None:
             plans = tuple(deployment.plan for deployment in self._deployments)
-            for change in self.replan(Situation(now, plans, self._missing)):
+            for change in self.replan(Situation(now, plans, self._missing, self._held)):
                 self._follow.append(Scheduled(max(now, change.at), self._plan_event(change)))
 
     def _plan_event(self, change: PlanChange) -> _WorldEvent:

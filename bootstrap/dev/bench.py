@@ -1,10 +1,11 @@
 """How soon a network of boxes is whole, replaces its coordinator and notices losses, and what it costs.
 
-    python -m p2pserve.bootstrap.bench [--parts join,loss,idle,strangers,calm,churn] [--format json]
+    python -m p2pserve.bootstrap.bench [--parts join,loss,repair,idle,strangers,calm,churn] [--format json]
 
 Boxes are processes of this machine with emulated engines: agents, sockets and plans are real, GPUs
 are not. Seconds are from the event to the last box that has said so. `churn` is simulated: the same
-machines, on a simulated network.
+machines, on a simulated network. `repair`: from the coordinator's line that a box is gone, or from the box's own line
+that its engine has ended, to the next plan.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from ..trust.tokens import Bootstrap
 from .boxes import BoxNetwork, BoxProcess
 from .simulation import Simulation, Weather, identity_of
 
-PARTS: Final = ("join", "loss", "idle", "strangers", "calm", "churn")
+PARTS: Final = ("join", "loss", "repair", "idle", "strangers", "calm", "churn")
 WHOLE_S: Final = 180.0
 NOTICED_S: Final = 60.0
 BUSY_LOOPS: Final = 3
@@ -99,6 +100,66 @@ def measure_loss(count: int, times: int) -> Figures:
         "hung_replaced_s": statistics.median(hung),
         "killed_gone_s": statistics.median(gone),
     }
+
+
+def measure_repair(count: int, times: int) -> Figures:
+    """A box is killed, and an engine is: seconds from when that is known to the coordinator's next plan, and until
+    every box follows that. Medians."""
+    lost, engine = [], []
+    with BoxNetwork() as boxes:
+        grow(boxes, count + 1)  # the first has no engine
+        for turn in range(times):
+            leader = _leader_of(boxes)
+            others = [box for box in boxes.running()[1:] if box is not leader]
+            engine.append(_repaired_s(boxes, leader, others[2 * turn % len(others)], "engine"))
+            boxes.wait(lambda: boxes.are_whole(boxes.running()), WHOLE_S, "an engine to be back")
+            victim = others[(2 * turn + 1) % len(others)]
+            lost.append(_repaired_s(boxes, leader, victim, "lost"))
+            _restore(boxes, victim)
+    return {
+        "boxes": count,
+        "lost_planned_s": statistics.median(planned for planned, _ in lost),
+        "lost_followed_s": statistics.median(followed for _, followed in lost),
+        "engine_planned_s": statistics.median(planned for planned, _ in engine),
+        "engine_followed_s": statistics.median(followed for _, followed in engine),
+    }
+
+
+def _repaired_s(boxes: BoxNetwork, leader: BoxProcess, victim: BoxProcess, cause: str) -> tuple[float, float]:
+    """Seconds from when a failure is known to the coordinator's plan, and until all others follow it."""
+    known_at, plan = _next_plan(boxes, leader, victim, cause)
+    left = [box for box in boxes.running() if cause == "engine" or box is not victim]
+    boxes.wait(lambda: all(_followed_at(box, plan) for box in left), NOTICED_S, "all to follow the plan")
+    return _followed_at(leader, plan) - known_at, max(_followed_at(box, plan) for box in left) - known_at
+
+
+def _next_plan(boxes: BoxNetwork, leader: BoxProcess, victim: BoxProcess, cause: str) -> tuple[float, str]:
+    """When it was known that the victim had failed, and the coordinator's first plan after that."""
+    began = time.monotonic()
+    if cause == "lost":
+        boxes.kill(victim)
+    else:
+        boxes.end_engine(victim)
+
+    def known_at() -> float | None:
+        gone = [at for at, peer in leader.gone if peer == victim.peer and at >= began]
+        told = gone if cause == "lost" else [at for at in victim.engine_ended_at if at >= began]
+        return told[0] if told else None
+
+    def plan_since() -> str:
+        at = known_at()
+        return next((plan for made, plan in leader.plans if at is not None and made >= at), "")
+
+    boxes.wait(lambda: bool(plan_since()), NOTICED_S, f"a plan after {cause}")
+    at = known_at()
+    assert at is not None
+    return at, plan_since()
+
+
+def _followed_at(box: BoxProcess, plan: str) -> float:
+    """When a box followed a plan, or a later one; 0: it has not yet."""
+    number = tuple(map(int, plan.split(".")))
+    return next((at for at, each in box.plans if tuple(map(int, each.split("."))) >= number), 0.0)
 
 
 def _gone_s(boxes: BoxNetwork, victim: BoxProcess) -> float:
@@ -242,6 +303,8 @@ def measure(options: argparse.Namespace, say: Callable[[str], None]) -> dict[str
     if "loss" in options.parts:
         for count in options.nodes:
             note(f"loss {count}", measure_loss(count, options.times))
+    if "repair" in options.parts:
+        note(f"repair {options.repaired}", measure_repair(options.repaired, options.times))
     if "idle" in options.parts:
         for count in (2, 10, options.many):
             note(f"idle {count}", measure_idle(count, options.seconds, options.settle_s))
@@ -268,8 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)} (default: all)")
     add("--nodes", type=_counts, default=(6, 16), help="boxes of `loss` (default: 6,16)")
     add("--many", type=int, default=30, help="boxes of `join`, `idle` and `calm` (default: 30)")
+    add("--repaired", type=int, default=32, help="boxes of `repair`, of one emulated GPU each (default: 32)")
     add("--simulated", type=int, default=1000, help="nodes of `churn` (default: 1000)")
-    add("--times", type=int, default=3, help="of each loss, for the median (default: 3)")
+    add("--times", type=int, default=3, help="of each loss or repair, for the median (default: 3)")
     add("--seconds", type=float, default=30.0, help="that `idle` measures (default: 30)")
     add("--settle-s", type=float, default=60.0, help="before that (default: 60)")
     add("--calm-s", type=float, default=600.0, help="that `calm` watches, twice (default: 600)")

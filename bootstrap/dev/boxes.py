@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+import psutil
+
 BASE_PORT: Final = 21_000
 _COMMAND: Final = (sys.executable, "-m", "p2pserve.sdk.cli")  # by its name: this room knows nothing of nodes
 _ENGINE: Final = ("--engine", "emulated", "--emulate", "1xA40", "--model", "llama-7b")
@@ -33,6 +35,8 @@ class BoxProcess:
     alive: set[str] = field(default_factory=set)  # other nodes, in its view
     leader: tuple[str, int] | None = None
     plan: str = ""
+    plans: list[tuple[float, str]] = field(default_factory=list)
+    engine_ended_at: list[float] = field(default_factory=list)
     gone: list[tuple[float, str]] = field(default_factory=list)
     leaders: list[tuple[float, tuple[str, int]]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
@@ -57,6 +61,9 @@ class BoxProcess:
             self.leaders.append((now, self.leader))
         elif line.startswith("plan "):
             self.plan = line.split(" ", 2)[1]
+            self.plans.append((now, self.plan))
+        elif word == "engine restarting":
+            self.engine_ended_at.append(now)
 
 
 class BoxNetwork:
@@ -130,6 +137,13 @@ class BoxNetwork:
         """End a box as a power cut would end its processes."""
         self.signal(box, signal.SIGKILL)
         box.process.wait()
+
+    def end_engine(self, box: BoxProcess) -> None:
+        """Kill what a box's fork server has forked: its engine, which its node starts again."""
+        agent = psutil.Process(box.process.pid)
+        for process in agent.children(recursive=True):
+            if process.ppid() != agent.pid:
+                process.kill()
 
     def signal(self, box: BoxProcess, number: int) -> None:
         """Send a signal to all processes of a box."""

@@ -1,6 +1,7 @@
 """How long planning takes, and how good the plans are.
 
-    python -m p2pserve.coordinator.bench [--sizes 16,24,32,128,1024] [--format json] [--plot PNG] [--long JSON]
+    python -m p2pserve.coordinator.bench [--parts plan,light,flow,repair] [--sizes 16,24,32,128,1024] [--format json]
+        [--plot PNG] [--long JSON]
 
 Seconds are those of the processor, on one core. Up to 32 GPUs, where chance decides much, objective
 and seconds are the medians of five seeds, and `worst` is the least objective of them. `best_known`
@@ -9,6 +10,9 @@ evaluated anew), or of this run's if that is better. `--long` goes on from the b
 file for `--budget-s` seconds each, and writes what it finds. LLaMA-30B at lengths of the Azure
 traces, Poisson arrivals, GPUs as measured; the cluster of 32 GPUs and its subsets are
 ThunderServe's, larger ones are drawn (`bench_clusters`).
+
+`repair`: a running network of 32 boxes, and what happens to it (`repair_cases`): whether that is planned with at once,
+and the seconds, by the wall and of the processor, from the figures to the new plan.
 
 This is the one module of the coordinator that reads a clock and prints.
 """
@@ -28,7 +32,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ..plan import Phase
+from ..capacity import KvCodec
+from ..network_plan import plan_network
+from ..plan import Phase, Plan
 from ..planning.lower.evaluator import LowerLevel
 from ..planning.model.problem import Group, Problem, Slice, Solution
 from ..planning.upper.light_rescheduling import (
@@ -37,12 +43,16 @@ from ..planning.upper.light_rescheduling import (
     keep_loaded_stages,
     reschedule_lightly,
 )
+from ..planning.upper.scorer import never
 from ..planning.upper.search import SearchResult, search
 from ..planning.upper.settings import SearchSettings
+from ..repair.urgency import REPAIR_S, PlanFigures, find_urgent_news
 from .bench_clusters import bench_problem
 from .maxflow import compute_bound, max_flow, one_pipeline, place
 from .maxflow_helix import CLUSTER_32, LAYERS, LINK_TOKENS_S, helix_kinds
+from .repair_cases import RepairCase, repair_cases, running_network
 
+PARTS: Final = ("plan", "light", "flow", "repair")
 SIZES: Final = (16, 24, 32, 128, 1024)
 WORKLOADS: Final = ("conversation", "coding")
 LOST_BOX: Final = "a6000-0"
@@ -50,6 +60,7 @@ LIGHT_LOAD: Final = 0.6
 """Of the benchmark's traffic: what the cluster still carries when a box is lost."""
 
 LIGHT_RUNS: Final = 5
+REPAIR_RUNS: Final = 3
 
 SEEDS: Final = 5
 MANY_GPUS: Final = 32
@@ -70,24 +81,30 @@ TARGETS: Final = {
     "light, s": 0.2,
     "light, attainment / full": 0.97,
     "max flow, tok/s": 2100.0,
+    "repair, s": 1.0,
 }
 """Seconds at most, the others at least."""
 
 Row = dict[str, Any]
 
 
-def run(sizes: Sequence[int], tell: Callable[[str], None]) -> Row:
-    """All measurements."""
+def run(sizes: Sequence[int], tell: Callable[[str], None], parts: Sequence[str] = PARTS) -> Row:
+    """All measurements of these parts."""
     best = _best_plans()
     report: Row = {"plan": [], "targets": TARGETS}
-    for gpus in sizes:
+    for gpus in sizes if "plan" in parts else ():
         for workload in WORKLOADS:
             tell(f"planning {gpus} GPUs for {workload}")
             report["plan"].append(_plan_row(gpus, workload, best.get(f"{gpus} {workload}", [])))
-    tell("rescheduling after a lost box")
-    report["light"] = _light_row()
-    tell("max flow")
-    report |= _flow_row()
+    if "light" in parts:
+        tell("rescheduling after a lost box")
+        report["light"] = _light_row()
+    if "flow" in parts:
+        tell("max flow")
+        report |= _flow_row()
+    if "repair" in parts:
+        tell("repairing a running network")
+        report["repair"] = _repair_rows()
     return report
 
 
@@ -154,6 +171,44 @@ def _rescheduled(after: Problem, running: Solution, evaluator: LowerLevel, left:
     began = time.process_time()
     adjusted = reschedule_lightly(after, keep_loaded_stages(after, running, evaluator), left)
     return adjusted, time.process_time() - began
+
+
+def _repair_rows() -> list[Row]:
+    """Each case several times, on the plan that runs; medians."""
+    before = running_network()
+    running = _plan_for(before, None)
+    rows = []
+    for case in repair_cases(before, running):
+        runs = [_repaired(case, before, running) for _ in range(REPAIR_RUNS)]
+        plan, news = runs[0][:2]
+        rows.append({
+            "case": case.name,
+            "boxes": len(case.figures.boxes),
+            "planned_at_once": bool(news),
+            "seconds": round(statistics.median(run[2] for run in runs), 3),
+            "cpu_seconds": round(statistics.median(run[3] for run in runs), 3),
+            "is_new_plan": plan is not running,
+        })  # fmt: skip
+    return rows
+
+
+def _repaired(case: RepairCase, before: PlanFigures, running: Plan) -> tuple[Plan, str, float, float]:
+    """The plan after it, why that was made at once, and the seconds and CPU seconds that both took."""
+    began, began_cpu = time.perf_counter(), time.process_time()
+    news = find_urgent_news(running, before, case.figures) if case.is_news else case.name
+    plan = _plan_for(case.figures, running, lambda: time.perf_counter() > began + REPAIR_S)
+    return plan, news, time.perf_counter() - began, time.process_time() - began_cpu
+
+
+def _plan_for(figures: PlanFigures, previous: Plan | None, spent: Callable[[], bool] = never) -> Plan:
+    version = previous.version + 1 if previous is not None else 1
+    plan = plan_network(
+        figures.boxes, figures.links, figures.demands,
+        service=figures.boxes[0].service, epoch=1, version=version, previous=previous, codec=KvCodec("kv4", 4.5),
+        spent=spent,
+    )  # fmt: skip
+    assert plan is not None
+    return plan
 
 
 def _flow_row() -> Row:
@@ -229,23 +284,30 @@ def _write_long(path: Path, sizes: Sequence[int], budget_s: float, tell: Callabl
 
 
 def _text(report: Row) -> str:
-    lines = ["GPUs  workload      seconds  paper s  objective  worst   best known  colocated"]
+    heading = "GPUs  workload      seconds  paper s  objective  worst   best known  colocated"
+    lines = [heading] if report["plan"] else []
     lines += [
         f"{row['gpus']:4}  {row['workload']:12} {row['seconds']:8.2f} {row['paper_seconds'] or '-':>8}"
         f" {row['objective']:10.4f} {row['worst']:7.4f} {row['best_known']:11.4f} {row['colocated']:10.4f}"
         for row in report["plan"]
     ]
-    light = report["light"]
-    lines += [
-        (
+    if "light" in report:
+        light = report["light"]
+        lines.append(
             f"light rescheduling: {light['seconds']:.3f} s (ThunderServe: 13 s), {light['attainment_ratio']:.3f} of "
             "the full replan's attainment"
-        ),
-        (
+        )
+    if "max_flow_tok_s" in report:
+        lines.append(
             f"max flow: {report['max_flow_tok_s']:.0f} tok/s of at most {report['max_flow_bound_tok_s']:.0f} in "
             f"{report['max_flow_seconds']:.1f} s (swarm 1752, homogeneous 1350, petals 1320; one pipeline "
             f"{report['one_pipeline_tok_s']:.0f})"
-        ),
+        )
+    lines += [
+        f"{row['case']:<16} of {row['boxes']} boxes: {row['seconds']:.3f} s ({row['cpu_seconds']:.3f} s of CPU), "
+        f"{'at once' if row['planned_at_once'] else 'in its turn'}, "
+        f"{'a new plan' if row['is_new_plan'] else 'the plan stays'}"
+        for row in report.get("repair", ())
     ]
     return "\n".join(lines) + "\n"
 
@@ -271,6 +333,7 @@ def _plot(report: Row, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m p2pserve.coordinator.bench", description=__doc__)
+    parser.add_argument("--parts", type=_parts, default=PARTS, help=f"of {','.join(PARTS)} (default: all)")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)), help="GPUs, with commas")
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the growth with the cluster's size")
@@ -285,11 +348,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.long is not None:
         _write_long(chosen.long, sizes, chosen.budget_s, tell)
         return 0
-    report = run(sizes, tell)
+    report = run(sizes, tell, chosen.parts)
     sys.stdout.write(json.dumps(report) + "\n" if chosen.format == "json" else _text(report))
     if chosen.plot is not None:
         _plot(report, chosen.plot)
     return 0
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if not set(parts) <= set(PARTS):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of {','.join(PARTS)}")
+    return parts
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any, Final
 import jinja2
 from markupsafe import Markup
 
+from ...coordinator import Plan
 from ..admin.listing import EventFilter, select_events, select_requests
 from ..observing.values import EventKind, NodeEvent, NodeSummary
 from . import bands, units
@@ -23,6 +24,7 @@ from .view import View
 MAX_ROWS: Final = 200
 DESKTOP: Final = (980, 600)
 PHONE: Final = (370, 460)
+GONE: Final = frozenset({"dead", "left"})
 
 TEMPLATES: Final = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -75,8 +77,23 @@ def plan(view: View) -> Markup:
     why = [_shorten(view, reason) for reason in found.why] if found is not None else []
     return _render(
         "_plan.html", view, plan=found, pairings=pairings[:MAX_ROWS], left_out=max(0, len(pairings) - MAX_ROWS),
-        heads=heads, told=told, why=why,
+        heads=heads, told=told, why=why, faults=_plan_faults(view, found) if found is not None else [],
     )  # fmt: skip
+
+
+def _plan_faults(view: View, found: Plan) -> list[tuple[str, str]]:
+    """Boxes of the plan that do not serve now, and why."""
+    nodes = {node.id: node for node in view.snapshot.nodes}
+    faults = []
+    for peer in dict.fromkeys(found.peers):
+        node = nodes.get(peer)
+        if node is None or node.state in GONE:
+            faults.append((peer, node.state if node is not None else "not here"))
+        elif node.state == "draining":
+            faults.append((peer, node.state))
+        elif node.engine_state not in ("", "ready"):
+            faults.append((peer, ": ".join(filter(None, [f"engine {node.engine_state}", node.engine_detail]))))
+    return faults
 
 
 def requests(view: View) -> Markup:

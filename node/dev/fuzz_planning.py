@@ -257,7 +257,7 @@ class PlanningAttack:
         """As the planner's process does it, on its own pipe."""
         asked = _tasks.decode(_encode(PlannerTask(task=task, search_s=_SEARCH_S)))
         with self._report.one("plannings"):
-            said = answer(asked)
+            said = answer(asked, lambda: False)
         return _answers.decode(_encode(said))
 
     def _hostile_view(self) -> NetworkView:

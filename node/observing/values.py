@@ -194,6 +194,7 @@ class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     rtt_s: Seconds | None = None  # from the answering node
     gone_s: Seconds | None = None  # for which it has been dead or away
     tokens_s: Figure | None = None  # of answers, that it writes now
+    ends_in_s: Seconds | None = None  # it will be there at least so long, if its owner has said
 
 
 class LinkSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from math import inf
 from typing import Any, Final, final
 
 import msgspec
@@ -12,6 +13,8 @@ from ...coordinator import BoxView, Demand, LinkView, Plan
 from ...coordinator.capacity import KvCodec
 from ...coordinator.demand import is_idle
 from ...coordinator.names import name_of
+from ...coordinator.repair.damping import FlapDamping
+from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
 from ...kernels.codecs import codec_named
 from ..settings import WAN
 from ..view import NetworkView
@@ -20,10 +23,15 @@ from .set_aside import SetAside
 Leader = tuple[PeerId, int]
 
 MAX_LEFT_OUT: Final = 16  # boxes that a plan says it is made without; a network full of liars has no room for more
+LOOK_S: Final = 0.25  # between two looks for urgent news of so many boxes; longer with more, in proportion
+LOOK_BOXES: Final = 32
+REFINE_S: Final = 3.0  # after a plan made at once it is searched for longer; shorter: while more may still be changing
+URGENT_S: Final = 1.0  # between two plans for urgent news of figures; shorter: more plans while several links break
 
 
 class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to plan. `run` takes seconds: it is for another process."""
+    """Something to plan. `run` takes seconds: it is for another process. `held`: boxes that are trusted less, and get
+    no requests while others can serve; `is_urgent`: the plan is wanted at once; `news`: the figures for which it is."""
 
     boxes: tuple[BoxView, ...]
     links: tuple[LinkView, ...]
@@ -33,13 +41,20 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     previous: Plan | None
     codec: str
+    held: tuple[str, ...] = ()
+    is_urgent: bool = False
+    news: str = ""
 
     def run(self, spent: Callable[[], bool]) -> Plan | None:
         """The plan found until `spent()`; the previous one where nothing is better, None where nobody is ready."""
+        trusted = tuple(box for box in self.boxes if box.peer not in self.held)
+        return self._plan(trusted, spent) or (self._plan(self.boxes, spent) if self.held else None)
+
+    def _plan(self, boxes: tuple[BoxView, ...], spent: Callable[[], bool]) -> Plan | None:
         from ...coordinator.network_plan import plan_network  # a second and 60 MB that only the coordinator pays
 
         return plan_network(
-            self.boxes,
+            boxes,
             self.links,
             self.demands,
             service=self.service,
@@ -54,12 +69,17 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     def roster(self) -> Any:
         """What must not wait: who is there, and what each can do."""
         boxes = frozenset((box.peer, box.ready, box.draining, box.fits, box.tp, box.phase) for box in self.boxes)
-        return self.epoch, self.service, boxes
+        return self.epoch, self.service, boxes, self.held
 
     @property
-    def figures(self) -> Any:
+    def figures(self) -> PlanFigures:
+        """What boxes, links and gateways say."""
+        return PlanFigures(boxes=self.boxes, links=self.links, demands=self.demands)
+
+    @property
+    def basis(self) -> Any:
         """Whatever a plan follows from."""
-        return self.epoch, self.previous and self.previous.number, self.boxes, self.links, self.demands
+        return self.epoch, self.previous and self.previous.number, self.figures
 
     @property
     def quiet(self) -> bool:
@@ -78,29 +98,55 @@ class Coordinator:
         self._numbered: tuple[int, int] = (-1, 0)  # (epoch, last version used in it)
         self._last: PlanningTask | None = None
         self._planned_at = float("-inf")
+        self._look_at = float("-inf")  # for urgent news, at the earliest
+        self._has_missed = False  # a change, because that moment had not come
+        self._is_rough = False  # the latest plan was made at once: a longer search may find a better one
         self._aside = SetAside()
+        self._damping = FlapDamping()
+        self._told_held: tuple[str, ...] = ()  # boxes that the latest plan says are held
+        self._reasons: tuple[str, ...] = ()  # of the latest plan, without those that are said of boxes left out
 
     def next(self, view: NetworkView, leader: Leader | None, now: float) -> PlanningTask | None:
-        """What is to be planned at `now` (seconds), if anything. Say `settle` when it is done."""
+        """What is to be planned at `now` (seconds), if anything. Say `settle` when it is done. It is to be called when
+        the view has changed, and at `wake_at`."""
         self._aside.forget(view.adverts, now)
-        left_out = self._aside.left_out(now)
-        task = self._task(view, leader, left_out)
+        # Whoever may be elected remembers who flaps, so all nodes watch.
+        self._damping.observe(view.signs(), now)
+        self._has_missed = False
+        task = self._task(view, leader, now)
         if task is None:
             return None
         last = self._last
-        known = last is not None and task.roster == last.roster
-        if known and now < self._planned_at + self._quiet_s:
+        if last is None or task.roster != last.roster:
+            return self._begin(self._with_figures(task, view, now), now, is_urgent=task.previous is not None)
+        is_due = now >= self._due_at
+        self._has_missed = not is_due and now < self._look_at
+        if self._has_missed:
             return None
-        demands = view.demands(task.service)
-        task = msgspec.structs.replace(
-            task,
-            links=tuple(link for link in view.links() if link.source not in left_out),
-            demands=tuple(demand for peer, demand in demands.items() if peer not in left_out),
-        )
-        if last is not None and known and (task.figures == last.figures or task.quiet):
+        self._look_at = now + LOOK_S * max(1.0, len(task.boxes) / LOOK_BOXES)
+        task = self._with_figures(task, view, now)
+        if task.quiet or (task.basis == last.basis and not (is_due and self._is_rough)):
             return None
-        self._last, self._planned_at = task, now
-        return task
+        if is_due:
+            return self._begin(task, now, is_urgent=False)
+        news = find_urgent_news(task.previous, last.figures, task.figures) if task.previous is not None else ""
+        return self._begin(msgspec.structs.replace(task, news=news), now, is_urgent=True) if news else None
+
+    def wake_at(self, now: float) -> float:
+        """When `next` is to be called at the latest, whether or not the view changes."""
+        look_at = self._look_at if self._has_missed else inf
+        due_at = self._due_at if self._due_at > now else inf
+        return min(now + self._quiet_s, look_at, due_at, self._damping.wake_at(now))
+
+    def is_outdated(self, task: PlanningTask, view: NetworkView, leader: Leader | None, now: float) -> bool:
+        """Whether boxes have come, gone or failed since this task was begun: what it has found by now is enough."""
+        self._damping.observe(view.signs(), now)
+        current = self._task(view, leader, now)
+        return current is None or current.roster != task.roster
+
+    def on_hung(self, box: PeerId, now: float) -> None:
+        """A box does not answer this node, though it is here."""
+        self._damping.note_fault(box, "it did not answer", now)
 
     def settle(
         self, task: PlanningTask, plan: Plan | None, view: NetworkView, leader: Leader | None, now: float
@@ -110,13 +156,21 @@ class Coordinator:
         if leader != (self._own, task.epoch) or _running(view, task.service) is not task.previous:
             self._last = None  # it has to be planned again
             return None
-        if plan is None or plan == task.previous:
+        if plan is None:
             return None
-        self._numbered = (task.epoch, plan.version)
+        held = tuple(box for box in task.held if box not in plan.peers)
+        if plan == task.previous:
+            if held == self._told_held:
+                return None
+            # Who looks at the plan is to see why a box that is there gets no requests.
+            why = self._reasons if plan.number == self._numbered else plan.why
+            plan = msgspec.structs.replace(plan, epoch=task.epoch, version=task.version, why=why)
+        self._numbered, self._told_held, self._reasons = (task.epoch, plan.version), held, plan.why
         self._last = msgspec.structs.replace(task, previous=plan)
-        left_out = (*self._aside.explain(now), *_explain_unreadable(view))
+        left_out = (*self._aside.explain(now), *self._damping.explain(held, now), *_explain_unreadable(view))
         more = (f"and {len(left_out) - MAX_LEFT_OUT} more boxes are left out",) * (len(left_out) > MAX_LEFT_OUT)
-        return msgspec.structs.replace(plan, why=(*left_out[:MAX_LEFT_OUT], *more, *plan.why))
+        news = (f"planned at once: {task.news}",) * bool(task.news)
+        return msgspec.structs.replace(plan, why=(*news, *left_out[:MAX_LEFT_OUT], *more, *plan.why))
 
     def on_failed(self, task: PlanningTask, reason: str, now: float) -> bool:
         """Planning went wrong with what some box says: the next task leaves boxes out. Returns whether there are any
@@ -128,7 +182,27 @@ class Coordinator:
         self._last = task  # the same again would fail again: only news is planned with
         return False
 
-    def _task(self, view: NetworkView, leader: Leader | None, left_out: Collection[str]) -> PlanningTask | None:
+    @property
+    def _due_at(self) -> float:
+        """When figures that have moved a little are planned with."""
+        return self._planned_at + (REFINE_S if self._is_rough else self._quiet_s)
+
+    def _begin(self, task: PlanningTask, now: float, *, is_urgent: bool) -> PlanningTask:
+        self._last = task = msgspec.structs.replace(task, is_urgent=is_urgent)
+        self._planned_at, self._look_at, self._is_rough = now, now + URGENT_S, is_urgent
+        return task
+
+    def _with_figures(self, task: PlanningTask, view: NetworkView, now: float) -> PlanningTask:
+        """With links and demands, of the boxes that are planned with."""
+        left_out = self._aside.left_out(now)
+        demands = view.demands(task.service)
+        return msgspec.structs.replace(
+            task,
+            links=tuple(link for link in view.links() if link.source not in left_out),
+            demands=tuple(demand for peer, demand in demands.items() if peer not in left_out),
+        )
+
+    def _task(self, view: NetworkView, leader: Leader | None, now: float) -> PlanningTask | None:
         """What there is to plan with as yet, but for links and demands: they are many, and looked at less often."""
         if leader is None or leader[0] != self._own:
             return None
@@ -142,8 +216,10 @@ class Coordinator:
         version = self._numbered[1] + 1 if self._numbered[0] == epoch else 1
         if previous is not None and previous.epoch == epoch:
             version = max(version, previous.version + 1)
+        left_out = self._aside.left_out(now)
+        boxes = sorted((box for box in view.boxes(service) if box.peer not in left_out), key=lambda box: box.peer)
         return PlanningTask(
-            boxes=tuple(sorted((b for b in view.boxes(service) if b.peer not in left_out), key=lambda box: box.peer)),
+            boxes=tuple(boxes),
             links=(),
             demands=(),
             service=service,
@@ -151,6 +227,7 @@ class Coordinator:
             version=version,
             previous=previous,
             codec=self._codec,
+            held=tuple(sorted(self._damping.held([box.peer for box in boxes if box.usable], now))),
         )
 
     def _service(self, view: NetworkView) -> str | None:

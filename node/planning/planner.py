@@ -3,10 +3,11 @@ long."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import final
 
 import msgspec
@@ -15,7 +16,7 @@ import trio
 from ...coordinator import Plan, PlanError
 from ..settings import NodeTuning
 from .coordination import PlanningTask
-from .worker import LENGTH, PlannerAnswer, PlannerTask
+from .worker import HURRY, LENGTH, PlannerAnswer, PlannerTask
 
 _answers = msgspec.msgpack.Decoder(PlannerAnswer)
 
@@ -31,6 +32,7 @@ class Planner:
     def __init__(self, tuning: NodeTuning) -> None:
         self._tuning = tuning
         self._process: trio.Process | None = None
+        self._searches = False  # the process has all of a task, and has not answered yet
 
     @property
     def pid(self) -> int | None:
@@ -49,7 +51,8 @@ class Planner:
 
     async def plan(self, task: PlanningTask) -> Plan | None:
         """As `PlanningTask.run`, within the settings' time and memory. Raises PlanError, or PlannerFailed."""
-        asked = msgspec.msgpack.encode(PlannerTask(task=task, search_s=self._tuning.planning_s))
+        search_s = self._tuning.repair_s if task.is_urgent else self._tuning.planning_s
+        asked = msgspec.msgpack.encode(PlannerTask(task=task, search_s=search_s))
         limit_s = self._tuning.planning_limit_s
         with trio.move_on_after(limit_s):
             answer = await self._ask(LENGTH.pack(len(asked)) + asked)
@@ -59,6 +62,15 @@ class Planner:
                 raise PlanError(answer.refused)
             return answer.plan
         raise PlannerFailed(f"it did not end within {limit_s:g} s")
+
+    def hurry(self) -> None:
+        """The best plan found by now is enough: the search under way ends soon."""
+        process = self._process
+        if self._searches and process is not None and isinstance(process.stdin, trio.lowlevel.FdStream):
+            # There is room for so few bytes in an empty pipe; and a process that has died is noticed elsewhere.
+            with suppress(BlockingIOError, BrokenPipeError):
+                os.write(process.stdin.fileno(), HURRY)
+            self._searches = False
 
     async def end(self) -> None:
         """End the process, if there is one; the next task starts another."""
@@ -87,11 +99,14 @@ class Planner:
         assert process.stdout is not None
         try:
             await process.stdin.send_all(asked)
+            self._searches = True
             head = await _receive(process.stdout, LENGTH.size)
             return _answers.decode(await _receive(process.stdout, *LENGTH.unpack(head)))
         except BaseException:
             await self.end()  # half an exchange has happened: what it would say next is not for the next task
             raise
+        finally:
+            self._searches = False
 
 
 async def _receive(stream: trio.abc.ReceiveStream, size: int) -> bytes:

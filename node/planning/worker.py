@@ -1,8 +1,9 @@
 """The process that plans: tasks on standard input, answers on standard output, each `u32 length | MessagePack`.
 
+A task of no bytes ends the search under way: what is best by then is the answer.
+
 It is apart from the agent because it computes with what strangers say: it may take only so much
-memory and so long, and when it dies the agent goes on. It ends when its input does, or when nothing
-has been asked of it for a while.
+memory and so long, and when it dies the agent goes on. It ends when its input does.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import select
 import struct
 import sys
 import time
+from collections.abc import Callable
 from importlib import import_module
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -23,7 +26,7 @@ from ...coordinator import Plan
 from .coordination import PlanningTask
 
 LENGTH: Final = struct.Struct("<I")
-IDLE_S: Final = 30.0  # it takes a second and 60 MB to start again
+HURRY: Final = LENGTH.pack(0)
 
 
 class PlannerTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,13 +52,14 @@ def limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def answer(asked: PlannerTask) -> PlannerAnswer:
-    """Plan. What goes wrong is an answer, too: a task that fails is no reason to end."""
+def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
+    """Plan, until `is_hurried` at the latest. What goes wrong is an answer, too: a task that fails is no reason to
+    end."""
     from ...coordinator import PlanError
 
     end = time.monotonic() + asked.search_s
     try:
-        return PlannerAnswer(plan=asked.task.run(lambda: time.monotonic() > end))
+        return PlannerAnswer(plan=asked.task.run(lambda: time.monotonic() > end or is_hurried()))
     except PlanError as error:
         return PlannerAnswer(refused=str(error))
     except MemoryError:
@@ -64,16 +68,28 @@ def answer(asked: PlannerTask) -> PlannerAnswer:
         return PlannerAnswer(failed=f"{type(error).__name__}: {error}"[:200])
 
 
-def serve(tasks: BinaryIO, answers: BinaryIO) -> None:
-    """Answer until the input ends, or is silent for too long."""
+def serve(tasks: RawIOBase, answers: BinaryIO) -> None:
+    """Answer until the input ends. It has no buffer here: what waits in one would not be seen."""
     decoder = msgspec.msgpack.Decoder(PlannerTask)
-    while select.select([tasks], [], [], IDLE_S)[0]:
-        head = tasks.read(LENGTH.size)
-        if len(head) < LENGTH.size:
-            return
-        said = msgspec.msgpack.encode(answer(decoder.decode(tasks.read(*LENGTH.unpack(head)))))
+    while len(head := _read(tasks, LENGTH.size)) == LENGTH.size:
+        (size,) = LENGTH.unpack(head)
+        if size == 0:  # it came when the answer was on its way
+            continue
+        said = msgspec.msgpack.encode(answer(decoder.decode(_read(tasks, size)), lambda: _is_readable(tasks)))
         answers.write(LENGTH.pack(len(said)) + said)
         answers.flush()
+
+
+def _is_readable(tasks: RawIOBase) -> bool:
+    return bool(select.select([tasks], [], [], 0.0)[0])
+
+
+def _read(tasks: RawIOBase, size: int) -> bytes:
+    """So many bytes, or fewer where the input ends."""
+    data = bytearray()
+    while len(data) < size and (more := tasks.read(size - len(data))):
+        data += more
+    return bytes(data)
 
 
 def main() -> None:
@@ -81,7 +97,8 @@ def main() -> None:
     import_module("...coordinator.network_plan", __package__)  # what it maps is not the figures' fault
     os.nice(5)  # planning can wait; the agent's heartbeats cannot
     limit_memory(int(sys.argv[1]) << 20)
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as tasks:
+        serve(tasks, sys.stdout.buffer)
 
 
 if __name__ == "__main__":

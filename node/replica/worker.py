@@ -77,6 +77,11 @@ class Worker:
         return not self._decodes and not self._prefills
 
     @property
+    def is_hung(self) -> bool:
+        """Whether the engine does not get on with the work that it has."""
+        return self._watch.is_engine_hung
+
+    @property
     def served(self) -> Served:
         """What it has done since this node was started."""
         return self._log.served

@@ -119,7 +119,7 @@ class RequestDriver:
                 return request.machine.held(now)
             case FindRoute():
                 try:
-                    return request.machine.routed(self._routes.find(action, now), now)
+                    return request.machine.routed(self._routes.find(action, now, request.live.left), now)
                 except NoRoute as error:
                     return request.machine.not_routed(str(error), now, is_hopeful=self._routes.is_hopeful)
             case OpenDecode():

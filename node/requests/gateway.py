@@ -116,8 +116,8 @@ class Gateway:
         """For people, while it is not."""
         if self._draining:
             return "this node is draining; send the request to another one"
-        dead = self._view.describe_dead(trio.current_time())
-        known = f" ({dead})" if dead else ""
+        reasons = self._view.describe_unserved(self._model.service, trio.current_time())
+        known = f" ({reasons})" if reasons else ""
         return f"no engine of this network serves {self._model.name} now{known}; `p2pserve status` says what each does"
 
     @property

@@ -20,7 +20,7 @@ from ..environment import require_network
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
-from .status_view import list_models, open_console, print_models, print_prose, print_status
+from .status_view import list_models, open_console, plan_faults, print_models, print_prose, print_status
 
 WATCH_S: Final = 2.0
 
@@ -72,7 +72,8 @@ def _show(arguments: SimpleNamespace, show: Callable[[Status, SimpleNamespace, C
 
 def _print_status(found: Status, arguments: SimpleNamespace, console: Console) -> None:
     if arguments.format == "json":
-        print(json.dumps(msgspec.to_builtins(found)))
+        faults = plan_faults(found, found.plan) if found.plan is not None else {}
+        print(json.dumps({**msgspec.to_builtins(found), "not_serving": faults}))
         return
     print_status(found, console, wide=arguments.wide)
     if arguments.links:

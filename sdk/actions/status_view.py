@@ -13,9 +13,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ...bootstrap import Role
-from ...coordinator import Phase
+from ...bootstrap import PeerId, Role
+from ...coordinator import Phase, Plan
 from ...coordinator.names import name_of, with_names
+from ...coordinator.repair.ending import is_planned_without
+from ...node.adverts import find_fault
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.observing.ages import describe_age
 from ...node.replica.place import Place
@@ -81,8 +83,8 @@ def print_status(status: Status, console: Console | None = None, *, wide: bool =
     """Print the table of nodes, the coordinator and the plan."""
     console = console or open_console()
     console.print(status_table(status, COLUMNS if wide else NARROW))
-    lines = (*gone_lines(status), *engine_lines(status), *plan_lines(status), *worth_lines(status), *key_lines(status))
-    print_prose(lines, console)
+    boxes = (*gone_lines(status), *ending_lines(status), *engine_lines(status))
+    print_prose((*boxes, *plan_lines(status), *worth_lines(status), *key_lines(status)), console)
 
 
 def status_table(status: Status, columns: Sequence[str] = COLUMNS) -> Table:
@@ -103,6 +105,17 @@ def gone_lines(status: Status) -> list[str]:
     gone = [node for node in status.nodes if node.role != CLIENT and node.state in GONE]
     ages = [f", {describe_age(node.gone_s)} ago" if node.gone_s is not None else "" for node in gone]
     return [f"{node.state}: {name_of(node.peer)}{age}, at {node.address}" for node, age in zip(gone, ages, strict=True)]
+
+
+def ending_lines(status: Status) -> list[str]:
+    """One line for each box that has said when it ends, the first of them first."""
+    told = [(node.advert.ends_in_s, node.peer) for node in status.nodes if node.advert is not None]
+    ends = sorted((ends_in_s, peer) for ends_in_s, peer in told if ends_in_s is not None)
+    return [
+        f"ends: {name_of(peer)} in {describe_age(ends_in_s)}"
+        + ", no plan uses it any more" * is_planned_without(ends_in_s)
+        for ends_in_s, peer in ends
+    ]
 
 
 def _short(advert: Advert | None, columns: Sequence[str]) -> dict[str, str]:
@@ -166,19 +179,36 @@ def plan_lines(status: Status) -> list[str]:
     if plan is None:
         return [*lines, "plan: none yet"]
     lines.append(f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}")
+    faults = plan_faults(status, plan)
+    lines += [f"  not serving: {fault}" for fault in dict.fromkeys(faults.values())]
+    if len(faults) == len(plan.replicas):  # nothing of what it was to do is so, or will be soon
+        return [*lines, "  none of its replicas serves: no request can be answered now"]
     for replica in plan.replicas:
         if len(replica.stages) > 1:
             spans = ", ".join(str(Place(replica.stages, i)) + f" on {name_of(p)}" for i, p in enumerate(replica.peers))
             lines.append(f"  replica {name_of(replica.id)} spans boxes: {spans}")
     for pair in plan.pairings:
+        not_now = ", not now" * bool({pair.prefill, pair.decode} & faults.keys())
         if pair.prefill == pair.decode:
-            lines.append(f"  {pair.weight:4.0%} of requests on {name_of(pair.decode)}")
+            lines.append(f"  {pair.weight:4.0%} of requests on {name_of(pair.decode)}{not_now}")
         else:
             lines.append(
                 f"  {pair.weight:4.0%} of requests prefill{_part(pair.prefill_share)} on {name_of(pair.prefill)}, "
-                f"decode on {name_of(pair.decode)}"
+                f"decode on {name_of(pair.decode)}{not_now}"
             )
-    return [*lines, *(f"  why: {shortened(reason, plan.peers)}" for reason in plan.why)]
+    why = "why, when it was made" if faults else "why"
+    return [*lines, *(f"  {why}: {shortened(reason, plan.peers)}" for reason in plan.why)]
+
+
+def plan_faults(status: Status, plan: Plan) -> dict[str, str]:
+    """By id, the replicas of a plan that take no requests now, and why. Of a large network not all that boxes say is
+    in a status: those of which nothing is known are taken to serve."""
+    adverts = {PeerId(node.peer): node.advert for node in status.nodes if node.advert is not None}
+    dead = {PeerId(node.peer) for node in status.nodes if node.state == "dead"}
+    unknown = {node.peer for node in status.nodes if node.state not in GONE and node.advert is None}
+    known = [replica for replica in plan.replicas if unknown.isdisjoint(replica.peers)]
+    faults = {replica.id: find_fault(replica, plan.service, adverts, dead) for replica in known}
+    return {replica: fault for replica, fault in faults.items() if fault}
 
 
 def now_line(status: Status) -> str:

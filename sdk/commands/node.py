@@ -11,7 +11,7 @@ from ..options.arguments import FLAGS, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
-from ..options.values import AGE, COUNT, POSITIVE, SECONDS
+from ..options.values import AGE, COUNT, MOMENT, POSITIVE, SECONDS
 
 vllm_options: Final = click.argument(
     FLAGS, cls=ConfigArgument, key=VLLM, nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
@@ -61,6 +61,13 @@ def bootstrap(arguments: SimpleNamespace) -> int:
         help="how long to ask members that do not answer (default: 60)",
     ),
     place_options(port=4002, folder="node"),
+    option(
+        "--ends-at",
+        type=MOMENT,
+        metavar="TIME",
+        help="when the box ends, as spot boxes do: 2026-12-01T12:00 (UTC), or 2h from now; it gets no request that "
+        "would not finish, and leaves --drain-s before (default: it stays)",
+    ),
     option(
         "--model",
         default="bundled",

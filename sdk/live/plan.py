@@ -71,7 +71,9 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
     plan = status.plan if status.plan is not None and status.plan.service == service else None
     network = _problem_of(status, service, plan, slo, rate)
     if network is None:
-        raise NotReady(f"no box of the network is ready to serve {service}: see `p2pserve status`")
+        reasons = NetworkView.of_status(status).describe_unserved(service, 0.0)
+        known = f" ({reasons})" if reasons else ""
+        raise NotReady(f"no box of the network is ready to serve {service}{known}: see `p2pserve status`")
     found = compare(network, plan)
     explained = _explain(network, found.running or found.best) if arguments.explain else None
     if arguments.format == "json":

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -83,6 +85,32 @@ def duration(text: str) -> float:
     return value
 
 
+class UnixMoment(float):
+    """Unix seconds that are shown as the time that they are."""
+
+    def __str__(self) -> str:
+        return f"{datetime.fromtimestamp(self, UTC):%Y-%m-%dT%H:%M} UTC"
+
+
+def moment(text: str) -> UnixMoment:
+    """A time like `2026-12-01T12:00`, UTC unless it says another zone, or `2h` from now."""
+    now = time.time()
+    try:
+        named = datetime.fromisoformat(text.removesuffix(" UTC"))
+    except ValueError:
+        try:
+            return UnixMoment(now + duration(text))
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is no time; write 2026-12-01T12:00 (UTC, or with +02:00 behind it), or from now: 90s, 30m, "
+                "12h or 7d"
+            ) from None
+    at = UnixMoment((named if named.tzinfo is not None else named.replace(tzinfo=UTC)).timestamp())
+    if at <= now:
+        raise argparse.ArgumentTypeError(f"{text!r} has passed; it is {UnixMoment(now)}")
+    return at
+
+
 def settings_of(kind: type[Settings], arguments: argparse.Namespace | SimpleNamespace) -> Settings:
     """Settings from the options that are called as their fields are; the other fields keep their defaults."""
     given = vars(arguments)
@@ -123,6 +151,7 @@ SECONDS = Parsed("number of seconds", seconds, float)
 ABOVE_ZERO = Parsed("number", above_zero, float)
 DURATION = Parsed("time from now", duration)
 AGE = Parsed("length of time", duration)
+MOMENT = Parsed("time", moment)
 FILE = click.Path(path_type=Path)
 
 

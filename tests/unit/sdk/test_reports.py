@@ -20,6 +20,7 @@ from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.actions.network import figures_line
 from p2pserve.sdk.actions.status_view import (
     COLUMNS,
+    ending_lines,
     gone_lines,
     key_lines,
     list_models,
@@ -133,6 +134,8 @@ def test_who_would_serve_is_named_with_the_reason_why_not() -> None:
     assert describe_unserved(found, "m") == "solar-deer is draining, vast-goat is dead since 2 min"
     assert describe_unserved(found, "another") == "vast-goat is dead since 2 min"
     assert describe_unserved(status(node(FIRST, advert=advert())), None) == ""
+    failed = status(node(FIRST, advert=advert(engine=EngineAdvert(state="failed", detail="out of memory"))))
+    assert describe_unserved(failed, None) == "the engine of solar-deer has failed: out of memory"
 
 
 def test_the_narrow_table_fits_80_columns_with_long_names_and_many_requests() -> None:
@@ -177,7 +180,8 @@ def test_rows_of_nodes_that_say_little() -> None:
 def test_the_page_shows_plan_pairings_and_reasons() -> None:
     page = io.StringIO()
     clients = (node("one client", "client"), node("another", "client", "suspect"))
-    shown = status(node(BOOT, "admin"), node(FIRST, advert=advert()), *clients, plan=SPLIT)
+    boxes = (node(FIRST, advert=advert()), node(SECOND, advert=advert()))
+    shown = status(node(BOOT, "admin"), *boxes, *clients, plan=SPLIT)
     print_status(shown, Console(file=page, width=200))
     text = page.getvalue()
     for part in ("coordinator*: silent-boar (epoch 3)", "plan 3.1 for m-1, KV as kv4", "why: a reason"):
@@ -187,9 +191,46 @@ def test_the_page_shows_plan_pairings_and_reasons() -> None:
     assert "..client" not in text
     lines = plan_lines(status(coordinator=None))
     assert (lines[0], lines[-1]) == ("coordinator: none is elected", "plan: none yet")
-    assert "  100% of requests on solar-deer" in plan_lines(status(plan=plan((FIRST, Phase.MIXED))))
+    assert "  100% of requests on solar-deer" in plan_lines(status(node(FIRST), plan=plan((FIRST, Phase.MIXED))))
     why = msgspec.structs.replace(SPLIT, why=(f"{FIRST} takes prefill from {SECOND}",))
-    assert plan_lines(status(plan=why))[-1] == "  why: solar-deer takes prefill from vast-goat"
+    assert plan_lines(status(*boxes, plan=why))[-1] == "  why: solar-deer takes prefill from vast-goat"
+
+
+def test_a_plan_whose_only_box_has_failed_says_so_and_expects_nothing() -> None:
+    why = ("100.0% of 2 requests/s are expected to be in time",)
+    alone = msgspec.structs.replace(plan((FIRST, Phase.MIXED)), why=why)
+    failed = advert(engine=EngineAdvert(state="failed", detail="gave up after 6 failures, at last: out of memory"))
+    lines = plan_lines(status(node(FIRST, advert=failed), plan=alone))
+    assert (
+        "  not serving: the engine of solar-deer has failed: gave up after 6 failures, at last: out of memory" in lines
+    )
+    assert "no request can be answered now" in lines[-1]
+    assert not any("100" in line for line in lines)
+    assert any("100.0%" in line for line in plan_lines(status(node(FIRST, advert=advert()), plan=alone)))
+
+
+@pytest.mark.parametrize(
+    ("second", "fault"),
+    [
+        (node(SECOND, state="dead"), "vast-goat is dead"),
+        (node("another"), "vast-goat is not here"),
+        (node(SECOND, advert=advert(draining=True)), "vast-goat is draining"),
+        (node(SECOND, advert=advert("restarting")), "the engine of vast-goat is restarting"),
+    ],
+)
+def test_a_replica_that_does_not_serve_now_is_named_with_the_reason(second: NodeStatus, fault: str) -> None:
+    lines = plan_lines(status(node(FIRST, advert=advert()), second, plan=SPLIT))
+    assert f"  not serving: {fault}" in lines
+    assert "  100% of requests prefill on solar-deer, decode on vast-goat, not now" in lines
+    assert lines[-1] == "  why, when it was made: a reason"
+
+
+def test_boxes_that_end_are_listed_the_first_of_them_first() -> None:
+    boxes = (node(BOOT, advert=advert()), node(FIRST, advert=advert(ends_in_s=7200.0)))
+    assert ending_lines(status(*boxes, node(SECOND, advert=advert(ends_in_s=40.0)))) == [
+        "ends: vast-goat in 40 s, no plan uses it any more",
+        "ends: solar-deer in 2 h",
+    ]
 
 
 def test_keys_that_have_cost_something_are_shown_the_dearest_first() -> None:
@@ -216,12 +257,12 @@ def test_a_replica_that_spans_boxes_is_shown_with_its_stages() -> None:
         "  replica solar-deer spans boxes: 1/3 layers 0-9 on solar-deer, 2/3 layers 10-21 on vast-goat, "
         "3/3 layers 22-31 on silent-boar"
     )
-    assert expected in plan_lines(status(plan=spread))
+    assert expected in plan_lines(status(node(FIRST), node(SECOND), node(BOOT), plan=spread))
 
 
 def test_a_split_of_prompts_is_shown() -> None:
     pair = Pairing(prefill=FIRST, decode=SECOND, weight=1.0, prefill_share=0.4)
-    lines = plan_lines(status(plan=msgspec.structs.replace(SPLIT, pairings=(pair,))))
+    lines = plan_lines(status(node(FIRST), node(SECOND), plan=msgspec.structs.replace(SPLIT, pairings=(pair,))))
     assert "  100% of requests prefill the first 40% of the prompt on solar-deer, decode on vast-goat" in lines
 
 

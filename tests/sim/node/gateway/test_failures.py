@@ -118,7 +118,7 @@ def test_a_bug_costs_the_request_that_meets_it_and_no_other(
             other = await world.ask()
             await elapse(LATENCY_S)
             with monkeypatch.context() as patched:
-                patched.setattr(NetworkView, "serving", None)
+                patched.setattr(NetworkView, "find_fault", None)
                 last = await world.answer()
             assert last.error == "internal error: TypeError"
             assert world.chunks[other][-1].finish == "length"

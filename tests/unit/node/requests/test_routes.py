@@ -1,11 +1,15 @@
 """Which route a request takes by the plan, and when there is none."""
 
+import re
+
 import msgspec
 import pytest
 
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import NoRoute, Pairing, Phase, Plan, Replica, RoutingSettings, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.names import name_of
+from p2pserve.coordinator.plan import Deadlines
 from p2pserve.coordinator.requests.values import FindRoute
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert
@@ -58,6 +62,35 @@ def test_only_replicas_that_serve_are_taken() -> None:
     for other in (advert("restarting"), advert(draining=True)):
         view = NetworkView(adverts={ONE: other, TWO: advert()}, plan=plan_of(ONE, TWO))
         assert {finder(view).find(WANTED, 0.0).decode for _ in range(4)} == {TWO}
+
+
+def test_a_refusal_names_each_box_of_the_plan_that_does_not_serve_and_why() -> None:
+    failed = msgspec.structs.replace(
+        advert(), engine=EngineAdvert(state="failed", detail="gave up after 6 failures, at last: out of memory")
+    )
+    view = NetworkView(adverts={ONE: failed, TWO: advert(draining=True)}, plan=plan_of(ONE, TWO))
+    engine = f"the engine of {name_of(ONE)} has failed: gave up after 6 failures, at last: out of memory"
+    with pytest.raises(NoRoute, match=re.escape(f"; {engine}; {name_of(TWO)} is draining")):
+        finder(view).find(WANTED, 0.0)
+    assert view.describe_unserved(SERVICE, 0.0) == f"{engine}; {name_of(TWO)} is draining"
+
+
+def test_an_engine_that_fails_with_a_request_is_named_in_its_refusal() -> None:
+    view = NetworkView(adverts={ONE: advert()}, plan=plan_of(ONE))
+    with pytest.raises(NoRoute, match=f"the engine of {name_of(ONE)} has failed with this request"):
+        finder(view).find(FindRoute(20, {ONE: 1}), 0.0)
+
+
+def test_a_request_goes_to_a_box_that_ends_before_it_only_where_no_other_serves() -> None:
+    ending = msgspec.structs.replace(advert(), ends_in_s=30.0)
+    plan = msgspec.structs.replace(plan_of(ONE, TWO), deadlines=Deadlines(ttft_s=2.0, tpot_s=0.1))
+    view = NetworkView(adverts={ONE: ending, TWO: advert()}, plan=plan)
+    assert {finder(view).find(WANTED, 0.0, 400).decode for _ in range(4)} == {TWO}
+    busy = {TWO: Queue(50, 5000)}
+    assert finder(view, busy).find(WANTED, 0.0, 400).decode == TWO
+    assert finder(view, busy).find(WANTED, 0.0, 100).decode == ONE  # that finishes in time
+    view.adverts[TWO] = advert("restarting")
+    assert finder(view).find(WANTED, 0.0, 400).decode == ONE
 
 
 def test_boxes_of_the_plan_that_are_dead_are_named_with_their_age() -> None:

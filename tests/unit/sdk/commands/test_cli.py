@@ -103,6 +103,7 @@ TOKENLESS = "127.0.0.1:1"
         (["join", "--bootstrap", TOKENLESS, "--listen", "nowhere"], "nowhere"),
         (["join", "--bootstrap", TOKENLESS, "--kv-cache-mib", "0"], "--kv-cache-mib"),
         (["join", "--bootstrap", TOKENLESS, "--drain-s", "nan"], "--drain-s"),
+        (["join", "--bootstrap", TOKENLESS, "--ends-at", "2001-01-01T00:00"], "--ends-at"),
         (["bootstrap", "--codec", "zip"], "--codec"),
         (["generate", "--bootstrap", TOKENLESS], "prompt"),
         (["generate", "--bootstrap", TOKENLESS, ""], "prompt"),

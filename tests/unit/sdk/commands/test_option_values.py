@@ -2,6 +2,8 @@
 
 import argparse
 import inspect
+import time
+from datetime import UTC, datetime
 
 import pytest
 
@@ -10,7 +12,7 @@ from p2pserve.node.settings import BoxEngineSettings, BoxLinkSettings
 from p2pserve.sdk.demo.demo import DemoSettings
 from p2pserve.sdk.live.comparison import parser as comparison_parser
 from p2pserve.sdk.live.network import LiveSettings
-from p2pserve.sdk.options.values import duration, settings_of
+from p2pserve.sdk.options.values import duration, moment, settings_of
 
 from .parsing import parse
 
@@ -29,6 +31,28 @@ def test_values_are_listed_and_replace_the_environment(
 ) -> None:
     monkeypatch.setenv("P2PSERVE_BOOTSTRAP", variable)
     assert parse(["status", *arguments]).bootstrap == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2999-12-01T12:00", "2999-12-01 12:00 UTC", "2999-12-01T12:00Z", "2999-12-01T14:00+02:00", "2999-12-01T12:00:00"],
+)
+def test_a_time_is_utc_unless_it_names_a_zone(text: str) -> None:
+    assert datetime.fromtimestamp(moment(text), UTC).isoformat() == "2999-12-01T12:00:00+00:00"
+    assert str(moment(text)) == "2999-12-01T12:00 UTC"
+
+
+def test_a_time_may_be_given_from_now() -> None:
+    before = time.time()
+    assert before + 7200.0 <= moment("2h") <= time.time() + 7200.0
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"), [("2001-01-01T00:00", "has passed"), ("-5m", "is no time"), ("soon", "is no time")]
+)
+def test_what_is_no_time_to_come_is_refused(text: str, fault: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=fault):
+        moment(text)
 
 
 @pytest.mark.parametrize(
