@@ -94,8 +94,9 @@ def test_what_a_client_imports_is_what_it_is_installed_with() -> None:
     names = {re.split(r"[<>=!~;\[ ]", each)[0].lower() for each in PROJECT["dependencies"]}
     assert names.isdisjoint(name.lower() for name in NODES_ONLY)
     loaded = set(run(EVERYTHING.replace('"fine"', "*sys.modules")).split())
-    for module, package in {"base58": "base58", "cryptography": "cryptography", "h11": "h11",
-                            "msgpack": "msgpack", "msgspec": "msgspec", "noise": "noiseprotocol", "sniffio": "sniffio", "trio": "trio"}.items():  # fmt: skip
+    for module, package in {"base58": "base58", "cryptography": "cryptography", "h11": "h11", "msgpack": "msgpack",
+                            "msgspec": "msgspec", "noise": "noiseprotocol", "sniffio": "sniffio",
+                            "trio": "trio"}.items():  # fmt: skip
         assert module in loaded, module
         assert package in names, package
 
