@@ -20,6 +20,7 @@ from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.actions.network import figures_line
 from p2pserve.sdk.actions.status_view import (
     COLUMNS,
+    closed_lines,
     gone_lines,
     key_lines,
     list_models,
@@ -373,3 +374,12 @@ def test_all_columns_cut_no_model_and_no_address(monkeypatch: pytest.MonkeyPatch
     console.file = io.StringIO()
     print_status(status(box(0)), console, wide=True)
     assert {LONG, "1.2.3.4:5"} <= set(console.file.getvalue().split())
+
+
+def test_boxes_that_nobody_can_dial_are_named() -> None:
+    inner = msgspec.structs.replace(node(FIRST), closed=True)
+    gone = msgspec.structs.replace(node(SECOND, state="dead"), closed=True)
+    assert closed_lines(status(inner, gone)) == [
+        f"nobody can dial {name_of(FIRST)}: they dial the others, or are relayed"
+    ]
+    assert closed_lines(status(node(FIRST))) == []
