@@ -18,6 +18,8 @@ from p2pserve.node.links.data_port import Around, RelayDesk
 from p2pserve.node.settings import WAN, BoxLinkSettings
 from p2pserve.node.testing import MemoryExchange
 
+pytestmark = pytest.mark.beside
+
 RELAY, ASKER, INNER, PLAIN, AWAY = (PeerId(name) for name in ("relay", "asker", "inner", "plain", "away"))
 MEMBERS = {peer: Address("10.0.0.2", 7000 + at) for at, peer in enumerate((INNER, AWAY))} | {
     PLAIN: Address("8.8.8.8", 7000)

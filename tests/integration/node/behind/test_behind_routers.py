@@ -16,13 +16,17 @@ from ..engine.figures import ATTEMPTS
 from .nodes import Nodes, open_nodes
 from .routers import Box, Internet
 
-pytestmark = [
-    pytest.mark.timeout(500),
-    pytest.mark.skipif(namespaces.unavailable() is not None, reason=str(namespaces.unavailable())),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 
 PUBLIC, OTHER = "11.0.0.1", "11.0.0.2"
 ROUTER, FARTHER = "12.0.0.1", "13.0.0.1"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _has_namespaces() -> None:
+    reason = namespaces.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 @contextmanager
