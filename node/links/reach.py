@@ -24,12 +24,22 @@ from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.permits import Permit, pack_relay_hello
 from ..messages import RelayOpen
 from ..methods import RELAY_OPEN
-from ..settings import WAN, NodeTuning
 
 _CLIENT: Final = Role.CLIENT
 
 PathTo = Callable[[PeerId], Awaitable[DialPath]]
 """How to dial a member's port. Raises NetworkError."""
+
+
+class ReachTimes(NamedTuple):
+    """Seconds; as `NodeTuning` has them, which clients cannot import."""
+
+    ask_s: float = 5.0
+    around_life_s: float = 86_400.0
+    permit_margin_s: float = 30.0
+
+
+USUAL: Final = ReachTimes()
 
 
 class _Known(NamedTuple):
@@ -68,7 +78,7 @@ class Reach:
         permit_own: Callable[[PeerId], Permit],
         relays: Callable[[PeerId], list[PeerId]],
         loopback: Address,
-        tuning: NodeTuning = WAN,
+        times: ReachTimes = USUAL,
     ) -> None:
         self.own = messenger.peer_id
         self._messenger = messenger
@@ -77,7 +87,7 @@ class Reach:
         self._permit_own = permit_own
         self._relays = relays
         self._loopback = loopback
-        self._tuning = tuning
+        self._times = times
         self._known: dict[PeerId, _Known] = {}
 
     def __repr__(self) -> str:
@@ -102,7 +112,7 @@ class Reach:
         path = (await self._ask_relays(peer)).path  # anew: what was known did not keep the two together
         assert path.relay is not None
         try:
-            with trio.fail_after(3 * self._tuning.ask_s):
+            with trio.fail_after(3 * self._times.ask_s):
                 return await _open_relayed(path, path.relay)
         except (OSError, trio.TooSlowError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise Unreachable(f"the relay at {path.host}:{path.port} does not answer") from error
@@ -122,7 +132,7 @@ class Reach:
         return address
 
     def _remember(self, peer: PeerId, path: DialPath, relay: PeerId | None) -> _Known:
-        until = trio.current_time() + self._tuning.around_life_s - self._tuning.permit_margin_s
+        until = trio.current_time() + self._times.around_life_s - self._times.permit_margin_s
         known = self._known[peer] = _Known(path, relay, until)
         return known
 
@@ -132,7 +142,7 @@ class Reach:
         for relay in self._relays(peer):
             try:
                 address = self._address(relay)
-                answer = await self._messenger.request(relay, RELAY_OPEN, RelayOpen(target=peer), self._tuning.ask_s)
+                answer = await self._messenger.request(relay, RELAY_OPEN, RelayOpen(target=peer), self._times.ask_s)
                 return self._remember(peer, DialPath(address.host, address.port, relay=answer.permit), relay)
             except NetworkError as error:
                 reasons.append(str(error))

@@ -17,7 +17,7 @@ from ..joined import Joined
 from .bandwidth import answer_bandwidth
 from .call_back import CallBacks
 from .data_port import Around, RelayDesk
-from .reach import Reach
+from .reach import Reach, ReachTimes
 from .reachability import Announcing, DialBackDesk, Reachability
 
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
@@ -65,7 +65,7 @@ class Ways:
             permit_own=self._desk.permit_own,
             relays=joined.relays_to,
             loopback=Address(_LOOPBACK.get(listen.host, listen.host), listen.port),
-            tuning=tuning,
+            times=ReachTimes(tuning.ask_s, tuning.around_life_s, tuning.permit_margin_s),
         )
         network.go_around_by(self.reach.dial_around)
         self._answers = DialBackDesk(

@@ -79,7 +79,7 @@ def test_the_target_is_called_and_not_dialled() -> None:
     assert relay.permits[ask(desk, PLAIN).permit][2] is None
 
 
-def test_one_that_is_not_connected_is_not_promised() -> None:
+def test_one_that_is_not_connected_gets_no_permit() -> None:
     desk, _ = desk_of()
     with pytest.raises(RemoteError, match="not connected with this node"):
         ask(desk, AWAY)

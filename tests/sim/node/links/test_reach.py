@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, PeerId, RemoteError, Role, Unreachable
 from p2pserve.kvtransport.wire.permits import Permit
-from p2pserve.node.links.reach import Reach
+from p2pserve.node.links.reach import USUAL, Reach
 from p2pserve.node.messages import RelayOpen, RelayOpened
 from p2pserve.node.methods import RELAY_OPEN
 from p2pserve.node.settings import WAN
@@ -119,3 +119,7 @@ def test_a_node_that_can_be_dialled_again_needs_no_third_one() -> None:
         assert await world.to(INNER) == (HERE, 2)
 
     play(scenario)
+
+
+def test_clients_have_the_times_of_nodes() -> None:
+    assert USUAL == (WAN.ask_s, WAN.around_life_s, WAN.permit_margin_s)
