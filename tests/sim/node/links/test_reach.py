@@ -122,4 +122,4 @@ def test_a_node_that_can_be_dialled_again_needs_no_third_one() -> None:
 
 
 def test_clients_have_the_times_of_nodes() -> None:
-    assert USUAL == (WAN.ask_s, WAN.around_life_s, WAN.permit_margin_s)
+    assert (WAN.ask_s, WAN.around_life_s, WAN.permit_margin_s) == USUAL
