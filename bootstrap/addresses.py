@@ -4,9 +4,13 @@ A rented box maps its ports, so others dial something else. In order: an explici
 provider's variables, the interface."""
 
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Final
 
 from .errors import AddressError
 
@@ -69,38 +73,125 @@ def may_be_relayed_to(host: str, own: str, *, private: bool) -> bool:
     return is_same_kind or (private and not there.is_link_local)  # where providers keep a box's credentials
 
 
+class AnnouncedBy(Enum):
+    """Who says which address to announce."""
+
+    FLAG = "flag"
+    PROVIDER = "provider"
+    INTERFACE = "interface"  # of the default route: nobody has said anything
+    LISTEN = "listen"  # the one address that the node listens on
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAddress:
+    """The address to announce, and by what: ``variable`` is the provider's, such as ``VAST_TCP_PORT_4001=41000``.
+    ``mapped``: the ports of this box that the provider maps."""
+
+    address: Address
+    by: AnnouncedBy
+    variable: str = ""
+    mapped: tuple[int, ...] = ()
+
+    def describe(self, listen: Address) -> str:
+        """Which port of this box was to be reached there, and by which mapping."""
+        if self.variable:
+            return f"the provider should map it to port {listen.port} of this box ({self.variable})"
+        if self.by is AnnouncedBy.FLAG:
+            return f"--announce says that it leads to port {listen.port} of this box"
+        ip = plain_ip(self.address.host)
+        if ip is not None and not ip.is_global:
+            return f"that is port {listen.port} of this box, at an address of its own private network"
+        return f"that is port {listen.port} of this box, and nothing is known of a mapping"
+
+    def advise(self, listen: Address, seen: str = "") -> str:
+        """How to open it. ``seen``: where others see this box come from."""
+        if self.mapped and listen.port not in self.mapped:
+            return f"listen on a port that the provider maps: --port {self.mapped[0]}"
+        if self.variable:
+            port = listen.port
+            return f"rent the box anew with TCP port {port} open (-p {port}:{port}), or see that no firewall is on it"
+        if self.by is AnnouncedBy.FLAG:
+            return f"forward TCP port {self.address.port} there to port {listen.port} here, or correct --announce"
+        if seen and plain_ip(seen) != plain_ip(self.address.host):
+            return f"forward TCP port {self.address.port} of {seen} to port {listen.port} here, or give --announce"
+        return f"open TCP port {listen.port} in the firewall, or say with --announce HOST:PORT what leads there"
+
+
+_WILDCARDS: Final = ("0.0.0.0", "::", "")
+_MAPPED: Final = re.compile(r"(VAST|RUNPOD)_TCP_PORT_(\d{1,5})")
+_HOSTS: Final = {"VAST": "PUBLIC_IPADDR", "RUNPOD": "RUNPOD_PUBLIC_IP"}
+_MAX_PORT: Final = 65535
+
+
+def find_announced(
+    flag: str | Address | None,
+    environ: Mapping[str, str],
+    listen: Address,
+    interface: Callable[[], str] | None = None,
+) -> FoundAddress:
+    """The address to tell others; ``interface`` finds it when the box listens on all of them. Raises AddressError."""
+    mappings = _read_mappings(environ)
+    mapped = tuple(sorted(mappings))
+    if flag is not None:
+        address = flag if isinstance(flag, Address) else parse_address(flag)
+        return FoundAddress(address, AnnouncedBy.FLAG, mapped=mapped)
+    name = mappings.get(listen.port, "")
+    host = environ.get(_HOSTS.get(name.partition("_")[0], ""), "").strip()
+    if host:
+        variable = f"{name}={environ[name].strip()}"
+        address = Address(host, _port(environ[name].strip(), variable))
+        return FoundAddress(address, AnnouncedBy.PROVIDER, variable, mapped)
+    if listen.host in _WILDCARDS:
+        address = Address((interface or partial(default_route_address, listen.host))(), listen.port)
+        return FoundAddress(address, AnnouncedBy.INTERFACE, mapped=mapped)
+    return FoundAddress(listen, AnnouncedBy.LISTEN, mapped=mapped)
+
+
+def _read_mappings(environ: Mapping[str, str]) -> dict[int, str]:
+    """Ports of this box that the provider maps, each with its variable. One beyond all ports asks for a port that is
+    the same within and without: the value says which (vast.ai and RunPod, "symmetric" or "identity" ports)."""
+    found: dict[int, str] = {}
+    for name in sorted(environ):  # of two providers' variables Vast's count, which come last
+        match = _MAPPED.fullmatch(name)
+        text = environ[name].strip()
+        if match is None or not text:
+            continue
+        port = int(match[2])
+        if port > _MAX_PORT:
+            if not (text.isascii() and text.isdigit() and int(text[:6]) <= _MAX_PORT):
+                continue
+            port = int(text)
+        host_known = environ.get(_HOSTS[match[1]], "").strip()
+        if host_known or port not in found:
+            found[port] = name
+    return found
+
+
 def announced_address(
     flag: str | Address | None,
     environ: Mapping[str, str],
     listen: Address,
     interface: Callable[[], str] | None = None,
 ) -> Address:
-    """The address to tell others; ``interface`` finds it when the box listens on all of them."""
-    if isinstance(flag, Address):
-        return flag
-    if flag is not None:
-        return parse_address(flag)
-    for port_name, host_name in (
-        (f"VAST_TCP_PORT_{listen.port}", "PUBLIC_IPADDR"),
-        (f"RUNPOD_TCP_PORT_{listen.port}", "RUNPOD_PUBLIC_IP"),
-    ):
-        port_text, host = environ.get(port_name, "").strip(), environ.get(host_name, "").strip()
-        if port_text and host:
-            return Address(host, _port(port_text, f"{port_name}={port_text}"))
-    if listen.host in ("0.0.0.0", "::", ""):
-        return Address((interface or default_route_address)(), listen.port)
-    return listen
+    """The address of :func:`find_announced` alone."""
+    return find_announced(flag, environ, listen, interface).address
 
 
-def default_route_address() -> str:
-    """The address of the interface that leads out of this box, else loopback. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+def default_route_address(listen: str = "") -> str:
+    """The address of the interface that leads out of this box, else loopback. Sends nothing. Where the box listens on
+    ``::`` and has no route for IPv4, its IPv6 address."""
+    routes = [(socket.AF_INET, "192.0.2.1")]
+    if listen == "::":
+        routes.append((socket.AF_INET6, "2001:db8::1"))
+    for family, anywhere in routes:
         try:
-            probe.connect(("192.0.2.1", 9))  # connecting a datagram socket only picks a route
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((anywhere, 9))  # connecting a datagram socket only picks a route
+                host: str = probe.getsockname()[0]
+                return host
         except OSError:
-            return "127.0.0.1"
-        host: str = probe.getsockname()[0]
-        return host
+            continue
+    return "::1" if listen == "::" else "127.0.0.1"
 
 
 def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import trio
 
-from .errors import DECODE_ERRORS, ProtocolError, RemoteError
+from .errors import DECODE_ERRORS, ProtocolError, RemoteError, RequestTimeout
 from .methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .streams.control import encode_body
 from .trust.keys import PeerId
@@ -61,6 +62,12 @@ class Handlers:
             self.failed += 1
             _log.exception("the handler of %r failed for %s", method, peer)
             raise RemoteError("internal", f"{method!r} failed on this node; its log has the details") from error
+
+    async def serve_own(self, me: PeerId, role: Role, method: str, body: bytes, timeout: float) -> bytes:
+        """The answer to this node's own question. Raises RequestTimeout, and what :meth:`serve` does."""
+        with trio.move_on_after(max(timeout, 0.0)):
+            return await self.serve(me, role, method, body)
+        raise RequestTimeout(f"this node did not answer {method!r} within {timeout:g} s; its own handler is too slow")
 
     def notify(self, peer: PeerId, role: Role, method: str, body: bytes | msgspec.Raw) -> None:
         """Deliver a notice. Unknown ones are dropped: a newer peer may have more to tell."""

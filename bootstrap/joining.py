@@ -1,7 +1,7 @@
 """Getting in: asking the members that were named, and those remembered, until one lets this node in."""
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import trio
@@ -41,6 +41,14 @@ class Joining:
         self._say = say
         self._settings = settings
         self._rng = rng
+
+    def check_named(self, bootstraps: Sequence[Bootstrap], me: PeerId) -> None:
+        """Refuse a token that names nobody but this node. Raises TokenError."""
+        if bootstraps and not self._contacts.named:
+            raise TokenError(
+                f"the join token names only this node itself (..{me[-6:]}), as after that box was copied; "
+                "delete identity.key in this node's home folder, and start it again: it makes its own"
+            )
 
     async def run(self) -> None:
         """Return once a member has let us in. Raises Unreachable, Refused, IdentityInUse or TokenError when those that

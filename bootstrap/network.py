@@ -11,7 +11,7 @@ moves messages between them and the control streams::
 import logging
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -28,7 +28,6 @@ from .errors import (
     PeerLost,
     ProtocolError,
     Refused,
-    RequestTimeout,
     TokenError,
     Unreachable,
 )
@@ -96,7 +95,7 @@ class Network:
 
     def __post_init__(self) -> None:
         self.peer_id: PeerId = self.identity.peer_id
-        self.address = self.announce
+        self.address, self.is_closed = self.announce, False
         self._named = tuple(each for each in self.bootstraps if each.peer_id != self.peer_id)
         self._remembered = tuple(each for each in self.remembered if each.peer_id != self.peer_id)
         admission = self._admission = Admission(self.network_key_public)
@@ -145,7 +144,7 @@ class Network:
     # -- life -------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._check_named()
+        self._joining.check_named(self.bootstraps, self.peer_id)
         kept = await trio.to_thread.run_sync(self.state_file.load) if self.state_file is not None else None
         if kept is not None:
             self._peering.restore(kept, trio.current_time())
@@ -274,7 +273,7 @@ class Network:
         type of answer, or body too large)."""
         encoded = encode_body(body)
         if peer == self.peer_id:
-            answer = await self._request_locally(method.name, encoded, timeout)
+            answer = await self._handlers.serve_own(self.peer_id, self.role, method.name, encoded, timeout)
         else:
             deadline = trio.current_time() + timeout
             session = await self._sessions.session_with(peer, timeout)
@@ -297,7 +296,6 @@ class Network:
         if session is None:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
         session.control.used_at = trio.current_time()
-        # A notice that is left out would be a gap that neither side knows of. Better no connection.
         if not session.control.send_nowait(encode_notice(notice.name, encode_body(body))):
             session.control.abandon(f"{peer} does not read its messages and was disconnected; choose another peer")
             raise PeerLost(f"{peer} does not read its messages and was disconnected; choose another peer")
@@ -328,6 +326,21 @@ class Network:
         """Dial an address that a peer announces: the IP address, of those that are allowed, at which it has proved its
         key. Raises NetworkError."""
         return await self._sessions.prove(peer, address, is_allowed)
+
+    def move_to(self, address: Address, *, closed: bool) -> None:
+        """From now on tell others this address; ``closed``: that nobody can dial it."""
+        if (self.address, self.is_closed) != (address, closed):
+            self.address, self.is_closed = address, closed
+            self._publish_record(left=self._peering.is_leaving)
+            self._wake()
+
+    def go_around_by(self, dial: Callable[[PeerId], Awaitable[trio.SocketStream]]) -> None:
+        """Have a connection to a member that nobody can dial made by ``dial``, which raises NetworkError."""
+        self._sessions.dial_around = dial
+
+    def seen_host(self, peer: PeerId) -> str | None:
+        """The IP address from which this peer's session comes, or to which it was dialled."""
+        return self._sessions.seen_host(peer)
 
     def connected(self) -> frozenset[PeerId]:
         """The peers with an admitted control stream now."""
@@ -365,17 +378,9 @@ class Network:
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
-    def _check_named(self) -> None:
-        """Refuse a token that names nobody else."""
-        if self.bootstraps and not self._named:
-            raise TokenError(
-                f"the join token names only this node itself (..{self.peer_id[-6:]}), as after that box was copied; "
-                "delete identity.key in this node's home folder, and start it again: it makes its own"
-            )
-
     def _publish_record(self, *, left: bool) -> None:
         credential = self._certificate.credential()
-        record = MemberRecord(self.role, self.address.host, self.address.port, credential, left)
+        record = MemberRecord(self.role, self.address.host, self.address.port, credential, left, self.is_closed)
         self._peering.publish(MEMBER_KIND, msgspec.msgpack.encode(record))
 
     async def _hear_all(self) -> None:
@@ -485,11 +490,6 @@ class Network:
         for callback in self._lost_callbacks:
             callback(peer)
         self._wake()
-
-    async def _request_locally(self, method: str, body: bytes, timeout: float) -> bytes:
-        with trio.move_on_after(max(timeout, 0.0)):
-            return await self._handlers.serve(self.peer_id, self.role, method, body)
-        raise RequestTimeout(f"this node did not answer {method!r} within {timeout:g} s; its own handler is too slow")
 
     def _touch(self) -> None:
         self._revision += 1

@@ -2,7 +2,7 @@
 admission a stranger's single greeting, of bounded size and time, is all that is read."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final
@@ -86,6 +86,7 @@ class PeerSessions:
         self.on_opened: Callable[[PeerId, Entry], None] = _ignore
         self.on_closed: Callable[[PeerId], None] = _ignore
         self.on_orders: Callable[[SignedOrders], None] = _ignore
+        self.dial_around: Callable[[PeerId], Awaitable[trio.SocketStream]] | None = None
         self._transport = transport
         self._table = table
         self._admission = admission
@@ -167,6 +168,12 @@ class PeerSessions:
             raise PeerLost(f"{peer} is not connected and cannot be reached now: {error}") from error
         raise PeerLost(f"{peer} is not connected and did not answer within {timeout:g} s; choose another peer")
 
+    def seen_host(self, peer: PeerId) -> str | None:
+        """The IP address from which a peer's session comes, or to which it was dialled."""
+        session = self.by_peer.get(peer)
+        remote = session.control.connection.remote if session is not None else None
+        return remote.host if remote is not None else None
+
     def drop(self, peer: PeerId) -> None:
         """Hang up on a peer that is silent for too long, or was expelled."""
         session = self.by_peer.get(peer)
@@ -194,7 +201,7 @@ class PeerSessions:
 
     async def _dial(self, peer: PeerId, address: Address) -> PeerSession:
         assert self._nursery is not None
-        connection = await self._transport.dial(address, peer)
+        connection = await self._connect(peer, address)
         session: PeerSession | None = None
         try:
             welcome, record = await self._greet(connection, address)
@@ -210,6 +217,18 @@ class PeerSessions:
             if session is None:  # refused, failed or cancelled: the other side should not wait for us
                 with trio.CancelScope(shield=True):
                     await connection.aclose()
+
+    async def _connect(self, peer: PeerId, address: Address) -> PeerConnection:
+        """Dialled, or made some other way, where the peer itself says that it cannot be dialled there."""
+        record = self._table.record(peer)
+        is_closed = record is not None and record.closed and address == Address(record.host, record.port)
+        if self.dial_around is None or not is_closed:
+            return await self._transport.dial(address, peer)
+        try:
+            stream = await self.dial_around(peer)
+        except NetworkError as error:
+            raise Unreachable(f"{peer} cannot be dialled, and no member brings us together now: {error}") from error
+        return await self._transport.dial_over(stream, address, peer)
 
     async def _greet(self, connection: PeerConnection, address: Address) -> tuple[Welcome, MemberRecord]:
         """Show who we are, and check who answers."""

@@ -332,6 +332,11 @@ class MemoryTransport:
             raise RuntimeError("dial() needs a running serve(): start it in a nursery first")
         return await self._network.connect(self, address, peer_id)
 
+    async def dial_over(self, stream: trio.SocketStream, address: Address, peer_id: PeerId) -> MemoryConnection:
+        """See :class:`p2pserve.bootstrap.streams.transport.Transport`: here without that connection."""
+        await trio.aclose_forcefully(stream)
+        return await self._network.connect(self, address, peer_id)
+
     async def identify(self, address: Address) -> PeerId:
         """See :class:`p2pserve.bootstrap.streams.transport.Transport`."""
         with trio.move_on_after(self._network.dial_s):

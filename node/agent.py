@@ -20,7 +20,6 @@ import trio
 from .. import __version__
 from ..bootstrap import Address, Bootstrap, Identity, NetworkSettings, PeerId, announced_address
 from ..bootstrap.address_book import AddressBook
-from ..bootstrap.addresses import default_route_address
 from ..bootstrap.network import Network
 from ..bootstrap.state_file import StateFile
 from ..coordinator import Plan, PlanError
@@ -42,8 +41,10 @@ from .http.asking import HttpAsking
 from .http.front import HttpFront
 from .joined import Joined, Say
 from .joining import Invitation, accept_invitation, new_network
-from .links.data_port import DataPort, RelayDesk
-from .links.prober import Prober
+from .links.call_back import CALL_HELLO_BYTES, CALL_MAGIC
+from .links.data_port import DataPort
+from .links.prober import BurstCarrier, Prober
+from .links.ways import Ways
 from .observing.event_file import EventFile
 from .observing.event_log import EventLog
 from .observing.node_log import keep_log
@@ -129,13 +130,14 @@ async def _join(
     identity = Identity.load_or_create(settings.home)
     book = AddressBook(settings.home, membership.network)
     remembered = await trio.to_thread.run_sync(book.load)
-    announce = announced_address(settings.announce, os.environ, settings.listen, default_route_address)
+    announce = announced_address(settings.announce, os.environ, settings.listen)
     relay = Relay()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_close_in_the_end, relay)
         port = DataPort(nursery, settings.tuning)
+        transport = Libp2pTransport(identity, settings.listen, announce, port.accept)
         network = Network(
-            transport=Libp2pTransport(identity, settings.listen, announce, port.accept),
+            transport=transport,
             identity=identity,
             token=membership.token,
             network_key_public=membership.network,
@@ -165,7 +167,8 @@ async def _join(
                 log.followers.append(spans.on_event)
                 nursery.start_soon(_close_in_the_end, spans)
             nursery.start_soon(events.keep)
-            node = Node(joined, found, served, port, relay, nursery)
+            doors = Doors(port, relay, transport.adopt, transport.bound or settings.listen)
+            node = Node(joined, found, served, doors, nursery)
             nursery.start_soon(answer_owner, settings.home, node.drains.answer, say)
             http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
@@ -183,6 +186,16 @@ async def _join(
         nursery.cancel_scope.cancel()
 
 
+class Doors(NamedTuple):
+    """How connections come in and go out: the one port, the relay, what serves a connection that was dialled here as if
+    it had come to the port, and where that is."""
+
+    port: DataPort
+    relay: Relay
+    adopt: Callable[[trio.SocketStream], None]
+    listen: Address
+
+
 @final
 class Node:
     """A node that has joined: what it tells, follows and plans. Starts its tasks in `nursery`."""
@@ -192,8 +205,7 @@ class Node:
         joined: Joined,
         found: hardware.Hardware,
         served: ServedModel | None,
-        port: DataPort,
-        relay: Relay,
+        doors: Doors,
         nursery: trio.Nursery,
     ) -> None:
         settings, network = joined.settings, joined.network
@@ -207,17 +219,12 @@ class Node:
         self._plans = PlanExchange(
             network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
         )
-        self._relay_desk = RelayDesk(
-            relay,
-            settings.links,
-            messenger=network,
-            where=joined.address_of,
-            prove=network.prove,
-            own=network.address.host,
-            tuning=settings.tuning,
-        )
+        self._ways = Ways(joined, doors.relay, doors.adopt, doors.listen, nursery)
+        path_to = self._ways.reach.path_to
         self._serving = (
-            Serving(joined, served, found, nursery=nursery, on_news=self._hurry) if served is not None else None
+            Serving(joined, served, found, path_to=path_to, nursery=nursery, on_news=self._hurry)
+            if served is not None
+            else None
         )
         serving = self._serving
         self.showing = Showing(joined, serving)
@@ -236,19 +243,22 @@ class Node:
             joined.knowledge,
             messenger=network,
             neighbours=joined.neighbours,
+            carrier=BurstCarrier(path_to),
             activity=lambda: serving.activity if serving is not None else Activity(),
             nursery=nursery,
             rng=random.Random(),
             tuning=settings.tuning,
         )
         prober.record = joined.record
-        port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, relay.attach)
+        port = doors.port
+        port.open_door(RELAY_MAGIC, RELAY_HELLO_BYTES, doors.relay.attach)
+        port.open_door(CALL_MAGIC, CALL_HELLO_BYTES, self._ways.calls.take)
         port.open_door(BURST_MAGIC, BURST_HELLO_BYTES, prober.attach)
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
         own = (self._advertise, self._watch, self._coordinate, self._judge, self._weigh)
-        for task in (prober.run, joined.tell_links, *own):
+        for task in (prober.run, joined.tell_links, self._ways.reachability.run, *own):
             nursery.start_soon(task)
 
     async def serve_http(self, listen: Address, nursery: trio.Nursery) -> Address:
@@ -361,7 +371,7 @@ class Node:
             joined.follow()
             if joined.leader is not None:
                 self._plans.want(joined.intake.wanted, joined.leader[0])
-            self._relay_desk.keep(joined.present)
+            self._ways.keep(joined.present)
             self._looked.set()
             self._on_look()
             self._apply_view()

@@ -19,6 +19,7 @@ from ..coordinator.names import name_of
 from . import messages, methods
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
+from .links.reach import choose_relays
 from .observing.event_log import EventLog
 from .observing.rates import CounterRates
 from .observing.values import EventKind
@@ -61,6 +62,7 @@ class Joined:
         self.leader: Leader | None = None
         self.key_usd: Callable[[], dict[str, float]] = dict  # what API keys have cost here; none without a gateway
         self._addresses: dict[PeerId, Address] = {}
+        self._closed: frozenset[PeerId] = frozenset()
         self._present: set[PeerId] = set()
         self.intake = PlanIntake(self.own, settings.tuning)
         self._followed = followed
@@ -79,6 +81,21 @@ class Joined:
         """Where a member can be dialled."""
         return self._addresses.get(peer)
 
+    def is_closed(self, peer: PeerId) -> bool:
+        """Whether a member, or this node, says that nobody can dial it."""
+        return self.network.is_closed if peer == self.own else peer in self._closed
+
+    def can_dial(self, peer: PeerId) -> bool:
+        """Whether a member has an address at which it can be dialled."""
+        return peer in self._addresses and peer not in self._closed
+
+    def relays_to(self, peer: PeerId) -> list[PeerId]:
+        """Members to ask for a connection to one that nobody can dial, best first."""
+        boxes = {*self._addresses, self.own}
+        return choose_relays(
+            peer, boxes, self._closed | {self.own}, self.network.connected(), self.network.settings.full_mesh
+        )
+
     @property
     def present(self) -> frozenset[PeerId]:
         """The other nodes that may be alive and can be dialled."""
@@ -87,7 +104,7 @@ class Joined:
     def neighbours(self) -> list[Neighbour]:
         """The other nodes that are alive."""
         members = self._others(self.network.members(), MemberState.ALIVE)
-        return [Neighbour(member.peer_id, member.address, member.rtt_s) for member in members if member.address.port]
+        return [Neighbour(member.peer_id, member.rtt_s) for member in members if member.address.port]
 
     def publish(self, kind: str, message: msgspec.Struct) -> bytes:
         """Tell all members; returns what they read."""
@@ -105,6 +122,7 @@ class Joined:
         members = self.network.members()
         present = self._others(members, MemberState.ALIVE, MemberState.SUSPECT)
         self._addresses = {member.peer_id: member.address for member in present if member.address.port}
+        self._closed = frozenset(member.peer_id for member in present if member.is_closed)
         self.knowledge.learn(self.view.links_told, self._addresses)
         self._record_members(members)
         now = trio.current_time()
@@ -241,6 +259,7 @@ class Joined:
                     advert=self.view.adverts.get(member.peer_id),
                     links=self.view.links_told.get(member.peer_id),
                     gone_s=_at_most(member.gone_s, MAX_GONE_S),
+                    closed=member.is_closed,
                     tokens_s=_at_most(tokens_s.get(member.peer_id), MAX_TOKENS_S),
                 )
                 for member in self.network.members()

@@ -475,7 +475,7 @@ class StatusQuery(Message, frozen=True, kw_only=True):
 
 class NodeStatus(Message, frozen=True, kw_only=True):
     """One member as the answering node sees it. `gone_s`: for so long it has been dead, or away; `tokens_s`: tokens of
-    answers that its engine writes per second now, where that is known."""
+    answers that its engine writes per second now, where that is known. `closed`: nobody can dial it."""
 
     peer: Name
     role: Label
@@ -486,6 +486,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
     links: LinkTable | None = None
     gone_s: Seconds | None = None
     tokens_s: Figure | None = None
+    closed: bool = False
 
 
 class Status(Message, frozen=True, kw_only=True):

@@ -13,6 +13,7 @@ from ..bootstrap.methods import EVERYONE, Method, Notice
 from ..bootstrap.trust.tokens import Role
 from . import messages as m
 from .http import messages as http
+from .links import messages as reach
 from .observing import queries
 from .planning import messages as plans
 
@@ -59,7 +60,10 @@ DRAIN: Final = Method("drain", m.Drain, m.Drained, frozenset({Role.ADMIN}))
 # Any two nodes, for plans.
 PLAN_PIECE: Final = Method("plan.piece", plans.PlanPieceQuery, plans.PlanPiece)
 
-# Any two nodes, for KV.
+# Any two nodes, for KV and so that each is reached.
 LINK_OPEN: Final = Method("link.open", m.LinkOpen, m.LinkOpened)
-RELAY_OPEN: Final = Method("relay.open", m.RelayOpen, m.RelayOpened)
+RELAY_OPEN: Final = Method("relay.open", m.RelayOpen, m.RelayOpened, EVERYONE)
+DIAL_BACK: Final = Method("dial.back", reach.DialBack, reach.DialledBack, EVERYONE)
+CALL_BACK: Final = Method("call.back", reach.CallBack, reach.CalledBack)
+BANDWIDTH: Final = Method("bandwidth", reach.CarryBytes, reach.CarriedBytes, EVERYONE)
 PROBE_OPEN: Final = Method("probe.open", m.ProbeOpen, m.ProbeOpened)

@@ -22,6 +22,7 @@ from .http.answering import HttpAnswering
 from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
+from .links.reach import PathTo
 from .observing.values import EventKind
 from .replica.hosting import Host, describe_length, engine_config
 from .requests.gateway import Gateway
@@ -41,6 +42,7 @@ class Serving:
         served: ServedModel,
         hardware: Hardware,
         *,
+        path_to: PathTo,
         nursery: trio.Nursery,
         on_news: Callable[[], None],
     ) -> None:
@@ -51,14 +53,12 @@ class Serving:
         self._show = joined.show
         self._record = joined.record
         self._on_news = on_news
-        self._selector = PathSelector(
-            joined.knowledge, lambda peer: joined.address_of(peer) is not None, settings.tuning
-        )
+        self._selector = PathSelector(joined.knowledge, joined.can_dial, settings.tuning)
         outlets = KvOutlets(
             served.model.info,
             self._selector,
             messenger=network,
-            where=joined.address_of,
+            path_to=path_to,
             starts=joined.view.starts,
             nursery=nursery,
             tuning=settings.tuning,
@@ -70,7 +70,7 @@ class Serving:
             engine_config(served, hardware, settings.engine, settings.home / "engine.log", codec=settings.codec),
             network=network,
             outlets=outlets,
-            where=joined.address_of,
+            path_to=path_to,
             on_change=self._on_engine,
             record=joined.record,
             settings=settings,

@@ -166,6 +166,15 @@ class NodeTuning:
     permits: int = MAX_PERMITS  # of all nodes; and
     permits_each: int = 128  # of one, for other targets each; more: it reaches more through here at a time
     proof_s: float = 60.0  # for which an address is known to be its node's, or not; shorter: more dials for askers
+    calls_s: float = 16.0  # connections per second that another node may have dialled from here, where it cannot dial
+    calls_burst: int = 128  # of them at once: the streams of two links
+    around_life_s: float = 86_400.0  # of a permit to a node that nobody can dial: its control stream runs over it, too
+    client_bytes: int = (
+        256 << 20
+    )  # that a client may have forwarded to such a node by one permit; more: longer sessions
+    client_bytes_s: float = 4e6  # at so many per second
+    address_s: float = 5.0  # between two looks at which address this box has; shorter: a change is noticed sooner
+    reach_s: float = 300.0  # between two questions whether it can be dialled there; shorter: costs members dials
     permit_margin_s: float = 30.0  # before its end a relay's permit is asked for anew
     relay_refused_s: float = 60.0  # a relay that has refused is not asked again for so long
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 import msgspec
 import trio
 
-from ..bootstrap import DECODE_ERRORS, PeerId, PeerLost, ProtocolError, RequestTimeout, Role
+from ..bootstrap import DECODE_ERRORS, Address, PeerId, PeerLost, ProtocolError, RequestTimeout, Role, Unreachable
 from ..bootstrap.handlers import Handlers
 from ..bootstrap.methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from ..bootstrap.streams.control import encode_body
@@ -254,3 +254,15 @@ class MemoryOutlets:
     def forget_peer(self, peer: PeerId) -> list[LinkTicket]:
         link = self.links.pop(peer, None)
         return [] if link is None else [link]
+
+
+def dial_at(where: Callable[[PeerId], Address | None]) -> Callable[[PeerId], Awaitable[DialPath]]:
+    """How members are dialled that can be: in place of `links.reach.Reach.path_to`."""
+
+    async def path_to(peer: PeerId) -> DialPath:
+        address = where(peer)
+        if address is None or not address.port:
+            raise Unreachable(f"{peer} has no address that could be dialled")
+        return DialPath(address.host, address.port)
+
+    return path_to

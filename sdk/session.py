@@ -31,7 +31,9 @@ from ..bootstrap import (
 from ..bootstrap.address_book import AddressBook
 from ..bootstrap.methods import Answer, Body, Method
 from ..bootstrap.network import Network
+from ..bootstrap.streams.transport import Transport
 from ..coordinator.names import name_of
+from ..node.links.reach import lead_client_around
 from ..node.messages import (
     MAX_CONTINUED_TOKENS,
     AnswerUpdate,
@@ -89,8 +91,15 @@ async def open_session(bootstrap: str, token: str | None, timeout_s: float) -> A
         yield session
 
 
-async def find_network(bootstrap: str, token: str | None, timeout_s: float) -> Network:
-    """The network that a client's token is for, not entered yet. Raises ConnectionFailed or InvalidAddress."""
+async def find_network(
+    bootstrap: str,
+    token: str | None,
+    timeout_s: float,
+    *,
+    listening: tuple[Callable[[Identity], Transport], Address] | None = None,
+) -> Network:
+    """The network that a client's token is for, not entered yet. Raises ConnectionFailed or InvalidAddress. A client
+    only dials; one that is `listening`, over another transport, announces that address."""
     # Neither is needed before there is a network to join.
     from ..bootstrap.join_targets import read_join_target
     from ..bootstrap.streams.dialling import DiallingTransport
@@ -105,19 +114,22 @@ async def find_network(bootstrap: str, token: str | None, timeout_s: float) -> N
                 f"this is a {parsed.role.value}'s token; use the client line that `p2pserve bootstrap` printed"
             )
         book = AddressBook(client_folder(), parsed.network)
-        return Network(
-            transport=DiallingTransport(identity, nowhere),
+        transport = DiallingTransport(identity, nowhere) if listening is None else listening[0](identity)
+        network = Network(
+            transport=transport,
             identity=identity,
             token=text,
             network_key_public=parsed.network,
             role=Role.CLIENT,  # an admin's, too: it is not a member that others dial
-            announce=nowhere,
+            announce=nowhere if listening is None else listening[1],
             bootstraps=members,
             remembered=await trio.to_thread.run_sync(book.load),
             book=book,
             rng=random.Random(),  # chooses gossip partners, makes no secrets
             settings=NetworkSettings(join_s=timeout_s),
         )
+        lead_client_around(network)
+        return network
     except NetworkError as error:
         raise connection_error(error) from error
 

@@ -109,9 +109,17 @@ class Roster:
         return Address(record.host, record.port)
 
     def find_addresses(self) -> dict[PeerId, Address]:
-        """Where all other boxes can be dialled that have not left, dead or alive."""
+        """Where all other boxes can be dialled that have not left, dead or alive. Of two boxes that nobody can dial
+        each looks for the other; anybody else is dialled by them."""
         others = (peer for peer in self._table.origins() if peer != self.me)
+        if not self.is_closed(self.me):
+            others = (peer for peer in others if not self.is_closed(peer))
         return {peer: at for peer in others if (at := self.address_of(peer)) is not None}
+
+    def is_closed(self, peer: PeerId) -> bool:
+        """Whether a peer, or this node, says that nobody can dial it."""
+        record = self._table.record(peer)
+        return record is not None and record.closed
 
     def state_of(self, peer: PeerId, now: float) -> MemberState:
         """The state of one member, as of the last :meth:`look`."""
@@ -139,6 +147,7 @@ class Roster:
                     gone_s=max(0.0, now - gone_at) if is_gone and gone_at is not None else None,
                     address=Address(record.host, record.port),
                     incarnation=self._table.life(peer),
+                    is_closed=record.closed,
                     may_lead=grant is not None and grant.lead,
                     rtt_s=rtt_s(peer),
                 )

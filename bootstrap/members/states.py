@@ -35,6 +35,7 @@ class Member:
     state: MemberState
     address: Address
     incarnation: int
+    is_closed: bool = False  # nobody can dial it
     may_lead: bool = False
     rtt_s: float | None = None
     gone_s: float | None = None  # for so long it has been dead or away, as far as this node knows

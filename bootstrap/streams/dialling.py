@@ -11,8 +11,8 @@ from typing import TypeVar
 import trio
 
 from ..addresses import Address
-from ..errors import PeerLost
-from ..reasons import MappedErrors, close_quietly
+from ..errors import PeerLost, Unreachable
+from ..reasons import MappedErrors, close_quietly, explain
 from ..settings import TransportSettings
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
@@ -59,6 +59,16 @@ class DiallingTransport:
         """See :class:`.transport.Transport`."""
         return await self._try_hosts(address, peer_id, lambda there: self._dial_one(there, address, peer_id))
 
+    async def dial_over(self, stream: trio.SocketStream, address: Address, peer_id: PeerId) -> FramedConnection:
+        """See :class:`.transport.Transport`."""
+        try:
+            with trio.fail_after(self.settings.dial_s), MappedErrors("dialling"):
+                async with _closed_unless_well(stream):
+                    return await self._upgrade(stream, address, peer_id)
+        except (PeerLost, trio.TooSlowError) as error:
+            reason = explain(error, peer_id) if isinstance(error, PeerLost) else "it does not answer"
+            raise Unreachable(f"cannot reach {peer_id} over another member: {reason}") from error
+
     async def identify(self, address: Address) -> PeerId:
         """See :class:`.transport.Transport`."""
         return await self._try_hosts(address, None, self._identify_one)
@@ -80,20 +90,24 @@ class DiallingTransport:
                 return peer
 
     async def _dial_one(self, there: Address, address: Address, peer_id: PeerId) -> FramedConnection:
+        with MappedErrors("dialling"):
+            async with _connected(there) as socket:
+                return await self._upgrade(socket, address, peer_id)
+
+    async def _upgrade(self, socket: trio.SocketStream, address: Address, peer_id: PeerId) -> FramedConnection:
+        """The control stream over a connection to this peer, and a task that serves it."""
         nursery = self._nursery
         if nursery is None:
             raise PeerLost("the transport is closing")
-        with MappedErrors("dialling"):
-            async with _connected(there) as socket:
-                peer, secure = await secure_outbound(socket, self._identity)
-                if peer != peer_id:
-                    raise PeerLost(f"peer id mismatch: {peer} answers")
-                await secure.write(encode_offer(_YAMUX))
-                await read_agreement(secure.read_some, _YAMUX)
-                muxed = OneStream(secure, peer, self.settings.stalled_s)
-                stream = await muxed.open_stream()
-                await stream.write(encode_offer(CONTROL_PROTOCOL))
-                await read_agreement(stream.read, CONTROL_PROTOCOL)
+        peer, secure = await secure_outbound(socket, self._identity)
+        if peer != peer_id:
+            raise PeerLost(f"peer id mismatch: {peer} answers")
+        await secure.write(encode_offer(_YAMUX))
+        await read_agreement(secure.read_some, _YAMUX)
+        muxed = OneStream(secure, peer, self.settings.stalled_s)
+        stream = await muxed.open_stream()
+        await stream.write(encode_offer(CONTROL_PROTOCOL))
+        await read_agreement(stream.read, CONTROL_PROTOCOL)
         connection = FramedConnection(peer_id, address, stream, muxed.close)
         nursery.start_soon(self._run, connection, muxed)
         return connection
@@ -117,7 +131,12 @@ class DiallingTransport:
 @asynccontextmanager
 async def _connected(there: Address) -> AsyncIterator[trio.SocketStream]:
     """A TCP connection, which is closed unless the body ends well."""
-    socket = await trio.open_tcp_stream(there.host, there.port)
+    async with _closed_unless_well(await trio.open_tcp_stream(there.host, there.port)) as socket:
+        yield socket
+
+
+@asynccontextmanager
+async def _closed_unless_well(socket: trio.SocketStream) -> AsyncIterator[trio.SocketStream]:
     try:
         yield socket
     except trio.BrokenResourceError as error:

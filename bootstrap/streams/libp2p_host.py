@@ -14,6 +14,7 @@ which kills a libp2p connection, costs nothing else. Knowing that there is one s
 """
 
 import logging
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 import trio
@@ -50,8 +51,8 @@ with import_lean():
     from multiaddr import Multiaddr
 
 from ..addresses import Address
-from ..errors import PeerLost
-from ..reasons import MappedErrors, close_quietly
+from ..errors import PeerLost, Unreachable
+from ..reasons import MappedErrors, close_quietly, explain
 from ..settings import TransportSettings
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
@@ -150,6 +151,31 @@ class Libp2pTransport:
             address, peer_id, lambda host: self._dial_one(host, address, peer_id), dial_s=self.settings.dial_s
         )
 
+    async def dial_over(self, stream: trio.SocketStream, address: Address, peer_id: PeerId) -> FramedConnection:
+        """See :class:`.transport.Transport`."""
+        self._check_serving()
+        raw = RawConnection(TrioTCPStream(stream), True)
+
+        async def upgrade(swarm: Swarm) -> INetConn:
+            return await swarm.upgrade_outbound_raw_conn(raw, ID.from_base58(peer_id))
+
+        try:
+            with trio.fail_after(self.settings.dial_s):
+                return await self._open_control(upgrade, address, peer_id)
+        except BaseException as error:
+            await trio.aclose_forcefully(stream)
+            if not isinstance(error, PeerLost | trio.TooSlowError):
+                raise
+            reason = explain(error, peer_id) if isinstance(error, PeerLost) else "it does not answer"
+            raise Unreachable(f"cannot reach {peer_id} over another member: {reason}") from error
+
+    def adopt(self, stream: trio.SocketStream) -> None:
+        """Serve a connection that was dialled here as if it had been accepted."""
+        if self._tcp is None or self._tcp.port is None or self.swarm is None:
+            stream.socket.close()
+            raise PeerLost("the transport is closing, or listens nowhere")
+        self._tcp.port.adopt(stream)
+
     async def identify(self, address: Address) -> PeerId:
         """See :class:`.transport.Transport`."""
         self._check_serving()
@@ -180,6 +206,15 @@ class Libp2pTransport:
                     await close_quietly(raw.close)
 
     async def _dial_one(self, host: str, address: Address, peer_id: PeerId) -> FramedConnection:
+        async def dial(swarm: Swarm) -> INetConn:
+            return await swarm.dial_addr(_multiaddr(Address(host, address.port)), ID.from_base58(peer_id))
+
+        return await self._open_control(dial, address, peer_id)
+
+    async def _open_control(
+        self, connect: Callable[[Swarm], Awaitable[INetConn]], address: Address, peer_id: PeerId
+    ) -> FramedConnection:
+        """The control stream of a connection to a peer, and a task that serves it."""
         swarm, nursery = self.swarm, self._nursery
         if swarm is None or nursery is None:
             raise PeerLost("the transport is closing")
@@ -187,7 +222,7 @@ class Libp2pTransport:
         kept = False
         try:
             with MappedErrors("dialling"):
-                conn = await swarm.dial_addr(_multiaddr(Address(host, address.port)), ID.from_base58(peer_id))
+                conn = await connect(swarm)
                 stream = await conn.new_stream()
                 await MultiselectClient().select_one_of(
                     [TProtocol(CONTROL_PROTOCOL)], MultiselectCommunicator(stream), self.settings.upgrade_s

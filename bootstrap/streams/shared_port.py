@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import trio
 
 from ..addresses import Address
-from ..errors import AddressError, PortInUse
+from ..errors import AddressError, PeerLost, PortInUse
 from ..settings import TransportSettings
 from .strangers import IsMemberHost, Origin, Strangers, source_of
 from .transport import DATA_HEAD_BYTES, DATA_PREFIX
@@ -39,6 +39,8 @@ class SharedPort:
         self._on_data_socket = on_data_socket
         self._undecided = Strangers[trio.CancelScope](settings.undecided)
         self._complained_at = -float("inf")
+        self.adopt: Callable[[trio.SocketStream], None] = _refuse
+        """Serves a connection that was dialled here like one that was accepted."""
 
     @classmethod
     async def open(
@@ -56,6 +58,7 @@ class SharedPort:
             finally:
                 await trio.aclose_forcefully(stream)
 
+        self.adopt = lambda stream: nursery.start_soon(accepted, stream)
         while True:
             try:
                 stream = await self._listener.accept()
@@ -115,6 +118,11 @@ class SharedPort:
             raw = socket.socket(sock.family, sock.type, sock.proto, fileno=sock.detach())
             raw.setblocking(True)
             self._on_data_socket(raw, head, origin)
+
+
+def _refuse(stream: trio.SocketStream) -> None:
+    stream.socket.close()
+    raise PeerLost("nobody serves this port yet")
 
 
 async def _peek(sock: trio.socket.SocketType, within_s: float) -> bytes:

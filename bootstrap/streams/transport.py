@@ -84,6 +84,11 @@ class Transport(Protocol):
         Needs a running :meth:`serve`."""
         ...
 
+    async def dial_over(self, stream: trio.SocketStream, address: Address, peer_id: PeerId) -> PeerConnection:
+        """The same over a TCP connection that is there already and leads to this peer, whose own
+        address this is. It is closed where that fails, with Unreachable."""
+        ...
+
     async def identify(self, address: Address) -> PeerId:
         """Who answers at this address, proved by its key. Raises Unreachable. Needs a running
         :meth:`serve`."""

@@ -47,13 +47,15 @@ class Lie(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MemberRecord(msgspec.Struct, frozen=True, array_like=True):
-    """The payload of an entry of kind ``member``."""
+    """The payload of an entry of kind ``member``. ``closed``: a member has dialled this address and not met the node
+    there, so it is the node that dials, or a relay connects the two."""
 
     role: Role
     host: Annotated[str, Meta(max_length=255)]
     port: Annotated[int, Meta(ge=0, lt=65536)]
     credential: Credential | None
     left: bool = False
+    closed: bool = False
 
 
 def sign_entry(identity: Identity, kind: str, incarnation: int, version: int, payload: bytes) -> Entry:

@@ -36,6 +36,7 @@ class Relay:
         self._ledger = RelayLedger()
         self._authenticate_s = LinkSettings().authenticate_s
         self._lock = threading.Lock()
+        self._connects: dict[bytes, Callable[[], socket.socket]] = {}  # permit -> how its other end is reached
         self._sockets: dict[socket.socket, bytes] = {}  # with the permit that each is of; of none yet: empty
         self._threads: set[threading.Thread] = set()
         self._closing = threading.Event()
@@ -49,10 +50,14 @@ class Relay:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def admit(self, permit: Permit, owner: str = "") -> None:
-        """Let a permit be used, which was given to this owner. Raises TicketError if there are too many."""
+    def admit(self, permit: Permit, owner: str = "", connect: Callable[[], socket.socket] | None = None) -> None:
+        """Let a permit be used, which was given to this owner. Raises TicketError if there are too many. `connect`:
+        what to do instead of dialling, where the next box cannot be dialled; it may block, and raise OSError."""
         with self._lock:
             self._ledger.admit(permit, time.monotonic(), owner)
+            self._connects = {each: how for each, how in self._connects.items() if self._ledger.knows(each)}
+            if connect is not None:
+                self._connects[permit.permit] = connect
 
     def revoke(self, permit: bytes) -> None:
         """Forward nothing more under a permit, and end its connections: one that is silent would keep its place."""
@@ -130,7 +135,11 @@ class Relay:
 
     def _dial(self, permit: Permit) -> socket.socket:
         try:
-            onward = socket.create_connection((permit.next_host, permit.next_port), self._authenticate_s)
+            connect = self._connects.get(permit.permit)
+            if connect is None:
+                onward = socket.create_connection((permit.next_host, permit.next_port), self._authenticate_s)
+            else:
+                onward = connect()
         except OSError as error:
             where = f"{permit.next_host}:{permit.next_port}"
             reason = f"{where} does not answer: {error.strerror or error}"

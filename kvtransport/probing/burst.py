@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, final
 
-from ..errors import ConnectionClosed, KVProtocolError, TransferTimeout
-from ..wire.sockets import hang_up, receive_exactly
+from ..errors import ConnectionClosed, KVProtocolError, TransferError, TransferTimeout
+from ..wire.dial_path import DialPath
+from ..wire.permits import Permit
+from ..wire.sockets import dial, hang_up, receive_exactly
 from .burst_meter import BurstMeter
 from .burst_ticket import (
     BURST_HELLO_BYTES,
@@ -134,19 +136,27 @@ def read_burst_hello(sock: socket.socket, timeout: float) -> BurstHello:
         raise ConnectionClosed(f"the connection failed before its hello: {error.strerror or error}") from None
 
 
-def dial_burst(ticket: BurstTicket, host: str, port: int, timeout: float) -> BurstEnds:
-    """Dial all connections of a burst and say hello on each."""
+def dial_burst(ticket: BurstTicket, host: str, port: int, timeout: float, relay: Permit | None = None) -> BurstEnds:
+    """Dial all connections of a burst, through a relay where there is a permit, and say hello on each."""
     until = time.monotonic() + timeout
     socks: list[socket.socket] = []
     try:
         for index in range(ticket.streams):
-            sock = socket.create_connection((host, port), max(until - time.monotonic(), 0.001))
+            left_s = max(until - time.monotonic(), 0.001)
+            if relay is None:
+                sock = socket.create_connection((host, port), left_s)
+            else:
+                sock = dial(DialPath(host, port, relay=relay), left_s)
+                sock.settimeout(left_s)
             socks.append(sock)
             sock.sendall(pack_hello(ticket, index))
     except OSError as error:
         BurstEnds(ticket, tuple(socks)).close()
         text = f"{host}:{port}, burst connection {len(socks)}: {error.strerror or error}"
         raise (TransferTimeout if isinstance(error, TimeoutError) else ConnectionClosed)(text) from None
+    except TransferError:
+        BurstEnds(ticket, tuple(socks)).close()
+        raise
     return BurstEnds(ticket, tuple(socks))
 
 

@@ -14,6 +14,7 @@ import select
 import socket
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable
+from functools import partial
 from typing import NamedTuple, final
 
 import trio
@@ -34,6 +35,7 @@ from .permit_book import PermitBook
 _log = logging.getLogger(__name__)
 
 UNBOUNDED_BYTES_S = 1e12
+UNBOUNDED_BYTES = 1 << 60
 _SECRET_BYTES = 32
 
 ProveAddress = Callable[[PeerId, Address, Callable[[str], bool]], Awaitable[Address]]
@@ -45,10 +47,20 @@ class _Proof(NamedTuple):
     until: float
 
 
+class Around(NamedTuple):
+    """How a relay leads to members for whom `is_closed`, as nobody can dial them: `connect` gets a connection to the
+    port of one that this node is connected with. It is for threads, and raises OSError."""
+
+    is_closed: Callable[[PeerId], bool]
+    is_connected: Callable[[PeerId], bool]
+    connect: Callable[[PeerId], socket.socket]
+
+
 @final
 class RelayDesk:
     """Hands out permits for this node's relay, to members and for members only: to where they have proved their keys,
-    and nowhere into what only this box can reach. `own`: the host that this box announces."""
+    and nowhere into what only this box can reach. `own`: the host that this box announces. `around`: how it leads
+    to those that nobody can dial; without, to none of them."""
 
     def __init__(
         self,
@@ -59,8 +71,11 @@ class RelayDesk:
         where: Callable[[PeerId], Address | None],
         prove: ProveAddress,
         own: str,
+        around: Around | None = None,
         tuning: NodeTuning = WAN,
     ) -> None:
+        self.own = messenger.peer_id
+        self._around = around
         self._relay = relay
         self._links = links
         self._where = where
@@ -77,33 +92,62 @@ class RelayDesk:
 
     async def on_open(self, peer: PeerId, role: Role, body: messages.RelayOpen) -> messages.RelayOpened:
         """A node wants its KV forwarded to `body.target`."""
-        box, target = self._links.box, PeerId(body.target)
+        box, target, is_client = self._links.box, PeerId(body.target), role is Role.CLIENT
         announced = self._where(target)
         if announced is None or not announced.port:
             raise RemoteError("unknown-target", f"this node knows no member {target} that could be dialled")
         if box.relay_gbps == 0 or box.relay_budget_bytes == 0:
             raise RemoteError("no-relay", "this node forwards nothing for others")
-        proved = await self._proved_address(peer, target, announced)
+        is_closed = self._around is not None and self._around.is_closed(target)
+        if is_client and not is_closed:
+            raise RemoteError("forbidden", "clients dial members that can be dialled")
+        if is_closed and self._around is not None and not self._around.is_connected(target):
+            raise RemoteError("unreachable-target", f"nobody can dial {target}, and it is not connected with this node")
+        proved = announced if is_closed else await self._proved_address(peer, target, announced)
+        budget = box.relay_budget_bytes or self._tuning.permit_bytes
+        if is_closed and not box.relay_budget_bytes:  # as much in a second as any other: it only lives longer
+            budget = int(budget * self._tuning.around_life_s / self._tuning.permit_life_s)
+        rate = bytes_per_s(box.relay_gbps) if box.relay_gbps else UNBOUNDED_BYTES_S
+        if is_client:
+            budget, rate = min(budget, self._tuning.client_bytes), min(rate, self._tuning.client_bytes_s)
+        return messages.RelayOpened(permit=self._issue(peer, target, proved, budget, rate, is_closed=is_closed))
+
+    def permit_own(self, target: PeerId) -> Permit:
+        """For what this node itself sends to a member that nobody can dial. Raises RemoteError."""
+        announced = self._where(target)
+        if announced is None or not announced.port:
+            raise RemoteError("unknown-target", f"this node knows no member {target} that could be dialled")
+        return self._issue(self.own, target, announced, UNBOUNDED_BYTES, UNBOUNDED_BYTES_S, is_closed=True)
+
+    def _issue(
+        self, owner: PeerId, target: PeerId, at: Address, budget: int, bytes_s: float, *, is_closed: bool
+    ) -> Permit:
         now = time.monotonic()
+        life_s = self._tuning.around_life_s if is_closed else self._tuning.permit_life_s
         permit = Permit(
             permit=secrets.token_bytes(PERMIT_ID_BYTES),
             secret=secrets.token_bytes(_SECRET_BYTES),
-            next_host=proved.host,
-            next_port=proved.port,
-            byte_budget=box.relay_budget_bytes or self._tuning.permit_bytes,
-            bytes_per_s=bytes_per_s(box.relay_gbps) if box.relay_gbps else UNBOUNDED_BYTES_S,
-            expires_at=now + self._tuning.permit_life_s,
+            next_host=at.host,
+            next_port=at.port,
+            byte_budget=budget,
+            bytes_per_s=bytes_s,
+            expires_at=now + life_s,
         )
-        self._revoke(self._book.add(peer, target, permit.permit, permit.expires_at, now))
+        self._revoke(self._book.add(owner, target, permit.permit, permit.expires_at, now))
         try:
-            self._relay.admit(permit, owner=peer)
+            if is_closed and self._around is not None:
+                # What goes from here to different boxes does not share the connections that one asker may have.
+                name = f"{owner} > {target}" if owner == self.own else owner
+                self._relay.admit(permit, owner=name, connect=partial(self._around.connect, target))
+            else:
+                self._relay.admit(permit, owner=owner)
         except TransferError as error:
             raise RemoteError("busy", str(error)) from error
-        return messages.RelayOpened(permit=permit)
+        return permit
 
     def keep(self, present: Collection[PeerId]) -> None:
         """These are the members now: permits of and to others end."""
-        self._revoke(self._book.keep(present))
+        self._revoke(self._book.keep({self.own, *present}))
         self._proofs = {peer: proof for peer, proof in self._proofs.items() if peer in present}
 
     async def _proved_address(self, asker: PeerId, target: PeerId, announced: Address) -> Address:

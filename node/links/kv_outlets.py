@@ -10,7 +10,7 @@ from typing import final
 import msgspec
 import trio
 
-from ...bootstrap import Address, NetworkError, PeerId, Unreachable
+from ...bootstrap import NetworkError, PeerId, Unreachable
 from ...bootstrap.methods import Messenger
 from ...kernels.codecs import codec_named
 from ...kernels.format import WireDtype, payload_bytes
@@ -29,6 +29,7 @@ from ..observing.values import EventKind
 from ..settings import WAN, NodeTuning
 from .kv_links import Ends, OutgoingLinks
 from .path_selection import DIRECT, NewPaths, PathSelector
+from .reach import PathTo
 
 _log = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ _DTYPES = {"float32": WireDtype.FP32, "float16": WireDtype.FP16, "bfloat16": Wir
 
 @final
 class KvOutlets:
-    """One per node with an engine, for KV of `model`; tasks run in `nursery`. `where`: a member's
-    address; `starts`: count of engine starts; `set_paths` tells the engine."""
+    """One per node with an engine, for KV of `model`; tasks run in `nursery`. `path_to`: how a member
+    is dialled; `starts`: count of engine starts; `set_paths` tells the engine."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class KvOutlets:
         selector: PathSelector,
         *,
         messenger: Messenger,
-        where: Callable[[PeerId], Address | None],
+        path_to: PathTo,
         starts: Callable[[PeerId], int],
         nursery: trio.Nursery,
         tuning: NodeTuning = WAN,
@@ -58,7 +59,7 @@ class KvOutlets:
         self._model = model
         self._selector = selector
         self._messenger = messenger
-        self._where = where
+        self._path_to = path_to
         self._starts = starts
         self._nursery = nursery
         self._tuning = tuning
@@ -168,12 +169,13 @@ class KvOutlets:
     async def _dial(self, peer: PeerId, path: KVPath) -> DialPath:
         streams = max(1, min(path.streams, MAX_STREAMS))
         if path.via is None:
-            address = self._address(peer)
-            return DialPath(address.host, address.port, label=DIRECT, streams=streams)
+            return msgspec.structs.replace(await self._path_to(peer), label=DIRECT, streams=streams)
         relay = PeerId(path.via)
-        address = self._address(relay)
+        there = await self._path_to(relay)
+        if there.relay is not None:
+            raise Unreachable(f"{relay} cannot be dialled, so it is no relay")
         permit = await self._permit(relay, peer)
-        return DialPath(address.host, address.port, label=path.via, streams=streams, relay=permit)
+        return DialPath(there.host, there.port, label=path.via, streams=streams, relay=permit)
 
     async def _permit(self, relay: PeerId, target: PeerId) -> Permit:
         permit, until = self._permits.get((relay, target), (None, 0.0))
@@ -184,12 +186,6 @@ class KvOutlets:
             permit = (await self._messenger.request(relay, RELAY_OPEN, body, self._tuning.ask_s)).permit
             self._permits[relay, target] = permit, until
         return permit
-
-    def _address(self, peer: PeerId) -> Address:
-        address = self._where(peer)
-        if address is None or not address.port:
-            raise Unreachable(f"{peer} has no address that could be dialled for KV")
-        return address
 
     async def _change_paths(self, new: NewPaths) -> None:
         paths: tuple[DialPath, ...] | None = None

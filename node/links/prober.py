@@ -11,7 +11,7 @@ from typing import final
 
 import trio
 
-from ...bootstrap import Address, NetworkError, PeerId, Role
+from ...bootstrap import NetworkError, PeerId, Role
 from ...bootstrap.methods import Messenger
 from ...kvtransport.errors import TicketError, TransferError
 from ...kvtransport.probing.burst import BurstGate, dial_burst, receive_burst, send_burst
@@ -24,6 +24,7 @@ from ..observing.event_log import Record, ignore
 from ..observing.values import EventKind
 from ..settings import WAN, NodeTuning
 from .link_knowledge import LinkKnowledge
+from .reach import PathTo
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +32,22 @@ class Neighbour:
     """Another node as membership knows it now. `rtt_s`: of its control stream, None where there is none."""
 
     peer: PeerId
-    address: Address
     rtt_s: float | None
 
 
 class BurstCarrier:
-    """Carries bursts over real connections, on threads. A node that stops does not wait for bytes that nobody wants
-    any more."""
+    """Carries bursts over real connections, on threads; `path_to` says how a member is dialled. A node that stops does
+    not wait for bytes that nobody wants any more."""
 
-    async def send(self, ticket: BurstTicket, address: Address, dial_s: float) -> BurstSample:
-        """Dial and send a burst; returns what it has measured. Raises TransferError."""
+    def __init__(self, path_to: PathTo) -> None:
+        self._path_to = path_to
+
+    async def send(self, ticket: BurstTicket, target: PeerId, dial_s: float) -> BurstSample:
+        """Dial a member and send it a burst; returns what it has measured. Raises TransferError or NetworkError."""
+        path = await self._path_to(target)
 
         def run() -> BurstSample:
-            with dial_burst(ticket, address.host, address.port, dial_s) as ends:
+            with dial_burst(ticket, path.host, path.port, dial_s, path.relay) as ends:
                 return send_burst(ends)
 
         return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
@@ -67,14 +71,14 @@ class Prober:
         knowledge: LinkKnowledge,
         *,
         messenger: Messenger,
+        carrier: BurstCarrier,
         neighbours: Callable[[], list[Neighbour]],
         activity: Callable[[], Activity],
         nursery: trio.Nursery,
         rng: random.Random,
         tuning: NodeTuning = WAN,
-        carrier: BurstCarrier | None = None,
     ) -> None:
-        self._carrier = carrier if carrier is not None else BurstCarrier()
+        self._carrier = carrier
         self._knowledge = knowledge
         self._messenger = messenger
         self._neighbours = neighbours
@@ -161,7 +165,7 @@ class Prober:
                 self._scheduler.on_refused(target.peer, opened.retry_s, now=trio.current_time())
                 return
             _check_ticket(opened.ticket, burst)
-            sample = await self._carrier.send(opened.ticket, target.address, self._tuning.ask_s)
+            sample = await self._carrier.send(opened.ticket, target.peer, self._tuning.ask_s)
         except NetworkError:
             self._scheduler.on_burst_done(target.peer, 0, succeeded=False, now=trio.current_time())
             return

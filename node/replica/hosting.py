@@ -11,7 +11,7 @@ from typing import final
 
 import trio
 
-from ...bootstrap import Address, PeerId
+from ...bootstrap import PeerId
 from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
@@ -24,6 +24,7 @@ from ..engine.agent_side.fork_server import open_fork_server
 from ..engine.backend import ServedModel
 from ..engine.vllm_program.backend import VLLM
 from ..links.kv_outlets import KvOutlets
+from ..links.reach import PathTo
 from ..models import DownloadProgress, ProgressLine
 from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
@@ -90,7 +91,7 @@ class Host:
         *,
         network: Messenger,
         outlets: KvOutlets,
-        where: Callable[[PeerId], Address | None],
+        path_to: PathTo,
         on_change: Callable[[messages.EngineAdvert], None],
         settings: NodeSettings,
         record: Record = ignore,
@@ -101,7 +102,9 @@ class Host:
         transfers = KvTransfers(model=info, outlets=outlets, messenger=network, tuning=tuning)
         self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning, record=record)
         outlets.set_paths = self.worker.set_paths
-        stages = Stages(service=info.service, messenger=network, where=where, random=secrets.token_bytes, tuning=tuning)
+        stages = Stages(
+            service=info.service, messenger=network, path_to=path_to, random=secrets.token_bytes, tuning=tuning
+        )
         self._own = network.peer_id
         served_by_vllm = settings.engine.backend == VLLM.name
         self._supervisor = Supervisor(

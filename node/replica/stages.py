@@ -14,7 +14,7 @@ from typing import Literal, final
 import msgspec
 import trio
 
-from ...bootstrap import Address, NetworkError, PeerId, PeerLost, RemoteError, Role
+from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import issue_link
@@ -22,6 +22,7 @@ from .. import messages
 from ..box.batch_limits import BatchLimits
 from ..engine.agent_side.engine_link import EngineStartError
 from ..engine.protocol import EngineConfig, PipeEnd
+from ..links.reach import PathTo
 from ..methods import STAGE_LOADED, STAGE_OPEN
 from ..settings import WAN, NodeTuning
 from .place import Place
@@ -61,20 +62,20 @@ class StageCall:
 
 @final
 class Stages:
-    """One per node. `where` gives a member's address, `random` unpredictable bytes."""
+    """One per node. `path_to` says how a member is dialled, `random` unpredictable bytes."""
 
     def __init__(
         self,
         *,
         service: str,
         messenger: Messenger,
-        where: Callable[[PeerId], Address | None],
+        path_to: PathTo,
         random: Callable[[int], bytes],
         tuning: NodeTuning = WAN,
     ) -> None:
         self._service = service
         self._messenger = messenger
-        self._where = where
+        self._path_to = path_to
         self._random = random
         self._tuning = tuning
         self._expecting: Place | None = None
@@ -99,7 +100,7 @@ class Stages:
             while (wait := await self._open(peer, stage, body)) is not None:
                 say(f"waits for stage {stage + 1}/{len(place.stages)}: {wait}")
                 await trio.sleep(self._tuning.stage_retry_s)
-        return self._dialling(place, 0, tuple(ends[0]))
+        return await self._dialling(place, 0, tuple(ends[0]))
 
     def tell_loaded(self, place: Place) -> None:
         """The engine of the whole replica is ready."""
@@ -156,7 +157,7 @@ class Stages:
         if not all(end.stage < len(body.stages) and end.stage != body.stage for end in body.pipes):
             raise RemoteError("invalid", "pipes: they lead to stages that do not exist")
         try:
-            call = StageCall(self._dialling(place, place.index, body.pipes), body.limits)
+            call = StageCall(await self._dialling(place, place.index, body.pipes), body.limits)
         except EngineStartError as error:
             raise RemoteError("no-address", str(error)) from error
         self._refuse("the head has asked anew")
@@ -178,17 +179,17 @@ class Stages:
             self._call.refuse(reason)
             self._call = None
 
-    def _dialling(self, place: Place, stage: int, ends: tuple[PipeEnd, ...]) -> tuple[PipeEnd, ...]:
+    async def _dialling(self, place: Place, stage: int, ends: tuple[PipeEnd, ...]) -> tuple[PipeEnd, ...]:
         """The ends with the addresses of those stages that this one dials. Raises EngineStartError."""
         found = []
         for end in ends:
             dial: DialPath | None = None
             if end.stage > stage:
                 peer = PeerId(place.stages[end.stage].peer)
-                address = self._where(peer)
-                if address is None or not address.port:
-                    raise EngineStartError(f"stage {end.stage + 1} on {peer} has no address that could be dialled")
-                dial = DialPath(address.host, address.port)
+                try:
+                    dial = await self._path_to(peer)
+                except NetworkError as error:
+                    raise EngineStartError(f"stage {end.stage + 1}: {error}") from error
             found.append(msgspec.structs.replace(end, dial=dial))
         return tuple(found)
 

@@ -25,9 +25,11 @@ from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
 from ...node.box.heap import share_one_heap
 from ...node.engine.api.options import OptionRefused, check_options
+from ...node.engine.vllm_program.backend import VLLM
 from ...node.messages import MAX_DEADLINE_S
 from ...node.observing.node_log import TOLD
 from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
+from ..doctor.at_join import describe_unfit, examine_box
 from ..environment import require_network
 from ..errors import UsageError
 from ..live_line import LiveLine
@@ -133,6 +135,15 @@ def _let_nodes_log(debug: bool) -> None:
         logging.getLogger().addHandler(terminal)
 
 
+def _examine(settings: NodeSettings) -> list[str]:
+    """What of this box is not as it should be. What cannot be looked at keeps no node from running."""
+    has_engine = settings.model is not None and settings.engine.backend == VLLM.name
+    try:
+        return describe_unfit(examine_box(settings.home, settings.engine.tp, has_engine=has_engine))
+    except OSError as error:
+        return [f"home: this box was not looked at: {error}; p2pserve doctor says more"]
+
+
 async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:
     """Run a node. The first signal drains it; a second, or one before it has joined, ends it."""
     stop = trio.Event()
@@ -156,7 +167,12 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
                 await run_node(settings, say=line.say, show=line.show, stop=stop, task_status=task_status)
                 nursery.cancel_scope.cancel()
 
+            async def tell_unfit() -> None:
+                for text in await trio.to_thread.run_sync(_examine, settings, abandon_on_cancel=True):
+                    line.say(text)
+
             nursery.start_soon(watch)
+            nursery.start_soon(tell_unfit)
             with line:
                 if sys.stderr.isatty():  # anywhere else it would be a line too many where joining fails
                     line.show("joins the network")

@@ -83,7 +83,7 @@ def print_status(status: Status, console: Console | None = None, *, wide: bool =
     """Print the table of nodes, the coordinator and the plan."""
     console = console or open_console()
     console.print(status_table(status, COLUMNS if wide else NARROW))
-    boxes = (*gone_lines(status), *ending_lines(status), *engine_lines(status))
+    boxes = (*gone_lines(status), *ending_lines(status), *closed_lines(status), *engine_lines(status))
     print_prose((*boxes, *plan_lines(status), *worth_lines(status), *key_lines(status)), console)
 
 
@@ -128,6 +128,12 @@ def _short(advert: Advert | None, columns: Sequence[str]) -> dict[str, str]:
         "hardware": hardware.partition(" (")[0],
         "reqs": f"{stats.running}+{stats.waiting}" if stats is not None else "-",
     }
+
+
+def closed_lines(status: Status) -> list[str]:
+    """Which boxes nobody can dial."""
+    closed = [name_of(node.peer) for node in status.nodes if node.closed and node.state == "alive"]
+    return [f"nobody can dial {', '.join(closed)}: they dial the others, or are relayed"] if closed else []
 
 
 def engine_lines(status: Status) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -11,13 +10,15 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ...bootstrap import Address, JoinToken, Role
-from ...bootstrap.addresses import plain_ip
+from ...bootstrap.addresses import FoundAddress, plain_ip
 from ...bootstrap.trust.tokens import Bootstrap
 from ...coordinator.names import name_of
 from ...node.box.hardware import Hardware
 from ...node.box.prerequisites import Prerequisites, list_complaints
 from ...node.box.shares import Share
 from ...node.box.start_checks import SHARED_MEMORY, Build, contradiction, wanted_bytes
+from ...node.links.messages import DialledBack
+from ...node.links.reachability import CLOCK_S, ReachVerdict, judge
 from ...node.messages import Status
 from ...node.models import ModelInfo
 from ...node.observing.values import BoxClock
@@ -27,9 +28,8 @@ KEPT_FREE_BYTES: Final = 1 << 30
 """Of the disk, beside a model: logs, and what engines compile."""
 ENGINE_BYTES: Final = 1 << 30  # of memory beside weights and KV: what the programs of a node and its engine take
 CPU_FLOAT_BYTES: Final = 4  # of a weight in an engine on a processor
-CLOCK_S: Final = 2.0  # so far apart, times of two boxes in one trace mislead
 SOON_S: Final = 86400.0
-_MAPPED: Final = re.compile(r"(?:VAST|RUNPOD)_TCP_PORT_(\d{1,5})")
+SLOW_GBPS: Final = 0.1  # at which the KV of 4,000 tokens of a model like Llama 3 8B, 146 MB in kv4, takes 12 s
 
 
 class Fitness(StrEnum):
@@ -163,21 +163,69 @@ def check_port(listen: Address, problem: str | None) -> Diagnosis:
     return fail("port", problem)
 
 
-def check_announced(announced: Address | str, listen: Address, environ: Mapping[str, str]) -> Diagnosis:
-    """What others would be told to dial, and whether that can be. A text is why there is no such address."""
+def check_announced(announced: FoundAddress | str, listen: Address, *, has_ipv6: bool = False) -> Diagnosis:
+    """What others would be told to dial, and whether that can be. A text is why there is no such address. `has_ipv6`:
+    this box has an address of the other kind than it would listen on."""
     if isinstance(announced, str):
         return fail("announce", announced)
-    mapped = sorted({int(match[1]) for name in environ if (match := _MAPPED.fullmatch(name))})
-    found = f"others are told {announced}"
-    is_own = announced.port == listen.port
+    address, mapped = announced.address, announced.mapped
+    found = f"others are told {address}"
+    is_own = address.port == listen.port
     if mapped and listen.port not in mapped and is_own:
         ports = ", ".join(map(str, mapped))
         return _failed("announce", f"{found}, and the provider maps only {ports}", f"listen on one: --port {mapped[0]}")
-    ip = plain_ip(announced.host)
+    ip = plain_ip(address.host)
+    if ip is not None and ip.is_loopback and has_ipv6:
+        fix = f"listen there: --listen [::]:{listen.port}"
+        return _failed("announce", f"{found}: this box has no way out by IPv4, and one by IPv6", fix)
     if ip is not None and not ip.is_global:
         where = "this machine" if ip.is_loopback else "its own private network"
         return _warning("announce", f"{found}: only {where} reaches it", "name the public one: --announce HOST:PORT")
     return _ok("announce", found if is_own else f"{found}, mapped to port {listen.port}")
+
+
+def check_reach(
+    announced: FoundAddress, listen: Address, own: str, answers: Sequence[DialledBack]
+) -> Iterator[Diagnosis]:
+    """Whether members have met this box where others would be told it is, and what lies between: `answers` are
+    theirs, `own` is the address of the interface that leads out of it."""
+    verdict, where = judge(answers), f"port {listen.port} at {announced.address}"
+    seen = sorted({answer.seen for answer in answers if answer.seen})
+    advice = announced.advise(listen, seen[0] if seen else "")
+    if verdict is ReachVerdict.UNKNOWN:
+        yield note_unseen("reach", "no member has dialled this box", "let members run the same p2pserve release")
+        return
+    if verdict is ReachVerdict.OPEN:
+        yield _ok("reach", f"members reach {where}")
+    else:
+        why = next((f" ({answer.why.partition('; ')[0]})" for answer in answers if answer.why), "")
+        fix = f"{advice}. Until then this box dials the others, and relays connect it with who cannot be dialled"
+        yield _warning("reach", f"nobody reaches {where}{why}", fix)
+    yield _check_nat(own, seen, advice, is_open=verdict is ReachVerdict.OPEN)
+
+
+def _check_nat(own: str, seen: Sequence[str], advice: str, *, is_open: bool) -> Diagnosis:
+    """Which kind of address translation lies between this box and members, who see it come from `seen`."""
+    outside = ", ".join(seen)
+    if len(seen) > 1:
+        fix = "a provider's NAT with several outside addresses: name the mapped one with --announce HOST:PORT"
+        return _warning("nat", f"members see this box come from {outside}", fix)
+    if seen and plain_ip(seen[0]) == plain_ip(own):
+        return _ok("nat", f"none: members see this box come from its own address {outside}")
+    if not is_open:
+        return _warning(
+            "nat", f"members see this box come from {outside or 'elsewhere'}, and no port is mapped", advice
+        )
+    return _ok("nat", f"members see this box come from {outside}; its port is mapped")
+
+
+def check_bandwidth(member: str, up_gbps: float, down_gbps: float) -> Diagnosis:
+    """What one connection to a member carries: at least that, as control streams are not made for it."""
+    found = f"{up_gbps * 1e3:.0f} Mb/s to {name_of(member)} and {down_gbps * 1e3:.0f} Mb/s back, over one connection"
+    if min(up_gbps, down_gbps) < SLOW_GBPS:
+        fix = "KV of long prompts takes seconds over it: take a box with more, or serve here with --phase mixed"
+        return _warning("bandwidth", found, fix)
+    return _ok("bandwidth", found)
 
 
 def check_token(token: JoinToken | str, now: float) -> Diagnosis:

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...bootstrap import Role, parse_address
+from ...bootstrap.addresses import default_route_address
 from ...node.box.errors import NodeError
 from ...node.box.hardware import Hardware, probe
 from ...node.box.prerequisites import inspect_box
@@ -86,7 +87,8 @@ def _examine_box(arguments: SimpleNamespace, hardware: Hardware, model: ModelFou
     yield checks.check_memory(hardware, probing.available_memory(), known)
     listen = parse_address(f"0.0.0.0:{arguments.port}")
     yield checks.check_port(listen, trio.run(probing.find_port_problem, listen))
-    yield checks.check_announced(probing.find_announced(arguments.announce, os.environ, listen), listen, os.environ)
+    announced = probing.find_address(arguments.announce, os.environ, listen)
+    yield checks.check_announced(announced, listen, has_ipv6=":" in default_route_address("::"))
 
 
 def _examine_network(arguments: SimpleNamespace, where: str, model: ModelFound | str | None) -> Iterator[Diagnosis]:
@@ -101,7 +103,8 @@ def _examine_network(arguments: SimpleNamespace, where: str, model: ModelFound |
     if token.role is Role.WORKER:
         yield checks.note_unseen(
             "network",
-            "clock, served models, and whether the token was revoked or is used up were not looked at",
+            "clock, served models, whether others reach this box, bandwidth, and whether the token was revoked or is "
+            "used up were not looked at",
             "a worker's token would join and take a place; run this again with a client's (p2p_client_...)",
         )
         return
@@ -112,6 +115,26 @@ def _examine_network(arguments: SimpleNamespace, where: str, model: ModelFound |
     status, clocks = answer
     yield from checks.check_network(status, None if isinstance(model, str) else model)
     yield checks.check_clock(clocks)
+    yield from _examine_reach(arguments, where)
+
+
+def _examine_reach(arguments: SimpleNamespace, where: str) -> Iterator[Diagnosis]:
+    listen = parse_address(f"0.0.0.0:{arguments.port}")
+    announced = probing.find_address(arguments.announce, os.environ, listen)
+    is_free = listen.port and trio.run(probing.find_port_problem, listen) is None
+    known = announced if is_free and not isinstance(announced, str) else None
+    address = known.address if known is not None else None
+    around = trio.run(probing.look_around, where, arguments.token, arguments.timeout_s, listen, address)
+    if isinstance(around, str):
+        yield checks.fail("reach", around)
+        return
+    if known is not None:
+        yield from checks.check_reach(known, listen, default_route_address(), around.answers)
+    if isinstance(around.bandwidth, str):
+        yield checks.note_unseen("bandwidth", around.bandwidth, "let members run the same p2pserve release")
+    else:
+        member, carried = around.bandwidth
+        yield checks.check_bandwidth(member, *carried)
 
 
 def _cache() -> Path:

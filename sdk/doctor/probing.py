@@ -7,8 +7,9 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from math import inf
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import trio
 
@@ -21,27 +22,36 @@ from ...bootstrap import (
     Role,
     TokenError,
     Unreachable,
-    announced_address,
     parse_join_target,
 )
+from ...bootstrap.addresses import FoundAddress, find_announced
+from ...bootstrap.network import Network
 from ...bootstrap.streams.hosts import resolve_host
+from ...bootstrap.streams.transport import Transport
 from ...bootstrap.trust.tokens import Bootstrap
 from ...node.box.errors import NodeError
 from ...node.box.hardware import Hardware
 from ...node.box.home import running_pid
 from ...node.box.shares import Share, share_of
 from ...node.box.start_checks import SHARED_MEMORY
+from ...node.links.bandwidth import Carried, measure_bandwidth
+from ...node.links.messages import DialBack, DialledBack
 from ...node.messages import Status
+from ...node.methods import DIAL_BACK
 from ...node.models import ModelError, open_model
 from ...node.observing.queries import EventQuery
 from ...node.observing.traces import clock_from_round_trip
 from ...node.observing.values import BoxClock
+from ...node.requests.gateway_choice import GatewayFinder
 from ...node.settings import BoxEngineSettings
 from ..client import Client
 from ..errors import ClientError
+from ..session import enter_network, find_network
 from .checks import MemberFound, ModelFound
 
 ASKED: Final = 4  # members whose clocks are compared
+ASKED_BACK: Final = 2  # members that dial: two may see a box come from two addresses
+DIAL_BACK_S: Final = 12.0
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -110,10 +120,10 @@ async def find_port_problem(listen: Address) -> str | None:
     return None
 
 
-def find_announced(flag: str | None, environ: Mapping[str, str], listen: Address) -> Address | str:
+def find_address(flag: str | None, environ: Mapping[str, str], listen: Address) -> FoundAddress | str:
     """The address that a node would tell others; a text says why there is none."""
     try:
-        return announced_address(flag, environ, listen)
+        return find_announced(flag, environ, listen)
     except AddressError as error:
         return f"announce: {error}"
 
@@ -178,6 +188,53 @@ def _compare_clocks(client: Client, status: Status) -> Iterator[BoxClock]:
         except ClientError:  # an earlier release, or it went
             continue
         yield clock_from_round_trip(peer, page.now, asked, time.time())
+
+
+class Neighbourhood(NamedTuple):
+    """What members say of being asked to dial this box, and what a connection to one of them carries; a text says why
+    that is not known."""
+
+    answers: list[DialledBack]
+    bandwidth: tuple[str, Carried] | str
+
+
+async def look_around(
+    where: str, token: str | None, timeout_s: float, listen: Address, announced: Address | None
+) -> Neighbourhood | str:
+    """Join as a client that listens where a node would, and have members dial it; without `announced`, only measure. A
+    text says why there is no answer."""
+    from ...bootstrap.streams.libp2p_host import Libp2pTransport
+
+    def listening(identity: Identity) -> Transport:
+        return Libp2pTransport(identity, listen, announced or listen)
+
+    try:
+        network = await find_network(
+            where, token, timeout_s, listening=None if announced is None else (listening, announced)
+        )
+        async with enter_network(network):
+            return await _ask_neighbours(network, announced)
+    except ClientError as error:
+        return str(error)
+
+
+async def _ask_neighbours(network: Network, announced: Address | None) -> Neighbourhood:
+    asked = GatewayFinder(network).candidates()
+    peers = [each.peer for each in sorted(asked, key=lambda each: each.rtt_s if each.rtt_s is not None else inf)]
+    answers: list[DialledBack] = []
+    if announced is not None:
+        body = DialBack(host=announced.host, port=announced.port)
+        for peer in peers[:ASKED_BACK]:
+            try:
+                answers.append(await network.request(peer, DIAL_BACK, body, DIAL_BACK_S))
+            except NetworkError:  # an earlier release, or it went
+                continue
+    if not peers:
+        return Neighbourhood(answers, "no member is alive")
+    try:
+        return Neighbourhood(answers, (peers[0], await measure_bandwidth(network, peers[0])))
+    except NetworkError as error:
+        return Neighbourhood(answers, str(error))
 
 
 async def _measure_round_trip(address: Address) -> float:

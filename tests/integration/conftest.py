@@ -24,6 +24,7 @@ from p2pserve.coordinator import Phase
 from p2pserve.node import messages, methods
 from p2pserve.node.agent import Started, run_node
 from p2pserve.node.engine.agent_side.fork_server import fork_server_command
+from p2pserve.node.links.reach import lead_client_around
 from p2pserve.node.settings import BoxEngineSettings, NodeSettings
 
 from .node.engine.figures import ATTEMPTS
@@ -177,6 +178,7 @@ async def open_client(bootstrap: Started) -> AsyncIterator[Client]:
         clock=time.time,
     )
     client = Client(network)
+    lead_client_around(network)
     async with network:
         yield client
 
@@ -213,18 +215,24 @@ async def open_cluster(
     codec: str = "raw",
     knobs: tuple[dict[str, Any], ...] = (),
     phases: Sequence[Phase | None] = (Phase.PREFILL, Phase.DECODE),
+    announce: Sequence[str | None] = (),
 ) -> AsyncIterator[Cluster]:
     """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server, or, without
     `channels`, each from its own.
 
-    `knobs` has what is different for the engines of the first nodes. Several nodes are pinned to `phases` in turn:
-    of so small a model and machine, the planner would let each do both.
+    `knobs` has what is different for the engines of the first nodes, `announce` where they say that they are. Several
+    nodes are pinned to `phases` in turn: of so small a model and machine, the planner would let each do both.
     """
     said: list[str] = []
     async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
 
         async def start(
-            name: str, token: str | None, channel: int | None, changes: dict[str, Any], phase: Phase | None
+            name: str,
+            token: str | None,
+            channel: int | None,
+            changes: dict[str, Any],
+            phase: Phase | None,
+            at: str | None = None,
         ) -> tuple[Started, trio.Event]:
             stop = trio.Event()
             settings = NodeSettings(
@@ -236,6 +244,7 @@ async def open_cluster(
                 engine=replace(KNOBS, **changes),
                 drain_s=1,
                 phase=phase,
+                announce=at,
                 engine_channel=channel,
             )
 
@@ -253,6 +262,7 @@ async def open_cluster(
                 channels.pop() if channels is not None else None,
                 dict(*knobs[i : i + 1]),
                 phases[i % len(phases)] if nodes > 1 else None,
+                *announce[i : i + 1],
             )
             for i in range(nodes)
         ]

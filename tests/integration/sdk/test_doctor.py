@@ -1,6 +1,7 @@
 """`p2pserve doctor` on this machine, against a network that runs."""
 
 import json
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -30,9 +31,24 @@ def test_a_client_sees_members_models_and_clocks(network: Running) -> None:
     assert {
         name: found[name]["fitness"] for name in ("python", "model", "member", "network", "clock")
     } == dict.fromkeys(("python", "model", "member", "network", "clock"), "ok")
+    assert "Mb/s back" in found["bandwidth"]["found"]
     assert found["served"]["fitness"] == "warning"
     assert "1 box alive" in found["network"]["found"]
     assert "ms away" in found["member"]["found"]
+
+
+def test_members_dial_the_port_that_a_node_would_listen_on(network: Running) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = ("--bootstrap", network.tokens["client"], "--port", str(port), "--announce")
+    _, found = examine(*told, f"127.0.0.1:{port}")
+    assert found["reach"]["fitness"] == "ok"
+    assert f"members reach port {port} at 127.0.0.1:{port}" in found["reach"]["found"]
+    assert "come from" in found["nat"]["found"]
+    _, found = examine(*told, "127.0.0.1:1")
+    assert found["reach"]["fitness"] == "warning"
+    assert f"forward TCP port 1 there to port {port} here" in found["reach"]["fix"]
 
 
 def test_a_worker_takes_no_place_and_a_port_that_is_taken_fails(network: Running) -> None:

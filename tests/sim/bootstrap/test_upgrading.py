@@ -68,7 +68,7 @@ class OtherReleaseTransport:
 
     def __init__(self, under: Transport, speak: Speak) -> None:
         self._under, self._speak = under, speak
-        self.peer_id, self.identify = under.peer_id, under.identify
+        self.peer_id, self.identify, self.dial_over = under.peer_id, under.identify, under.dial_over
 
     async def dial(self, address: Address, peer_id: PeerId) -> OtherRelease:
         return OtherRelease(await self._under.dial(address, peer_id), self._speak)

@@ -28,7 +28,7 @@ from p2pserve.node.links.path_selection import PathSelector
 from p2pserve.node.methods import LINK_OPEN, RELAY_OPEN
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.settings import BoxLinkSettings
-from p2pserve.node.testing import MemoryExchange, Sent
+from p2pserve.node.testing import MemoryExchange, Sent, dial_at
 
 S, T, R, R2 = PeerId("source"), PeerId("target"), PeerId("relay-1"), PeerId("relay-2")
 MODEL = ModelInfo(
@@ -90,7 +90,7 @@ class World:
             MODEL,
             self.selector,
             messenger=self.exchange.join(S),
-            where=self.addresses.get,
+            path_to=dial_at(self.addresses.get),
             starts=lambda peer: self.lives.get(peer, 0),
             nursery=self.nursery,
         )

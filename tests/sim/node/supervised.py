@@ -27,7 +27,7 @@ from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import Stages, limits_of
 from p2pserve.node.replica.supervisor import Supervisor
 from p2pserve.node.replica.worker import Worker
-from p2pserve.node.testing import READY, MemoryEngine, MemoryExchange, MemoryOutlets, MemoryStarter
+from p2pserve.node.testing import READY, MemoryEngine, MemoryExchange, MemoryOutlets, MemoryStarter, dial_at
 
 SERVICE = "tiny"
 MODEL = ModelInfo(
@@ -131,7 +131,7 @@ class World:
         found = Stages(
             service=SERVICE,
             messenger=messenger,
-            where=lambda peer: Address(f"{peer}.example", 7),
+            path_to=dial_at(lambda peer: Address(f"{peer}.example", 7)),
             random=self._random,
         )
         adverts: list[messages.EngineAdvert] = []

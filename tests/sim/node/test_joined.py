@@ -124,12 +124,34 @@ def test_members_are_said_dialled_and_shown() -> None:
             assert one.joined.address_of(other) == ADDRESSES[1]
             assert one.joined.address_of(PeerId("nobody")) is None
             (neighbour,) = one.joined.neighbours()
-            assert (neighbour.peer, neighbour.address) == (other, ADDRESSES[1])
+            assert neighbour.peer == other
             status = await two.joined.network.request(one.joined.own, methods.STATUS, messages.StatusQuery(), 5)
             assert status.answered_by == one.joined.own
             assert {node.peer for node in status.nodes} == {one.joined.own, other}
             one.look()
             assert one.said.count(f"joined: {name_of(other)}") == 1
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+
+
+def test_a_member_that_nobody_can_dial_is_told_of_as_such() -> None:
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            one, two = await join_both(stack)
+            other, moved = two.joined.own, Address("192.0.2.9", 9)
+            one.look()
+            assert (one.joined.can_dial(other), one.joined.is_closed(other)) == (True, False)
+            two.joined.network.move_to(moved, closed=True)
+            with trio.move_on_after(5):
+                await trio.sleep_forever()
+            one.look()
+            two.look()
+            assert (one.joined.can_dial(other), one.joined.is_closed(other)) == (False, True)
+            assert two.joined.is_closed(other)
+            assert one.joined.address_of(other) == moved
+            assert other in one.joined.present
+            assert one.joined.relays_to(other) == []  # but for itself, which needs none
+            assert two.joined.relays_to(PeerId("third")) == [one.joined.own]
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
 

@@ -26,7 +26,7 @@ from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.worker import Worker
 from p2pserve.node.settings import BoxLinkSettings
-from p2pserve.node.testing import MemoryEngine, MemoryExchange, Sent
+from p2pserve.node.testing import MemoryEngine, MemoryExchange, Sent, dial_at
 
 SERVICE = "tiny-1234"
 MODEL = ModelInfo(
@@ -84,7 +84,7 @@ class World:
             MODEL,
             PathSelector(LinkKnowledge(own, settings), lambda peer: True),
             messenger=messenger,
-            where=lambda peer: Address(f"{peer}.example", 7000),
+            path_to=dial_at(lambda peer: Address(f"{peer}.example", 7000)),
             starts=lambda peer: 1,
             nursery=self._nursery,
         )

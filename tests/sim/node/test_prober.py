@@ -15,7 +15,7 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import Address, NetworkError, PeerId, RequestTimeout, Role
+from p2pserve.bootstrap import NetworkError, PeerId, RequestTimeout, Role
 from p2pserve.kvtransport.errors import ConnectionClosed, TransferTimeout
 from p2pserve.kvtransport.probing.burst import BurstGate
 from p2pserve.kvtransport.probing.burst_ticket import BurstTicket, issue_burst, pack_hello
@@ -35,7 +35,6 @@ SETTINGS = ProbeSettings()
 BURST_S = 0.5
 BOUNDS: dict[str, Any] = {"streams": 4, "seconds": 1.0, "max_bytes": 1000}
 MB = 1_000_000
-ADDRESS = Address("192.0.2.1", 7000)
 ASKED = BurstRequest(peer=ME, streams=4, seconds=1.0, max_bytes=100 * MB, overdue=False)
 
 
@@ -63,12 +62,12 @@ class World:
 
     nursery: trio.Nursery
     settings: BoxLinkSettings = field(default_factory=BoxLinkSettings)
-    neighbours: list[Neighbour] = field(default_factory=lambda: [Neighbour(A, ADDRESS, 0.02)])
+    neighbours: list[Neighbour] = field(default_factory=lambda: [Neighbour(A, 0.02)])
     answers: list[messages.ProbeOpened | NetworkError] = field(default_factory=list)
     outcomes: list[BurstSample | Exception] = field(default_factory=list)
     activity: Activity = field(default_factory=Activity)
     asked: list[tuple[float, PeerId, BurstRequest]] = field(default_factory=list)
-    bursts: list[tuple[float, BurstTicket, Address]] = field(default_factory=list)
+    bursts: list[tuple[float, BurstTicket, PeerId]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(4)
@@ -124,9 +123,9 @@ class ScriptedCarrier(BurstCarrier):
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def send(self, ticket: BurstTicket, address: Address, dial_s: float) -> BurstSample:
+    async def send(self, ticket: BurstTicket, target: PeerId, dial_s: float) -> BurstSample:
         await elapse(BURST_S)
-        self._world.bursts.append((trio.current_time(), ticket, address))
+        self._world.bursts.append((trio.current_time(), ticket, target))
         return self._world.outcome()
 
     async def receive(self, gate: BurstGate) -> BurstSample:
@@ -162,8 +161,8 @@ def test_a_burst_measures_the_link_and_is_not_repeated_soon(play: Callable[..., 
         await world.until(lambda: world.prober.statistics().bursts == 1)
         ((_, peer, request),) = world.asked
         assert (peer, request.peer) == (A, A)
-        ((_, ticket, address),) = world.bursts
-        assert (ticket.streams, ticket.max_bytes, address) == (request.streams, request.max_bytes, ADDRESS)
+        ((_, ticket, target),) = world.bursts
+        assert (ticket.streams, ticket.max_bytes, target) == (request.streams, request.max_bytes, A)
         found = world.table().links[A]
         assert found.source is Source.MEASURED
         assert found.capacity_gbps == pytest.approx(0.8, rel=0.05)
@@ -178,7 +177,7 @@ def test_a_burst_measures_the_link_and_is_not_repeated_soon(play: Callable[..., 
 
 def test_bursts_do_not_meet_each_other(play: Callable[..., None]) -> None:
     async def scenario(world: World) -> None:
-        world.neighbours = [Neighbour(peer, ADDRESS, 0.01) for peer in CROWD]
+        world.neighbours = [Neighbour(peer, 0.01) for peer in CROWD]
         await world.until(lambda: world.prober.statistics().bursts == 6)
         times = sorted(at for at, _, _ in world.bursts)
         assert len(times) == 6
@@ -265,14 +264,14 @@ def test_a_link_that_a_real_transfer_has_measured_needs_no_burst(play: Callable[
 
 def test_neighbours_come_and_go_and_one_that_is_silent_is_not_probed(play: Callable[..., None]) -> None:
     async def scenario(world: World) -> None:
-        world.neighbours = [Neighbour(B, ADDRESS, None)]
+        world.neighbours = [Neighbour(B, None)]
         await elapse(100)
         assert world.prober.statistics().pings > 3
         assert len(world.asked) <= 1  # until it was found out
         world.neighbours = []
         await elapse(5)
         assert world.prober.statistics().peers == 0
-        world.neighbours = [Neighbour(A, ADDRESS, 0.01)]
+        world.neighbours = [Neighbour(A, 0.01)]
         await world.until(lambda: world.prober.statistics().bursts >= 1 and A in world.table().links)
 
     play(scenario)

@@ -30,6 +30,7 @@ def payload(
     *,
     lead: bool = True,
     left: bool = False,
+    closed: bool = False,
     token: JoinToken | None = None,
     peer: PeerId | None = None,
 ) -> bytes:
@@ -37,7 +38,7 @@ def payload(
     at = place(who)
     shown = token or TOKENS[role, lead and role is not Role.CLIENT]
     return msgspec.msgpack.encode(
-        MemberRecord(role, at.host, at.port, shown.credential(peer or who.peer_id), left),
+        MemberRecord(role, at.host, at.port, shown.credential(peer or who.peer_id), left, closed),
     )
 
 
@@ -49,9 +50,11 @@ def record(
     version: int = 1,
     lead: bool = True,
     left: bool = False,
+    closed: bool = False,
     token: JoinToken | None = None,
 ) -> Entry:
-    return sign_entry(who, MEMBER_KIND, life, version, payload(who, role, lead=lead, left=left, token=token))
+    said = payload(who, role, lead=lead, left=left, closed=closed, token=token)
+    return sign_entry(who, MEMBER_KIND, life, version, said)
 
 
 def word(who: Identity, kind: str, text: bytes, *, life: int = 1, version: int = 2) -> Entry:

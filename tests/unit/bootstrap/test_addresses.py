@@ -3,7 +3,14 @@
 import pytest
 
 from p2pserve.bootstrap import Address, AddressError, announced_address, parse_address
-from p2pserve.bootstrap.addresses import may_be_relayed_to, names_one_place
+from p2pserve.bootstrap.addresses import (
+    AnnouncedBy,
+    FoundAddress,
+    default_route_address,
+    find_announced,
+    may_be_relayed_to,
+    names_one_place,
+)
 
 
 @pytest.mark.parametrize(
@@ -115,3 +122,30 @@ def test_where_a_relay_may_lead(host: str, own: str, private: bool, may: bool) -
 )
 def test_which_addresses_name_a_place(host: str, does: bool) -> None:
     assert names_one_place(host) is does
+
+
+def test_a_port_that_is_the_same_within_and_without_is_named_by_its_value() -> None:
+    environ = {"VAST_TCP_PORT_70000": "41234", "PUBLIC_IPADDR": "198.51.100.1", "VAST_TCP_PORT_22": "40022"}
+    found = find_announced(None, environ, Address("0.0.0.0", 41234), lambda: "10.1.2.3")
+    assert found == FoundAddress(
+        Address("198.51.100.1", 41234), AnnouncedBy.PROVIDER, "VAST_TCP_PORT_70000=41234", (22, 41234)
+    )
+    broken = find_announced(None, environ | {"VAST_TCP_PORT_70000": "x"}, Address("0.0.0.0", 41234), lambda: "10.1.2.3")
+    assert (broken.by, broken.mapped) == (AnnouncedBy.INTERFACE, (22,))
+
+
+@pytest.mark.parametrize(
+    ("flag", "host", "by"),
+    [
+        ("203.0.113.7:5", "0.0.0.0", AnnouncedBy.FLAG),
+        (None, "0.0.0.0", AnnouncedBy.INTERFACE),
+        (None, "192.0.2.9", AnnouncedBy.LISTEN),
+    ],
+)
+def test_who_says_the_address(flag: str | None, host: str, by: AnnouncedBy) -> None:
+    assert find_announced(flag, {}, Address(host, 4001), lambda: "10.1.2.3").by is by
+
+
+def test_the_address_of_the_way_out_is_one_of_the_kind_that_is_listened_on() -> None:
+    assert ":" not in default_route_address("0.0.0.0")
+    assert parse_address(str(Address(default_route_address("::"), 1))).port == 1

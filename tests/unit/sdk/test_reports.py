@@ -20,6 +20,7 @@ from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.actions.network import figures_line
 from p2pserve.sdk.actions.status_view import (
     COLUMNS,
+    closed_lines,
     ending_lines,
     gone_lines,
     key_lines,
@@ -420,3 +421,12 @@ def test_a_demo_that_was_not_done_in_time_says_how_to_give_it_more() -> None:
     line = describe_timeout(120.0, "the engines start")
     assert line.startswith("not done after 120 s, while the engines start; ")
     assert line.endswith("`p2pserve demo --timeout-s 240`")
+
+
+def test_boxes_that_nobody_can_dial_are_named() -> None:
+    inner = msgspec.structs.replace(node(FIRST), closed=True)
+    gone = msgspec.structs.replace(node(SECOND, state="dead"), closed=True)
+    assert closed_lines(status(inner, gone)) == [
+        f"nobody can dial {name_of(FIRST)}: they dial the others, or are relayed"
+    ]
+    assert closed_lines(status(node(FIRST))) == []

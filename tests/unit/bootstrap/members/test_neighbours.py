@@ -40,10 +40,12 @@ class World:
         named: tuple[Bootstrap, ...] = (),
         standby: tuple[Bootstrap, ...] = (),
         keeps_one: bool = False,
+        closed: tuple[Identity, ...] = (),
     ) -> None:
         self.table = Table(ME, admission(), incarnation=1, settings=settings)
-        self.table.publish(MEMBER_KIND, payload(ME, Role.CLIENT if keeps_one else Role.WORKER))
-        self.table.merge([record(who) for who in known], 0.0)
+        role = Role.CLIENT if keeps_one else Role.WORKER
+        self.table.publish(MEMBER_KIND, payload(ME, role, closed=ME in closed))
+        self.table.merge([record(who, closed=who in closed) for who in known], 0.0)
         self.liveness = Liveness(ME.peer_id, settings)
         for who in known if living is None else living:
             self.liveness.on_opened(who.peer_id, 0.0, counts=True)
@@ -72,6 +74,13 @@ def test_in_a_small_network_everybody_is_dialled_dead_or_alive() -> None:
     world = World(SMALL, OTHERS[:5], living=OTHERS[:2])
     assert world.dialled(OTHERS[0]) == peers(OTHERS[1:5])
     assert world.neighbours.retry_at == NEVER
+
+
+def test_who_cannot_be_dialled_dials_and_two_of_them_look_for_each_other() -> None:
+    closed = (OTHERS[0], OTHERS[1])
+    assert World(SMALL, OTHERS[:4], closed=closed).dialled() == peers(OTHERS[2:4])
+    assert World(SMALL, OTHERS[:4], closed=(ME, *closed)).dialled() == peers(OTHERS[:4])
+    assert World(SMALL, OTHERS[:4], closed=closed, named=(bootstrap(OTHERS[0]),)).dialled() >= {OTHERS[0].peer_id}
 
 
 def test_in_a_large_network_neighbours_are_dialled() -> None:

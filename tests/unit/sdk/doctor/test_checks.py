@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from p2pserve.bootstrap import Address, Bootstrap, JoinToken, NetworkKey, Role
+from p2pserve.bootstrap.addresses import find_announced
 from p2pserve.bootstrap.trust.tokens import issue_token
 from p2pserve.coordinator.names import name_of
 from p2pserve.node.box.batch_limits import BatchLimits
@@ -15,6 +16,7 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.prerequisites import Prerequisites
 from p2pserve.node.box.shares import Share
 from p2pserve.node.box.start_checks import Build
+from p2pserve.node.links.messages import DialledBack
 from p2pserve.node.messages import Advert, NodeStatus, Status
 from p2pserve.node.models import open_model
 from p2pserve.node.observing.values import BoxClock
@@ -126,18 +128,48 @@ def test_the_port() -> None:
 
 @pytest.mark.parametrize("name", ["VAST_TCP_PORT_7000", "RUNPOD_TCP_PORT_7000"])
 def test_a_port_that_the_provider_does_not_map(name: str) -> None:
-    found = checks.check_announced(Address("8.8.8.8", 4002), LISTEN, {name: "41000"})
+    found = checks.check_announced(find_announced("8.8.8.8:4002", {name: "41000"}, LISTEN), LISTEN)
     assert fails(found, "maps only 7000", "--port 7000")
 
 
 def test_the_announced_address() -> None:
-    environ = {"VAST_TCP_PORT_4002": "41000", "VAST_TCP_PORT_x": "1"}
-    mapped = checks.check_announced(Address("8.8.8.8", 41000), LISTEN, environ)
+    environ = {"VAST_TCP_PORT_4002": "41000", "VAST_TCP_PORT_x": "1", "PUBLIC_IPADDR": "8.8.8.8"}
+    mapped = checks.check_announced(find_announced(None, environ, LISTEN), LISTEN)
     assert is_ok(mapped)
     assert mapped.found == "others are told 8.8.8.8:41000, mapped to port 4002"
-    assert is_ok(checks.check_announced(Address("box.example.org", 4002), LISTEN, {}))
-    assert warns(checks.check_announced(Address("10.0.0.2", 4002), LISTEN, {}), "private network", "--announce")
-    assert fails(checks.check_announced("announce: 'x' has no port; write host:port", LISTEN, {}), "no port", "write")
+    assert is_ok(checks.check_announced(find_announced("box.example.org:4002", {}, LISTEN), LISTEN))
+    private = find_announced(None, {}, LISTEN, lambda: "10.0.0.2")
+    assert warns(checks.check_announced(private, LISTEN), "private network", "--announce")
+    assert fails(checks.check_announced("announce: 'x' has no port; write host:port", LISTEN), "no port", "write")
+    loopback = find_announced(None, {}, LISTEN, lambda: "127.0.0.1")
+    assert fails(checks.check_announced(loopback, LISTEN, has_ipv6=True), "no way out by IPv4", "--listen [::]:4002")
+
+
+def test_whether_members_reach_it_and_through_what() -> None:
+    mapped = find_announced(None, {"VAST_TCP_PORT_4002": "41000", "PUBLIC_IPADDR": "8.8.8.8"}, LISTEN)
+    met, missed = DialledBack(met=True, seen="8.8.8.8"), DialledBack(met=False, seen="8.8.8.8", why="refused; look")
+
+    def look(own: str, *answers: DialledBack) -> list[Diagnosis]:
+        return list(checks.check_reach(mapped, LISTEN, own, answers))
+
+    reach, nat = look("172.17.0.2", met)
+    assert is_ok(reach)
+    assert is_ok(nat)
+    assert "come from 8.8.8.8; its port is mapped" in nat.found
+    assert look("8.8.8.8", met)[1].found.startswith("none")
+    reach, nat = look("172.17.0.2", missed)
+    assert warns(reach, "nobody reaches port 4002 at 8.8.8.8:41000 (refused)", "-p 4002:4002")
+    assert warns(nat, "no port is mapped", "-p 4002:4002")
+    several = look("172.17.0.2", missed, DialledBack(met=False, seen="9.9.9.9"))[1]
+    assert warns(several, "8.8.8.8, 9.9.9.9", "several outside addresses")
+    [unseen] = look("172.17.0.2")
+    assert warns(unseen, "no member has dialled", "same p2pserve release")
+
+
+def test_the_bandwidth_to_a_member() -> None:
+    assert is_ok(checks.check_bandwidth("p0", 0.9, 0.8))
+    assert "900 Mb/s to" in checks.check_bandwidth("p0", 0.9, 0.8).found
+    assert warns(checks.check_bandwidth("p0", 0.9, 0.02), "20 Mb/s back", "--phase mixed")
 
 
 def token_of(role: Role, tmp_path: Path, days: float = 7.0) -> JoinToken:
