@@ -36,7 +36,6 @@ class Deployment:
         self._rng = np.random.default_rng((settings.seed, number))
         self._router = Router(run.plan, settings.routing, policies=POLICIES, rng=self._rng)
         self._excluded: frozenset[str] = frozenset()  # boxes and replicas that get no requests
-        self._not_ready: set[str] = set()
         self._missing: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()  # boxes that are the last to be taken
         self._changed: dict[str, ReplicaHost] = {}  # since the router last heard of them
@@ -83,22 +82,26 @@ class Deployment:
     def set_missing(self, missing: frozenset[str]) -> None:
         """Route around these boxes from now on."""
         self._missing = missing
-        self._excluded = missing | self._not_ready
+        self._update_excluded()
 
     def set_held(self, held: frozenset[str]) -> None:
         """Take these boxes from now on only where no others can serve."""
         self._held = held
 
-    def mark_ready(self, replica: str) -> None:
-        """A replica has loaded its weights: it may get requests."""
-        self._not_ready.discard(replica)
-        self._excluded = self._missing | self._not_ready
+    def mark_ready(self, hosts: Iterable[ReplicaHost]) -> None:
+        """Replicas have loaded their weights: they may get requests."""
+        for host in hosts:
+            host.is_loading = False
+        self._update_excluded()
+
+    def _update_excluded(self) -> None:
+        self._excluded = self._missing | {name for name, host in self.hosts.items() if host.is_loading}
 
     def follow_plan(
         self, plan: Plan, start: Callable[[Replica], ReplicaHost]
     ) -> tuple[list[ReplicaHost], list[ReplicaHost]]:
         """Follow another plan. Returns the hosts that it does not use any more, and those that
-        `start` made, which get no requests before `mark_ready`.
+        `start` made, which get no requests while they are loading.
 
         A replica of the same GPUs and layers goes on with its engine, whatever its id and phase are
         now.
@@ -109,11 +112,10 @@ class Deployment:
             host = running.pop(replica.stages, None)
             if host is None:
                 host = start(replica)
+                host.is_loading = True
                 begun.append(host)
             host.replica = replica
             self.hosts[replica.id] = host
-        old = self._not_ready
-        self._not_ready = {host.replica.id for host in begun} | (old & self.hosts.keys())
         self.plan = plan
         self._router = Router(plan, self._settings.routing, policies=POLICIES, rng=self._rng)
         self._links.clear()

@@ -47,7 +47,7 @@ class SimGateway:
         settings: SimSettings,
         *,
         on_load: Callable[[ReplicaHost], None],
-        on_end: Callable[[float], None],
+        on_end: Callable[[SimRequest, float], None],
         transfer_log: list[TransferRecord] | None,
     ) -> None:
         self._deployments = deployments
@@ -262,4 +262,4 @@ class SimGateway:
             log.replays[row] = len(record.recovered)
             if end.finish != "error":
                 log.ttft_s[row], log.e2e_s[row] = record.ttft_s, record.e2e_s
-        self._on_end(now)
+        self._on_end(request, now)

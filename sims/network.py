@@ -63,23 +63,28 @@ class _Resource:
 
 @final
 class Flow:
-    """Bytes at `rate` bytes/s; `left` to send as of `since`; `max_rate`: what it could use alone;
-    `fair_rate`: its share, None while undecided."""
+    """Bytes at `rate` bytes/s; `left` to send as of `since`; `limit`: how fast they come at most;
+    `max_rate`: what it could use alone; `fair_rate`: its share, None while undecided."""
 
     __slots__ = (
-        "done", "ends_at", "fair_rate", "key", "left", "max_rate", "rate", "resources", "since"
+        "done", "ends_at", "fair_rate", "key", "left", "limit", "max_rate", "rate", "resources", "since"
     )  # fmt: skip
 
     def __init__(self, key: int, size: float, resources: tuple[_Resource, ...], limit: float) -> None:
         self.key = key
         self.left = size
         self.resources = resources
-        self.max_rate = min(limit, *(resource.capacity for resource in resources))
+        self.limit = limit
+        self.max_rate = self.rate_alone()
         self.rate = 0.0
         self.fair_rate: float | None = None
         self.since = 0.0
         self.ends_at = inf
         self.done = False
+
+    def rate_alone(self) -> float:
+        """By its limit and its resources, as they are now."""
+        return min(self.limit, *(resource.capacity for resource in self.resources))
 
 
 def link_capacities(cluster: Cluster, streams: int | None = None) -> NDArray[np.float64]:
@@ -103,10 +108,9 @@ class FluidNetwork:
 
     def __init__(self, capacities: NDArray[np.float64]) -> None:
         self._capacities = capacities
-        boxes = len(capacities)
-        across = np.where(np.eye(boxes, dtype=bool), 0.0, capacities)
-        self._sending = [_Resource(float(row.max())) for row in across]
-        self._receiving = [_Resource(float(column.max())) for column in across.T]
+        out, into = _box_capacities(capacities)
+        self._sending = [_Resource(capacity) for capacity in out]
+        self._receiving = [_Resource(capacity) for capacity in into]
         self._links: dict[tuple[int, int], _Resource] = {}
         self._keys = count()
         self._flows = 0
@@ -140,11 +144,28 @@ class FluidNetwork:
     def lift_limit(self, flow: Flow, now: float, *, at_least: float = 0.0) -> None:
         """Let only its resources limit the flow; at least `at_least` bytes are left."""
         self._settle(flow, now)
-        more = min(resource.capacity for resource in flow.resources) - flow.max_rate
+        flow.limit = inf
+        more = flow.rate_alone() - flow.max_rate
         flow.max_rate += more
         flow.left = max(flow.left, at_least)
         flow.ends_at = inf
         self._demand(flow, more, now)
+
+    def change_capacities(self, capacities: NDArray[np.float64], now: float) -> None:
+        """Links carry as much as these say from now on; flows under way go on at their new shares."""
+        self._capacities = capacities
+        for resources, figures in zip((self._sending, self._receiving), _box_capacities(capacities), strict=True):
+            for resource, capacity in zip(resources, figures, strict=True):
+                resource.capacity = capacity
+        for ends, link in self._links.items():
+            link.capacity = float(capacities[ends])
+        resources = [*self._sending, *self._receiving, *self._links.values()]
+        for flow in {key: flow for resource in resources for key, flow in resource.flows.items()}.values():
+            flow.max_rate = flow.rate_alone()
+        for resource in resources:
+            resource.demand = 0.0
+            resource.add_demand(sum(flow.max_rate for flow in resource.flows.values()))
+        self._share_out(tuple(resources), now)
 
     def stop(self, flow: Flow, now: float) -> None:
         """Stop a flow; nothing happens to one that has ended."""
@@ -262,6 +283,12 @@ class FluidNetwork:
         """Take what it has sent up to now off `left`."""
         flow.left = max(_ROUNDING, flow.left - flow.rate * (now - flow.since))
         flow.since = now
+
+
+def _box_capacities(capacities: NDArray[np.float64]) -> tuple[list[float], list[float]]:
+    """What each box sends, and receives, at most: as much as the best of its links."""
+    across = np.where(np.eye(len(capacities), dtype=bool), 0.0, capacities)
+    return across.max(axis=1).tolist(), across.max(axis=0).tolist()
 
 
 def _least_share(crowded: list[_Resource]) -> tuple[float, _Resource | None]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from ..coordinator.costs.replica import Hop, StageHardware, kv_capacity_tokens, replica_times
 from ..coordinator.costs.rounds import TOKEN_BUDGETS, choose_token_budget
 from ..coordinator.costs.step_times import StepTimes
+from ..coordinator.demand import Demand
 from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
-from ..coordinator.planning.model.workload import Service
+from ..coordinator.planning.model.workload import Service, Slo
 from ..coordinator.repair.damping import DampingSettings
 from ..coordinator.routing.interface import RoutingSettings
 from .engine.values import SimEngineSettings
@@ -25,11 +28,13 @@ class WorldError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServiceRun:
     """One service: what is asked of it, and the plan that serves it. The trace's lengths and
-    arrivals count, not those of `service.workload`."""
+    arrivals count, not those of `service.workload`. `later_slos`: the deadlines of requests that
+    arrive from a moment on, instead of the service's."""
 
     service: Service
     plan: Plan
     trace: Trace
+    later_slos: tuple[tuple[float, Slo], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +49,12 @@ class SimSettings:
       as many as the link needs.
     - `first_token_at_decode`: the decode replica generates the first token, once the KV is there;
       else the prefill replica does, earlier, as on the network and in the papers.
-    - `detect_s`: seconds until the coordinator notices that a box is lost; requests stall as long.
+    - `detect_s`: seconds until gateways notice that a box is lost; its requests stall as long.
+    - `dead_s`: seconds until the coordinator counts a lost box as dead, and plans without it; None:
+      as soon as gateways notice.
+    - `told_s`: seconds until the coordinator is told what links carry now.
+    - `quiet_s`: what is told of links and traffic is planned with at most so often; boxes that come
+      or go are planned with at once.
     - `damping`: how long boxes that are lost again and again are trusted less.
     - `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
       policies that draw lots.
@@ -55,6 +65,9 @@ class SimSettings:
     streams: int | None = None
     first_token_at_decode: bool = False
     detect_s: float = 1.0
+    dead_s: float | None = None
+    told_s: float = 2.0
+    quiet_s: float = 15.0
     damping: DampingSettings = field(default_factory=DampingSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     seed: int = 0
@@ -62,8 +75,17 @@ class SimSettings:
     def __post_init__(self) -> None:
         if self.streams is not None and self.streams < 1:
             raise WorldError(f"streams is {self.streams}; it must be at least 1")
-        if not self.detect_s >= 0.0:
-            raise WorldError(f"detect_s is {self.detect_s}; it must not be negative")
+        for name in ("detect_s", "dead_s", "told_s", "quiet_s"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0.0:
+                raise WorldError(f"{name} is {value}; it must not be negative")
+        if self.dead_s is not None and self.dead_s < self.detect_s:
+            raise WorldError(f"dead_s is {self.dead_s}; it must not be less than detect_s, {self.detect_s}")
+
+    @property
+    def planned_after_s(self) -> float:
+        """Seconds from the loss of a box until the coordinator plans without it."""
+        return self.detect_s if self.dead_s is None else self.dead_s
 
 
 class BoxLost(NamedTuple):
@@ -80,35 +102,66 @@ class BoxJoined(NamedTuple):
     box: str
 
 
+class LinksChanged(NamedTuple):
+    """From `at` seconds on the links `ends`, each from one box to another, carry `gbps` Gb/s."""
+
+    at: float
+    ends: tuple[tuple[str, str], ...]
+    gbps: float
+
+
+NO_RELOAD: Final[Mapping[str, float]] = MappingProxyType({})
+
+
 class PlanChange(NamedTuple):
     """From `at` seconds on the service follows another plan.
 
     Replicas of the same GPUs and layers keep their engine, whatever their phase: a flip costs
     nothing. The others are stopped, their requests replayed; new ones are ready `reload_s` seconds
-    later.
+    later, by id, or at once.
     """
 
     at: float
     service: int
     plan: Plan
-    reload_s: float = 0.0
+    reload_s: Mapping[str, float] = NO_RELOAD
 
 
-Change = BoxLost | BoxJoined | PlanChange
+Change = BoxLost | BoxJoined | LinksChanged | PlanChange
 
 
 class Situation(NamedTuple):
-    """What the coordinator is told when a loss has been noticed, a box has joined, or one is trusted again. `held`:
+    """What the coordinator is told when it is to plan: boxes that are `missing`, those that have
+    `joined` since the beginning, links as they were told last (of all boxes), and what gateways say
+    of each service's traffic, None where nothing yet. `why`: a line for each piece of news. `held`:
     boxes that are there and failed repeatedly; they get no requests while others can serve."""
 
     now: float
     plans: tuple[Plan, ...]
     missing: frozenset[str]
+    joined: frozenset[str]
+    cluster: Cluster
+    demands: tuple[Demand | None, ...]
+    why: tuple[str, ...]
     held: frozenset[str] = frozenset()
 
 
 Replan = Callable[[Situation], Sequence[PlanChange]]
-"""Answers a situation with plans, each from the moment that it would be ready."""
+"""Answers a situation with plans, each from the moment that it would be ready. Who is asked again
+before that moment has answered for nothing: what it said before is not followed."""
+
+
+def degrade_links(cluster: Cluster, change: LinksChanged) -> Cluster:
+    """The cluster with these links as they are now. Raises WorldError or ClusterError."""
+    if not (isfinite(change.gbps) and change.gbps > 0.0):
+        raise WorldError(f"links that carry {change.gbps} Gb/s; it must be above 0")
+    gbps = cluster.gbps.copy()
+    for source, target in change.ends:
+        link = cluster.index(source), cluster.index(target)
+        if link[0] == link[1] or not gbps[link] > 0.0:
+            raise WorldError(f"there is no link from box {source} to box {target}")
+        gbps[link] = change.gbps
+    return replace(cluster, gbps=gbps)
 
 
 class ReplicaModel(NamedTuple):

@@ -26,7 +26,7 @@ class ReplicaHost:
     """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
 
     __slots__ = (
-        "_advance", "alarm", "engine", "is_lost", "number", "outstanding", "prefill_tokens", "replica",
+        "_advance", "alarm", "engine", "is_loading", "is_lost", "number", "outstanding", "prefill_tokens", "replica",
         "service", "stranded"
     )  # fmt: skip
 
@@ -38,6 +38,7 @@ class ReplicaHost:
         self.alarm = NEVER  # when the queue advances it next
         self.outstanding = 0  # requests
         self.prefill_tokens = 0  # of their prompts, still to be computed here
+        self.is_loading = False  # its weights; it gets no requests
         self.is_lost = False  # one of its boxes has failed
         self.stranded: list[Assignment] = []  # held when it failed, or routed here before anybody noticed
         self._advance = advance

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from importlib.resources import files
@@ -167,6 +167,20 @@ def _arrivals_until(seconds: float, gaps: _Gaps, rng: np.random.Generator) -> Fl
     if not len(arrival):
         raise TraceError(f"no request arrives within {seconds:g} s at {gaps.rate:g} requests/s")
     return arrival
+
+
+def chain_traces(parts: Sequence[tuple[float, Trace]]) -> Trace:
+    """Traces one after the other, each from a moment on; later moments come later."""
+    traces = [trace for _, trace in parts]
+    several = len(parts) > 1
+    return Trace(
+        ids=np.arange(sum(map(len, traces))),
+        arrival_s=np.concatenate([at + trace.arrival_s for at, trace in parts]),
+        prompt=np.concatenate([trace.prompt for trace in traces]),
+        output=np.concatenate([trace.output for trace in traces]),
+        lengths="; ".join(f"from {at:g} s on {trace.lengths}" if several else trace.lengths for at, trace in parts),
+        arrivals="; ".join(f"from {at:g} s on {trace.arrivals}" if several else trace.arrivals for at, trace in parts),
+    )
 
 
 def read_requests(path: Path) -> Trace:

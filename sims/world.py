@@ -21,6 +21,7 @@ from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from ..coordinator.repair.damping import FlapDamping
+from .coordination import SimCoordinator
 from .deployment import Deployment, check_plans
 from .engine.engine import Engine
 from .engine.values import SimEngineSettings, StepRecord
@@ -32,13 +33,14 @@ from .results.outcomes import SimResult, StepLog, TransferRecord
 from .scenario import (
     BoxJoined,
     Change,
+    LinksChanged,
     PlanChange,
     Replan,
     ReplicaModel,
     ServiceRun,
     SimSettings,
-    Situation,
     WorldError,
+    degrade_links,
     roofline_model,
 )
 from .serving import NEVER, ReplicaHost, SimRequest
@@ -65,12 +67,16 @@ def simulate(
 ) -> SimResult:
     """Let all requests run to their ends. With the same arguments, the same result to the last bit.
 
-    `replan` is asked when a box is known to be lost or has joined. `record`: keep every step and
-    transfer, for a Chrome trace. Raises WorldError or ClusterError for what does not fit together.
+    `replan` is asked when the coordinator has news: of boxes, links or traffic. `record`: keep
+    every step and transfer, for a Chrome trace. Raises WorldError or ClusterError for what does not
+    fit together.
     """
-    world = _World(cluster, runs, settings or SimSettings(), model_of, record)
-    world.replan, world.progress = replan, progress
+    settings = settings or SimSettings()
+    world = _World(cluster, runs, settings, model_of, record)
+    world.progress = progress
     world.prepare(changes)
+    if replan is not None:
+        world.add_coordinator(replan)
     world.queue.run()
     return world.result()
 
@@ -92,7 +98,7 @@ class _TraceArrivals:
             row = self.row
             self.row = row + 1
             request = SimRequest(self.deployment.number, row, self.prompts[row], self.outputs[row])
-            self.world.gateway.accept(request, now)
+            self.world.accept(request, now)
         follow = self.world.take_following()
         if self.row < len(self.arrivals):
             follow.append(Scheduled(self.arrivals[self.row], self))
@@ -120,7 +126,7 @@ class _World:
         self, cluster: Cluster, runs: Sequence[ServiceRun], settings: SimSettings, model_of: ModelOf, record: bool
     ) -> None:
         self.queue = EventQueue()
-        self.replan: Replan | None = None
+        self.coordinator: SimCoordinator | None = None
         self.progress: Progress | None = None
         self._cluster = cluster
         self._settings = settings
@@ -129,6 +135,8 @@ class _World:
         self._transfers = KVTransfers(self._network, layerwise=settings.layerwise)
         self._network_event = _WorldEvent(self, self._advance_network)
         self._network_alarm = NEVER
+        self._planning_event = _WorldEvent(self, self._plan)
+        self._planning_alarm = NEVER
         self._missing: frozenset[str] = frozenset()
         self._damping = FlapDamping(settings.damping)
         self._held: frozenset[str] = frozenset()
@@ -137,6 +145,7 @@ class _World:
         self._steps: list[StepLog] | None = [] if record else None
         self._transfer_log: list[TransferRecord] | None = [] if record else None
         self._follow: list[Scheduled] = []
+        self._last_arrival = max(float(run.trace.arrival_s[-1]) for run in runs)
         self._ended = 0
         self._total = sum(len(run.trace) for run in runs)
         check_plans(cluster, [run.plan for run in runs])
@@ -157,6 +166,10 @@ class _World:
             if isinstance(change, PlanChange):
                 self.queue.push(change.at, self._plan_event(change))
                 continue
+            if isinstance(change, LinksChanged):
+                degrade_links(self._cluster, change)
+                self.queue.push(change.at, _WorldEvent(self, partial(self._change_links, change)))
+                continue
             self._cluster.index(change.box)
             joins = isinstance(change, BoxJoined)
             first.setdefault(change.box, joins)
@@ -173,12 +186,29 @@ class _World:
             columns = (trace.arrival_s.tolist(), trace.prompt.tolist(), trace.output.tolist())
             self.queue.push(columns[0][0], _TraceArrivals(self, deployment, *columns))
 
+    def add_coordinator(self, replan: Replan) -> None:
+        """One that replans from now on."""
+        names = [deployment.service.name for deployment in self._deployments]
+        self.coordinator = SimCoordinator(
+            replan, self._cluster, names, quiet_s=self._settings.quiet_s, missing=self._missing
+        )
+
+    def accept(self, request: SimRequest, now: float) -> None:
+        """A request arrives."""
+        if self.coordinator is not None:
+            self.coordinator.record_start(request.service, request.prompt, now)
+        self.gateway.accept(request, now)
+
     def take_following(self) -> list[Scheduled]:
         """The events that follow from what has happened since the last call."""
         wake_at = self._network.wake_at
         if wake_at != self._network_alarm and wake_at != inf:
             self._network_alarm = wake_at
             self._follow.append(Scheduled(wake_at, self._network_event))
+        plan_at = inf if self.coordinator is None else self.coordinator.wake_at
+        if plan_at != self._planning_alarm and plan_at != inf:
+            self._planning_alarm = plan_at
+            self._follow.append(Scheduled(max(plan_at, self.queue.now), self._planning_event))
         follow, self._follow = self._follow, []
         return follow
 
@@ -224,8 +254,11 @@ class _World:
                 completed = _WorldEvent(self, partial(self.gateway.complete_transfer, transfer))
                 self._follow.append(Scheduled(now + transfer.links.rtt_s, completed))
 
-    def _count_end(self, now: float) -> None:
+    def _count_end(self, request: SimRequest, now: float) -> None:
         self._ended += 1
+        # What comes after the last request of the traces nobody knows: the end of traffic is no news.
+        if self.coordinator is not None and not request.left and now <= self._last_arrival:
+            self.coordinator.record_end(request.service, request.prompt, request.count, now)
         if self.progress is not None and (self._ended % PROGRESS_EVERY == 0 or self._ended == self._total):
             self.progress(self._ended, self._total, now)
 
@@ -281,16 +314,24 @@ class _World:
         missing = self._missing
         noticed = _WorldEvent(self, lambda then: self._notice_loss(box, missing, failed, then))
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
+        dead = _WorldEvent(self, lambda then: self._count_dead(box, then))
+        self._follow.append(Scheduled(now + self._settings.planned_after_s, dead))
 
     def _notice_loss(self, box: str, missing: frozenset[str], hosts: Iterable[ReplicaHost], now: float) -> None:
-        """The coordinator learns that a box is missing: replay, and ask for plans."""
+        """Gateways notice which boxes are missing: their requests go on elsewhere."""
         self._damping.note_fault(box, "it was lost", now)
         self._hold(now)
         for deployment in self._deployments:
             deployment.set_missing(missing & self._missing)
-        for host in hosts:
+        # A plan that was made before anybody knew may have begun others on the box meanwhile.
+        begun = [host for deployment in self._deployments for host in deployment.hosts.values() if host.is_lost]
+        for host in dict.fromkeys((*hosts, *begun)):
             self.gateway.notice_loss(host, now)
-        self._ask_for_plans(now)
+
+    def _count_dead(self, box: str, now: float) -> None:
+        """The coordinator learns that a box is dead, unless it is back."""
+        if self.coordinator is not None and box in self._missing:
+            self.coordinator.on_lost(box, now)
 
     def _join_box(self, box: str, now: float) -> None:
         """A box joins; replicas that are whole now begin with empty engines."""
@@ -303,7 +344,8 @@ class _World:
                     deployment.note_load(deployment.hosts[name])
             deployment.set_missing(self._missing)
             self.gateway.retry(deployment.number, now)
-        self._ask_for_plans(now)
+        if self.coordinator is not None:
+            self.coordinator.on_joined(box, now)
 
     def _hold(self, now: float) -> None:
         """See which boxes are trusted less, and look again when one is trusted as before."""
@@ -311,32 +353,62 @@ class _World:
         self._held = self._damping.held(here, now)
         for deployment in self._deployments:
             deployment.set_held(self._held)
+        if self.coordinator is not None:
+            self.coordinator.set_held(self._held)
         wake_at = self._damping.wake_at(now)
         if wake_at != inf and wake_at != self._reuse_alarm:
             self._reuse_alarm = wake_at
             self._follow.append(Scheduled(wake_at, _WorldEvent(self, self._trust_again)))
 
     def _trust_again(self, now: float) -> None:
-        held = self._held
+        before = self._held
         self._hold(now)
-        if self._held != held:
+        if self._held != before:
             for deployment in self._deployments:
                 self.gateway.retry(deployment.number, now)
-            self._ask_for_plans(now)
+            if self.coordinator is not None:
+                self.coordinator.on_trusted(before - self._held, now)
 
-    def _ask_for_plans(self, now: float) -> None:
-        if self.replan is not None:
-            plans = tuple(deployment.plan for deployment in self._deployments)
-            for change in self.replan(Situation(now, plans, self._missing, self._held)):
-                self._follow.append(Scheduled(max(now, change.at), self._plan_event(change)))
+    def _change_links(self, change: LinksChanged, now: float) -> None:
+        """Links carry less or more; pipelines over them take another time for their steps."""
+        self._cluster = cluster = degrade_links(self._cluster, change)
+        self._network.change_capacities(link_capacities(cluster, self._settings.streams), now)
+        for deployment in self._deployments:
+            for host in deployment.hosts.values():
+                if len(set(host.replica.peers)) > 1:
+                    model = self._model_of(cluster, deployment.service, host.replica)
+                    host.engine.change_times(model.times)
+        if self.coordinator is not None:
+            told = _WorldEvent(self, lambda then: self._tell_links(change, then))
+            self._follow.append(Scheduled(now + self._settings.told_s, told))
 
-    def _plan_event(self, change: PlanChange) -> _WorldEvent:
+    def _tell_links(self, change: LinksChanged, now: float) -> None:
+        assert self.coordinator is not None
+        ends = ", ".join(f"{source} to {target}" for source, target in change.ends[:2])
+        more = f" and {len(change.ends) - 2} more" if len(change.ends) > 2 else ""
+        self.coordinator.on_links(self._cluster, f"{change.gbps:g} Gb/s from {ends}{more}", now)
+
+    def _plan(self, now: float) -> None:
+        """The coordinator plans by its news. What it answered before and is not followed yet is void."""
+        coordinator = self.coordinator
+        if coordinator is None or coordinator.wake_at > now:
+            return
+        self._planning_alarm = NEVER
+        plans = tuple(deployment.plan for deployment in self._deployments)
+        for change in coordinator.plan(plans, now):
+            answer = self._plan_event(change, coordinator.round)
+            self._follow.append(Scheduled(max(now, change.at), answer))
+
+    def _plan_event(self, change: PlanChange, planned_in: int | None = None) -> _WorldEvent:
+        """`planned_in`: the round of the coordinator that it is from; None: it is none of its."""
         if not 0 <= change.service < len(self._deployments):
             raise WorldError(f"a plan for service {change.service}; there are {len(self._deployments)}")
         check_plans(self._cluster, [change.plan])
-        return _WorldEvent(self, lambda now: self._follow_plan(change, now))
+        return _WorldEvent(self, lambda now: self._follow_plan(change, planned_in, now))
 
-    def _follow_plan(self, change: PlanChange, now: float) -> None:
+    def _follow_plan(self, change: PlanChange, planned_in: int | None, now: float) -> None:
+        if self.coordinator is not None and planned_in not in (None, self.coordinator.round):
+            return
         deployment = self._deployments[change.service]
         stopped, begun = deployment.follow_plan(change.plan, lambda replica: self._start_host(deployment, replica))
         # Hosts that go on may have another phase now, and with it another token budget.
@@ -347,16 +419,18 @@ class _World:
             if not host.is_lost:
                 host.is_lost = True
                 self.gateway.take_off(host, now)
-        ready = _WorldEvent(self, lambda then: self._put_to_use(deployment, begun, then))
-        self._follow.append(Scheduled(now + change.reload_s, ready))
+        loading: dict[float, list[ReplicaHost]] = {}
+        for host in begun:
+            loading.setdefault(change.reload_s.get(host.replica.id, 0.0), []).append(host)
+        for seconds, hosts in loading.items():
+            ready = _WorldEvent(self, partial(self._put_to_use, deployment, hosts))
+            self._follow.append(Scheduled(now + seconds, ready))
         for host in stopped:
             self.gateway.notice_loss(host, now)
         self.gateway.retry(deployment.number, now)
 
     def _put_to_use(self, deployment: Deployment, hosts: Iterable[ReplicaHost], now: float) -> None:
-        for host in hosts:
-            if deployment.hosts.get(host.replica.id) is host:
-                deployment.mark_ready(host.replica.id)
+        deployment.mark_ready(hosts)
         self.gateway.retry(deployment.number, now)
 
 

@@ -35,6 +35,6 @@ def plan(arguments: SimpleNamespace) -> int:
 )
 @sim_options
 def sim(arguments: SimpleNamespace) -> int:
-    from ..actions.sim import run_sim
+    from ..simulating.sim import run_sim
 
     return run_sim(arguments)

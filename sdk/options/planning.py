@@ -9,7 +9,10 @@ import click
 
 from ...kernels.codecs import CODEC_NAMES
 from .command import combine, option
-from .values import ABOVE_ZERO, COUNT, FILE, Parsed
+from .values import ABOVE_ZERO, COUNT, FIGURE, FILE, Parsed
+
+CHANGES: Final = "What changes meanwhile"
+"""A section of the help."""
 
 SPECS: Final = ("measured", "dense", "thunderserve-table1")
 
@@ -111,8 +114,66 @@ sim_options: Final = combine(
         help="who chooses (default: plan)",
         section="Engines and network",
     ),
+    option("--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section=CHANGES),
     option(
-        "--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section="Engines and network"
+        "--join",
+        multiple=True,
+        metavar="BOX@S",
+        help="a box of the cluster joins at second S, and begins to load the model; it is not there before",
+        section=CHANGES,
+    ),
+    option(
+        "--degrade",
+        multiple=True,
+        metavar="BOX[:BOX]=GBPS@S",
+        help="from second S on the link between two boxes, or all links of one, carry so many Gb/s",
+        section=CHANGES,
+    ),
+    option(
+        "--shift",
+        multiple=True,
+        metavar="WHAT@S",
+        help="from second S on other requests come: coding, rate=5 or both with a comma; --slo 5x follows",
+        section=CHANGES,
+    ),
+    option(
+        "--loss",
+        type=click.Choice(("silent", "killed")),
+        default="silent",
+        help="how boxes are lost: they fall silent (default), or their processes end, which is noticed at once",
+        section=CHANGES,
+    ),
+    option(
+        "--replan",
+        type=click.Choice(("none", "light", "full", "best", "all")),
+        help="what the coordinator does about it: nothing; phases and shares alone (default); new groups, which load "
+        "weights, wherever they serve more; the first at once and the second where it pays; or all, to compare",
+        section=CHANGES,
+    ),
+    option(
+        "--reload",
+        type=FIGURE,
+        metavar="S",
+        help="a replica that loads is away for so long (default: by its weights, --disk and --download)",
+        section=CHANGES,
+    ),
+    option(
+        "--disk", type=ABOVE_ZERO, metavar="GB/S", help="weights are read at so many GB/s (default: 1)", section=CHANGES
+    ),
+    option(
+        "--download",
+        type=ABOVE_ZERO,
+        metavar="GBPS",
+        help="layers that a box has not had come at so many Gb/s (default: 1)",
+        section=CHANGES,
+    ),
+    option(
+        "--payback",
+        type=ABOVE_ZERO,
+        default=600.0,
+        metavar="S",
+        help="with --replan best, within so many seconds new groups must pay for loading (default: 600)",
+        section=CHANGES,
     ),
     option("--requests", type=FILE, metavar="FILE", help="write every request: .csv or .parquet", section="Output"),
     option("--plots", type=FILE, metavar="FOLDER", help="write SLO attainment and timelines as PNG", section="Output"),

@@ -102,6 +102,11 @@ class Engine:
         """KV tokens that there is room for, as of the last step that has ended."""
         return self._free * self.settings.block_tokens
 
+    def change_times(self, times: StepTimes) -> None:
+        """Steps that begin from now on take as long as these say."""
+        self.times = times
+        self._lines.clear()
+
     def can_fit(self, sequence: Sequence) -> bool:
         """Whether its KV would fit here if it were alone."""
         return self._blocks_of(sequence.known + max(0, sequence.left - 1)) <= self.blocks

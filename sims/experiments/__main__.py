@@ -20,12 +20,13 @@ from .headline import headline
 from .links import links
 from .page import Page, write_index, write_page
 from .ratios import ratios
+from .recovery import recovery
 from .rescheduling import rescheduling
 from .setting import Scope
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment
-    for experiment in (links, ratios, ablation, rescheduling, deployments, baselines, convergence)
+    for experiment in (links, ratios, ablation, rescheduling, recovery, deployments, baselines, convergence)
 }
 SUMMARY: Final = "headline"
 EPILOG: Final = """\

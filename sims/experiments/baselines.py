@@ -8,10 +8,11 @@ from typing import Final
 
 import numpy as np
 
+from ..replanning import describe_phases
 from ..results.outcomes import ServiceOutcome, attainment
 from .deployments import RATES
 from .page import Curves, Page, PageTable, ResultRow
-from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, counts, highest_rate, outcome, spread
+from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, highest_rate, outcome, spread
 from .systems import IN_HOUSE, SYSTEMS, WHOLE, System, systems
 
 TITLE: Final = "Figure 9, and deadlines of figures 7 and 8"
@@ -154,7 +155,7 @@ def _system_row(case: PlannedCase, measured: _Measured, rate: float) -> SystemRo
         workload=case.workload,
         system=system.name,
         usd_per_h=problem.cluster.usd_per_hour,
-        replicas=counts(proposal.plan),
+        replicas=describe_phases(proposal.plan),
         dispatch=system.dispatch,
         expected_rate=proposal.max_rate,
         highest_rate=spread(measured.rates),

@@ -9,8 +9,9 @@ from ...coordinator.plan import Phase
 from ...coordinator.planning.model.cluster import Cluster
 from ...coordinator.planning.model.problem import Solution
 from ..policies import PLAN, SHARES
+from ..replanning import describe_phases
 from .page import Page, PageTable, ResultRow
-from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, counts, group, highest_rate, shapes
+from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, group, highest_rate, shapes
 from .systems import chosen
 
 RATES: Final = {"coding": 5.0, "conversation": 6.0}
@@ -83,7 +84,7 @@ def _row(case: PlannedCase, name: str, deployed: Deployed, scope: Scope) -> Depl
         workload=case.workload,
         link_gbps=case.gbps or 0.0,
         plan=name,
-        replicas=counts(proposal.plan),
+        replicas=describe_phases(proposal.plan),
         prefill=kinds[Phase.PREFILL],
         decode=kinds[Phase.DECODE],
         both=kinds[Phase.MIXED],

@@ -21,6 +21,7 @@ from ...coordinator.planning.upper.light_rescheduling import (
 from ...coordinator.planning.upper.search import search
 from ...coordinator.planning.upper.settings import SearchSettings
 from ..policies import PLAN
+from ..replanning import describe_phases
 from ..results.outcomes import attainment
 from .deployments import RATES, papers_solution
 from .page import Page, PageTable, ResultRow
@@ -32,7 +33,6 @@ from .setting import (
     PlannedCase,
     Scope,
     at_rate,
-    counts,
     highest_rate,
     outcome,
     spread,
@@ -121,7 +121,7 @@ def _row(case: PlannedCase, problem: Problem, plan: Plan, what: tuple[str, str, 
         column=case.specs.value,
         workload=case.workload,
         rescheduling=name,
-        replicas=counts(plan),
+        replicas=describe_phases(plan),
         flips=flips,
         cpu_s=cpu_s,
         rate=service.workload.rate,

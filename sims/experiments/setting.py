@@ -223,11 +223,6 @@ def shapes(plan: Plan, cluster: Cluster) -> dict[Phase, str]:
     }
 
 
-def counts(plan: Plan) -> str:
-    """Replicas that prefill, decode and do both: `4P 8D 0M`."""
-    return " ".join(f"{len(plan.in_phase(phase))}{phase.value[0].upper()}" for phase in Phase)
-
-
 def spread(values: Sequence[float]) -> str:
     """The mean over seeds, with the least and the most."""
     mean = f"{np.mean(values):.3g}"

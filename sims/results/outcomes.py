@@ -67,6 +67,7 @@ class ServiceLog:
             decode=np.array(self.decode, dtype=np.int64),
             replays=np.array(self.replays, dtype=np.int64),
             refused=self.refused,
+            later_slos=self._run.later_slos,
         )
 
 
@@ -77,6 +78,7 @@ class ServiceOutcome:
     `kv_s`: seconds from the end of the prefill to that of the KV transfer (its visible part).
     `prefill`, `decode`: numbers of the replicas of the last attempt; -1 for none. `replays`: how
     often a lost box made it start again. `refused`: requests longer than their replica's KV memory.
+    `later_slos`: the deadlines of requests that arrive from a moment on.
     """
 
     service: Service
@@ -86,6 +88,14 @@ class ServiceOutcome:
     decode: Ints
     replays: Ints
     refused: int
+    later_slos: tuple[tuple[float, Slo], ...] = ()
+
+    def met(self, scale: float = 1.0) -> NDArray[np.bool_]:
+        """Which requests met all of their deadlines, each `scale` times as long."""
+        found = meets(self.outcomes, self.service.slo, scale)
+        for at, slo in self.later_slos:
+            found = np.where(self.outcomes.trace.arrival_s >= at, meets(self.outcomes, slo, scale), found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +189,7 @@ def summarise(outcome: ServiceOutcome, result: SimResult) -> ServiceSummary:
     first = float(trace.arrival_s[0])
     span = max(float(ends.max()) - first, 1e-12) if len(ends) else nan
     offered_span = float(trace.arrival_s[-1]) - first
-    met = meets(outcomes, service.slo)
+    met = outcome.met()
     split = done & (outcome.prefill != outcome.decode)
     slo = service.slo
     return ServiceSummary(

@@ -9,9 +9,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ...coordinator.planning.model.workload import Slo
 from ..records import Outcomes
-from .outcomes import ServiceOutcome, attainment
+from .outcomes import ServiceOutcome
 from .report import ReportError
 
 Floats = NDArray[np.float64]
@@ -22,9 +21,9 @@ SCALES: Final = np.geomspace(0.1, 10.0, 81)
 BINS: Final = 120
 
 
-def attainment_curve(outcomes: Outcomes, slo: Slo, scales: Floats = SCALES) -> Floats:
-    """The share of requests that meet the deadlines, for every multiple of them."""
-    return np.array([attainment(outcomes, slo, float(scale)) for scale in scales])
+def attainment_curve(outcome: ServiceOutcome, scales: Floats = SCALES) -> Floats:
+    """The share of requests that meet their deadlines, for every multiple of them."""
+    return np.array([outcome.met(float(scale)).mean() for scale in scales])
 
 
 class Timeline:
@@ -55,7 +54,7 @@ def plot_attainment(curves: Mapping[str, ServiceOutcome], path: Path) -> None:
     figure, axes = _figure(1)
     axes = axes[0]
     for name, outcome in curves.items():
-        axes.plot(SCALES, attainment_curve(outcome.outcomes, outcome.service.slo), label=name)
+        axes.plot(SCALES, attainment_curve(outcome), label=name)
     for target in sorted({outcome.service.slo.target for outcome in curves.values()}):
         axes.axhline(target, color="grey", linewidth=0.8, linestyle=":")
     axes.set(xscale="log", xlabel="deadlines, as multiples of the service's", ylabel="requests in time", ylim=(0, 1.02))

@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 
 from ...coordinator.plan import Phase
-from .outcomes import Distribution, ServiceOutcome, ServiceSummary, SimResult, meets, summarise
+from .outcomes import Distribution, ServiceOutcome, ServiceSummary, SimResult, summarise
 
 Column = NDArray[np.float64] | NDArray[np.int64] | list[str]
 
@@ -161,7 +161,7 @@ def request_columns(outcome: ServiceOutcome, result: SimResult) -> Mapping[str, 
         "tpot": outcomes.tpot_s,
         "e2e": outcomes.e2e_s,
         "kv_visible": outcome.kv_s,
-        "in_time": meets(outcomes, outcome.service.slo).astype(np.int64),
+        "in_time": outcome.met().astype(np.int64),
         "prefill": [names[number] if number >= 0 else "" for number in outcome.prefill],
         "decode": [names[number] if number >= 0 else "" for number in outcome.decode],
         "replays": outcome.replays,

@@ -107,7 +107,7 @@ def test_replicas_of_the_same_gpus_go_on_under_another_plan() -> None:
     assert found.hosts == {"first": kept, "c": begun[0]}
     assert (kept.replica.id, kept.replica.phase) == ("first", P)
     found.note_load(gone)  # not of this plan any more: the router is not told, and does not know the name
-    found.mark_ready("c")
+    found.mark_ready(begun)
     assert found.route(10, 0.0, {}).decode == "c"
 
 
@@ -118,7 +118,7 @@ def test_new_replicas_get_requests_when_they_are_ready() -> None:
     found.set_missing(frozenset({"a"}))
     with pytest.raises(NoRoute):
         found.route(10, 0.0, {})
-    found.mark_ready("b")
+    found.mark_ready([found.hosts["b"]])
     assert found.route(10, 0.0, {}).decode == "b"
     found.follow_plan(plan(replica("b", M)), start)  # ready replicas stay so
     assert found.route(10, 0.0, {}).decode == "b"

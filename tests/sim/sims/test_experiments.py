@@ -16,12 +16,12 @@ from p2pserve.sims.experiments.deployments import papers_solution
 from p2pserve.sims.experiments.headline import headline
 from p2pserve.sims.experiments.links import link_rows
 from p2pserve.sims.experiments.page import Curves, Page, PageTable, ResultRow, write_index, write_page
+from p2pserve.sims.experiments.recovery import ANSWERS, DEAD_S, answer_loss, spans_of
 from p2pserve.sims.experiments.setting import (
     CLOUD,
     Deployed,
     PlannedCase,
     Scope,
-    counts,
     group,
     highest_rate,
     outcome,
@@ -29,6 +29,7 @@ from p2pserve.sims.experiments.setting import (
 )
 from p2pserve.sims.experiments.systems import TRIALS, best_dispatch
 from p2pserve.sims.policies import PLAN, SHARES
+from p2pserve.sims.replanning import describe_phases
 from p2pserve.sims.results.outcomes import attainment
 
 
@@ -160,7 +161,7 @@ def test_the_highest_rate_is_where_attainment_ends() -> None:
     slo, plan = problem.services[0].slo, deployed.at(rate).plan
     share = [attainment(outcome(problem, plan, scope, 0, rate=at).outcomes, slo) for at in (rate, 2 * rate)]
     assert share[0] >= slo.target > share[1]
-    assert counts(plan) == "0P 0D 2M"
+    assert describe_phases(plan) == "0P 0D 2M"
     assert set(shapes(plan, problem.cluster)) == set(Phase)
 
 
@@ -185,3 +186,23 @@ def test_all_plans_meet_the_same_requests_at_the_same_seed() -> None:
     first, again, other = (outcome(problem, plan, scope, seed).outcomes for seed in (3, 3, 4))
     assert np.array_equal(first.e2e_s, again.e2e_s)
     assert not np.array_equal(first.trace.arrival_s[:5], other.trace.arrival_s[:5])
+
+
+def test_a_loss_is_answered_over_time() -> None:
+    """One case, cut short: without new plans, with new phases, with new groups that load."""
+    problem = PlannedCase(workload="conversation", rate=3.0).problem()
+    deployed = Deployed(problem, papers_solution(problem.cluster, "conversation"))
+    scope = Scope(seeds=(0,), seconds=50.0, steps=40)
+    none, light, restarted = (answer_loss(deployed, 3.0, answer, scope, 0) for answer in ANSWERS[:3])
+    before, during, after = spans_of(scope)
+    assert [span.span for span in none.spans] == ["before", "during", "after"]
+    assert none.records == ()
+    assert none.spans[0] == light.spans[0] == restarted.spans[0], "the same requests, the same plan"
+    (found,) = light.records
+    assert (found.kind, found.asked_s, found.loading) == ("light", before.end_s + DEAD_S, ())
+    (found,) = restarted.records
+    assert found.kind == "full"
+    assert len(found.loading) == sum(int(part[:-1]) for part in found.replicas.split())
+    assert found.reload_s > 60.0
+    assert restarted.spans[1].attainment < light.spans[1].attainment
+    assert after.end_s - during.start_s > found.reload_s

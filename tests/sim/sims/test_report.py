@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
@@ -99,7 +100,17 @@ def test_the_figures_of_a_service() -> None:
 def test_attainment_over_deadlines_of_any_length() -> None:
     outcomes, slo = RESULT.services[0].outcomes, RESULT.services[0].service.slo
     assert [attainment(outcomes, slo, scale) for scale in (0.4, 0.5, 1.0, 3.5)] == [0.0, 0.5, 0.5, 0.75]
-    assert attainment_curve(outcomes, slo, np.array([0.5, 3.5])).tolist() == [0.5, 0.75]
+    assert attainment_curve(RESULT.services[0], np.array([0.5, 3.5])).tolist() == [0.5, 0.75]
+
+
+def test_deadlines_may_change_with_the_traffic() -> None:
+    outcome = RESULT.services[0]
+    assert outcome.met().tolist() == [True, True, False, False]
+    lenient = replace(outcome, later_slos=((2.0, Slo()),))
+    assert lenient.met().tolist() == [True, True, True, False], "the last one never ended"
+    strict = replace(outcome, later_slos=((0.0, Slo(ttft_s=1e-9)), (2.0, Slo())))
+    assert strict.met().tolist() == [False, False, True, False]
+    assert summarise(strict, RESULT).attainment == 0.25
 
 
 def test_a_report_for_people_and_for_programs() -> None:

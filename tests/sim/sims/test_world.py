@@ -316,7 +316,7 @@ def test_a_flip_keeps_the_engine_and_a_new_shape_has_to_load() -> None:
         replicas=(Replica(id="ab", phase=M, stages=halves),),
         pairings=(Pairing(prefill="ab", decode="ab", weight=1.0),),
     )  # fmt: skip
-    result = go(TWO_MIXED, trace_of((0.0, 20, 9)), changes=[PlanChange(3.5, 0, joined, reload_s=10.0)])
+    result = go(TWO_MIXED, trace_of((0.0, 20, 9)), changes=[PlanChange(3.5, 0, joined, reload_s={"ab": 10.0})])
     # three tokens were there; the other six come from 13.5 on
     assert result.services[0].outcomes.e2e_s.tolist() == [19.5]
     assert [replica.id for replica in result.replicas] == ["a", "b", "ab"]

@@ -171,7 +171,7 @@ def contest(monkeypatch: pytest.MonkeyPatch) -> baselines.SystemContest:
 
     monkeypatch.setattr(baselines, "systems", lambda case, scope: iter([system(name) for name in SYSTEMS]))
     monkeypatch.setattr(baselines, "outcome", outcome)
-    monkeypatch.setattr(baselines, "counts", lambda plan: f"as {plan}")
+    monkeypatch.setattr(baselines, "describe_phases", lambda plan: f"as {plan}")
     monkeypatch.setattr(
         baselines, "highest_rate", lambda deployed, scope, seed, dispatch, engine: RATES[deployed.name][seed]
     )

@@ -10,8 +10,9 @@ from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster_file import packaged_cluster
 from p2pserve.sims.experiments import deployments, setting, systems
-from p2pserve.sims.experiments.setting import CLOUD, PlannedCase, Scope, at_rate, counts, group, shapes
+from p2pserve.sims.experiments.setting import CLOUD, PlannedCase, Scope, at_rate, group, shapes
 from p2pserve.sims.policies import PLAN, SHARES
+from p2pserve.sims.replanning import describe_phases
 
 
 def stage(peer: str, tp: int, first: int, last: int, first_gpu: int = 0) -> Stage:
@@ -27,7 +28,7 @@ def test_replicas_are_counted_by_phase() -> None:
     one = Replica(id="a", phase=Phase.PREFILL, stages=(stage("a40", 2, 0, 60),))
     two = Replica(id="b", phase=Phase.DECODE, stages=(stage("a6000-0", 2, 0, 60),))
     three = Replica(id="c", phase=Phase.DECODE, stages=(stage("a6000-1", 2, 0, 60),))
-    assert counts(plan_of(one, two, three)) == "1P 2D 0M"
+    assert describe_phases(plan_of(one, two, three)) == "1P 2D 0M"
 
 
 def test_shapes_name_cards_degrees_and_how_many() -> None:
@@ -134,7 +135,7 @@ def test_a_plan_is_simulated_with_the_dispatcher_that_carries_more(monkeypatch: 
     problem = SimpleNamespace(cluster=cluster)
     monkeypatch.setattr(deployments, "Deployed", deploy)
     monkeypatch.setattr(deployments, "chosen", lambda case, scope: deploy(problem, ours))
-    monkeypatch.setattr(deployments, "counts", lambda plan: f"{len(plan)} replicas")
+    monkeypatch.setattr(deployments, "describe_phases", lambda plan: f"{len(plan)} replicas")
     monkeypatch.setattr(deployments, "shapes", lambda plan, cluster: dict.fromkeys(Phase, "-"))
     monkeypatch.setattr(
         deployments,

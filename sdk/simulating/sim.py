@@ -13,16 +13,16 @@ from rich.console import Console
 from ...sims.splitwise.metrics import missed_slos, slowdowns, summary
 from ...sims.splitwise.run import Mode, SplitwiseResult, run_setup, write_requests_csv
 from ...sims.splitwise.traces import read_trace
+from ..actions.status_view import open_console
 from ..errors import UsageError
 from ..options.values import check_writable
-from .status_view import open_console
 
 
 def run_sim(arguments: SimpleNamespace) -> int:
     """Returns the exit code."""
     if arguments.compat or arguments.measured:
         return _run_splitwise(arguments)
-    from .sim_plan import run_planned  # scipy, for the planner
+    from .planned import run_planned  # scipy, for the planner
 
     return run_planned(arguments)
 

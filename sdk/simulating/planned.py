@@ -17,21 +17,33 @@ from rich.progress import Progress
 from ...coordinator.plan import Plan
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem
-from ...coordinator.planning.model.workload import Service
+from ...coordinator.planning.model.workload import Service, Workload
+from ...coordinator.planning.rescheduling import without_boxes
 from ...coordinator.routing.interface import RoutingSettings
 from ...sims.records import Trace, TraceError
+from ...sims.replanning import Replanner
 from ...sims.results.chrome_trace import write_chrome_trace
 from ...sims.results.outcomes import SimResult
 from ...sims.results.plots import plot_attainment, plot_timeline
 from ...sims.results.report import report_of, tables, write_requests
-from ...sims.scenario import BoxLost, ServiceRun, SimSettings
-from ...sims.workloads import AZURE, Lengths, azure, draw, read_requests, replay
+from ...sims.scenario import Change, Replan, ServiceRun, SimSettings
+from ...sims.workloads import AZURE, Lengths, azure, chain_traces, draw, read_requests, replay
 from ...sims.world import simulate
+from ..actions.plan import search_plan
+from ..actions.plan_options import problem_of
+from ..actions.status_view import open_console
 from ..errors import UsageError
 from ..options.values import check_writable
-from .plan import search_plan
-from .plan_options import problem_of
-from .status_view import open_console
+from .changes import (
+    SimScenario,
+    TrafficShift,
+    check_moments,
+    read_scenario,
+    replan_policies,
+    replan_settings,
+    settings_with_network_times,
+)
+from .report import PolicyRun, changes_json, print_changes, run_json, spans_of
 
 SECONDS: Final = 300.0
 
@@ -52,11 +64,17 @@ def run_planned(arguments: SimpleNamespace) -> int:
     for field, path in (("requests", arguments.requests), ("chrome-trace", arguments.chrome_trace)):
         check_writable(field, path)
     problem = problem_of(arguments)
-    losses = [_loss(text, problem) for text in arguments.lose]
-    traces = [_trace(arguments, service, number) for number, service in enumerate(problem.services)]
-    plans = _plans(arguments, problem)
+    scenario = read_scenario(arguments, problem)
+    traces = [_trace(arguments, service, number, scenario.shifts) for number, service in enumerate(problem.services)]
+    check_moments(scenario, max(float(trace.arrival_s[-1]) for trace in traces))
+    plans = _plans(arguments, without_boxes(problem, scenario.absent) if scenario.absent else problem)
     runs = [
-        ServiceRun(service=service, plan=plan, trace=trace)
+        ServiceRun(
+            service=service,
+            plan=plan,
+            trace=trace,
+            later_slos=tuple((shift.at, shift.slo) for shift in scenario.shifts),
+        )
         for service, plan, trace in zip(problem.services, plans, traces, strict=True)
     ]
     settings = SimSettings(
@@ -64,15 +82,16 @@ def run_planned(arguments: SimpleNamespace) -> int:
         routing=RoutingSettings(policy=arguments.dispatch),
         seed=arguments.seed,
     )
+    if scenario.events:
+        return _run_changes(arguments, problem, runs, settings, scenario)
     started = time.process_time()
-    result = _simulate(problem, runs, settings, losses, arguments)
+    result = _simulate(problem, runs, settings, arguments)
     seconds = time.process_time() - started
     _write(result, arguments)
     report = report_of(result)
     if arguments.format == "json":
         figures = msgspec.to_builtins(report)
-        specs = sorted({box.gpu.specs.value for box in problem.cluster.boxes})
-        print(json.dumps({"simulated": True, "specs": specs, "cpu_s": seconds, **figures}))
+        print(json.dumps({"simulated": True, "specs": _specs(problem), "cpu_s": seconds, **figures}))
     else:
         console = open_console()
         console.print(tables(report))
@@ -80,12 +99,55 @@ def run_planned(arguments: SimpleNamespace) -> int:
     return 0
 
 
+def _run_changes(
+    arguments: SimpleNamespace,
+    problem: Problem,
+    runs: Sequence[ServiceRun],
+    settings: SimSettings,
+    scenario: SimScenario,
+) -> int:
+    """Simulate what changes, by each policy that was asked for."""
+    policies = replan_policies(arguments)
+    if len(policies) > 1:
+        for field in ("requests", "plots", "chrome_trace"):
+            if getattr(arguments, field) is not None:
+                raise UsageError(f"{field.replace('_', '-')}: it is written of one run; give one policy as --replan")
+    settings = settings_with_network_times(settings, arguments, len(problem.cluster.boxes))
+    done: list[PolicyRun] = []
+    for policy in policies:
+        replanner = Replanner(problem, replan_settings(arguments, policy, scenario))
+        started = time.process_time()
+        result = _simulate(problem, runs, settings, arguments, scenario.changes, replanner)
+        seconds = time.process_time() - started
+        done.append(PolicyRun(policy=policy, result=result, records=tuple(replanner.records), cpu_s=seconds))
+    spans = spans_of(scenario, done, settings, max(float(run.trace.arrival_s[-1]) for run in runs))
+    if len(done) == 1:
+        _write(done[0].result, arguments)
+    if arguments.format == "json":
+        about = {"simulated": True, "specs": _specs(problem), "changes": changes_json(scenario, settings)}
+        figures = [run_json(run, spans) for run in done]
+        print(json.dumps({**about, **figures[0]} if len(done) == 1 else {**about, "runs": figures}))
+        return 0
+    console = open_console()
+    if len(done) == 1:
+        console.print(tables(report_of(done[0].result)))
+    print_changes(scenario, done, spans, settings, console)
+    seconds = sum(run.cpu_s for run in done)
+    console.print(f"simulated: {max(run.result.end_s for run in done):.0f} s in {seconds:.2f} CPU seconds")
+    return 0
+
+
+def _specs(problem: Problem) -> list[str]:
+    return sorted({box.gpu.specs.value for box in problem.cluster.boxes})
+
+
 def _simulate(
     problem: Problem,
     runs: Sequence[ServiceRun],
     settings: SimSettings,
-    losses: Sequence[BoxLost],
     arguments: SimpleNamespace,
+    changes: Sequence[Change] = (),
+    replan: Replan | None = None,
 ) -> SimResult:
     console = Console(stderr=True)
     quiet = arguments.format == "json" or not console.is_terminal
@@ -95,7 +157,8 @@ def _simulate(
             problem.cluster,
             runs,
             settings=settings,
-            changes=losses,
+            changes=changes,
+            replan=replan,
             record=arguments.chrome_trace is not None,
             progress=lambda done, total, _: bar.update(task, completed=done, total=total),
         )
@@ -117,8 +180,10 @@ def _plans(arguments: SimpleNamespace, problem: Problem) -> list[Plan]:
     return [item.plan for item in file.services]
 
 
-def _trace(arguments: SimpleNamespace, service: Service, number: int) -> Trace:
+def _trace(arguments: SimpleNamespace, service: Service, number: int, shifts: Sequence[TrafficShift]) -> Trace:
     """The requests of a service; each has random numbers of its own."""
+    if shifts:
+        return _shifting_trace(arguments, service, number, shifts)
     workload = service.workload
     what = arguments.workload or ""
     if arguments.count is not None and arguments.seconds is not None:
@@ -133,30 +198,39 @@ def _trace(arguments: SimpleNamespace, service: Service, number: int) -> Trace:
         if what not in AZURE:
             raise UsageError(f"arrivals: `replay` needs --workload {' or '.join(AZURE)}")
         return replay(azure(what), rate=workload.rate, seconds=arguments.seconds or SECONDS)
-    bursty = arguments.arrivals == "bursty"
-    if bursty and what in AZURE:
-        cv = azure(what).gap_cv
-    elif bursty:
-        cv = workload.arrival_cv
-    else:
-        cv = 1.0
+    seconds = (arguments.seconds or SECONDS) if arguments.count is None else None
     rng = np.random.default_rng([arguments.seed, number])
+    return _drawn(arguments, service, workload, rng, seconds=seconds)
+
+
+def _shifting_trace(arguments: SimpleNamespace, service: Service, number: int, shifts: Sequence[TrafficShift]) -> Trace:
+    """Requests of one kind after the other."""
+    end_s = arguments.seconds or SECONDS
+    for at, _, _ in shifts:
+        if not 0.0 < at < end_s:
+            raise UsageError(f"shift: {at:g} s is not between 0 and the end of the requests, {end_s:g} s")
+    parts: list[tuple[float, Trace]] = []
+    kinds = [TrafficShift(0.0, service.workload, service.slo), *shifts]
+    ends = [*(shift.at for shift in shifts), end_s]
+    for place, ((at, workload, _), until) in enumerate(zip(kinds, ends, strict=True)):
+        rng = np.random.default_rng([arguments.seed, number, *([place] if place else [])])
+        parts.append((at, _drawn(arguments, service, workload, rng, seconds=until - at)))
+    return chain_traces(parts)
+
+
+def _drawn(
+    arguments: SimpleNamespace, service: Service, workload: Workload, rng: np.random.Generator, seconds: float | None
+) -> Trace:
+    """Requests of a workload for so many seconds, or as many as --count says."""
+    cv = 1.0
+    if arguments.arrivals == "bursty":
+        recorded = next((one for one in map(azure, AZURE) if one.lengths.source == workload.name), None)
+        cv = workload.arrival_cv if recorded is None else recorded.gap_cv
     lengths = Lengths(workload.prompts, workload.outputs, workload.name)
     try:
-        seconds = (arguments.seconds or SECONDS) if arguments.count is None else None
         return draw(lengths, rate=workload.rate, rng=rng, cv=cv, requests=arguments.count, seconds=seconds)
     except TraceError as error:
         raise TraceError(f"service {service.name}: {error}") from None
-
-
-def _loss(text: str, problem: Problem) -> BoxLost:
-    box, _, at = text.rpartition("@")
-    if box not in {item.id for item in problem.cluster.boxes}:
-        raise UsageError(f"lose: {text!r} is not like BOX@60 with a box of the cluster")
-    try:
-        return BoxLost(float(at), box)
-    except ValueError:
-        raise UsageError(f"lose: {at!r} in {text!r} is not a number of seconds") from None
 
 
 def _write(result: SimResult, arguments: SimpleNamespace) -> None:

@@ -1,0 +1,1 @@
+"""`p2pserve sim`: requests against a plan, in virtual time, and what changes meanwhile."""
