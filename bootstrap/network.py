@@ -39,8 +39,7 @@ from .members.mesh import Dial
 from .members.neighbours import Contacts
 from .members.own_certificate import OwnCertificate
 from .members.peering import OWN_KINDS, Peering
-from .members.states import GossipMessage, Member, MemberState, NetworkState, NetworkStatistics
-from .members.table import EntryRules
+from .members.states import EntryRules, GossipMessage, Member, MemberState, NetworkState, NetworkStatistics
 from .members.watch import AnswerWatch
 from .methods import EVERYONE, Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from .sessions import PeerSessions

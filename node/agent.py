@@ -44,7 +44,7 @@ from .joining import Invitation, accept_invitation, new_network
 from .links.call_back import CALL_HELLO_BYTES, CALL_MAGIC
 from .links.data_port import DataPort
 from .links.prober import BurstCarrier, Prober
-from .links.ways import Ways
+from .links.ways import Doors, Ways
 from .observing.event_file import EventFile
 from .observing.event_log import EventLog
 from .observing.node_log import keep_log
@@ -186,16 +186,6 @@ async def _join(
         nursery.cancel_scope.cancel()
 
 
-class Doors(NamedTuple):
-    """How connections come in and go out: the one port, the relay, what serves a connection that was dialled here as if
-    it had come to the port, and where that is."""
-
-    port: DataPort
-    relay: Relay
-    adopt: Callable[[trio.SocketStream], None]
-    listen: Address
-
-
 @final
 class Node:
     """A node that has joined: what it tells, follows and plans. Starts its tasks in `nursery`."""
@@ -219,7 +209,7 @@ class Node:
         self._plans = PlanExchange(
             network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
         )
-        self._ways = Ways(joined, doors.relay, doors.adopt, doors.listen, nursery)
+        self._ways = Ways(joined, doors, nursery)
         path_to = self._ways.reach.path_to
         self._serving = (
             Serving(joined, served, found, path_to=path_to, nursery=nursery, on_news=self._hurry)

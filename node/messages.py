@@ -100,9 +100,8 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
 class Advert(Message, frozen=True, kw_only=True):
     """What a node tells everyone about itself. Signed and versioned by the membership layer.
 
-    `fits`: layers of its model that it has memory for, on the `tp` GPUs that share each. `profile` is fitted to its
-    engine's steps, once there are enough. `demand` is what clients have asked of it lately. Its owner says `phase`,
-    where it is to do only that, and `usd_per_hour`. `ends_in_s`: it stays at least so long; `hung`: its engine is.
+    `fits`: layers for which its `tp` GPUs have memory; `profile` is fitted to its engine's steps, `demand` is that of its
+    clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is.
     """
 
     hardware: Hardware
@@ -474,8 +473,8 @@ class StatusQuery(Message, frozen=True, kw_only=True):
 
 
 class NodeStatus(Message, frozen=True, kw_only=True):
-    """One member as the answering node sees it. `gone_s`: for so long it has been dead, or away; `tokens_s`: tokens of
-    answers that its engine writes per second now, where that is known. `closed`: nobody can dial it."""
+    """One member as the answering node sees it. `gone_s`: for so long it has been dead, or away; `tokens_s`: that its
+    engine writes per second now, where that is known. `closed`: nobody can dial it."""
 
     peer: Name
     role: Label

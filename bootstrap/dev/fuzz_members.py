@@ -22,8 +22,8 @@ from ..members.leading import OBJECTION_KIND, encode_objection
 from ..members.liveness import HEARS_KIND, encode_heard
 from ..members.neighbours import Contacts
 from ..members.peering import Actions, Peering
-from ..members.states import Compare, GossipMessage, HeldClaim, Holding, NetworkState, Part, Summary, Tell
-from ..members.table import BEAT_KIND, MAX_LIES, MAX_ORIGIN_BYTES, EntryRules
+from ..members.states import Compare, EntryRules, GossipMessage, HeldClaim, Holding, NetworkState, Part, Summary, Tell
+from ..members.table import BEAT_KIND, MAX_LIES, MAX_ORIGIN_BYTES
 from ..settings import NetworkSettings
 from ..streams.control import PROTOCOL_VERSION, Hello
 from ..trust.entries import MAX_COUNTER, MEMBER_KIND, Entry, Lie, MemberRecord, is_sound, sign_entry

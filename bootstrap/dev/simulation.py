@@ -23,8 +23,7 @@ from ..members.mesh import Dial
 from ..members.neighbours import Contacts
 from ..members.overlay import choose_neighbours
 from ..members.peering import Peering
-from ..members.states import GossipMessage, NetworkState
-from ..members.table import EntryRules
+from ..members.states import EntryRules, GossipMessage, NetworkState
 from ..settings import NetworkSettings
 from ..streams.control import PROTOCOL_VERSION, Hello
 from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound
@@ -99,7 +98,7 @@ class Simulation:
     """A network of machines. Time passes in :meth:`run`.
 
     Args:
-        rules: see :class:`..members.table.EntryRules`.
+        rules: see :class:`..members.states.EntryRules`.
         count_bytes: whether messages are encoded, to count their bytes; that costs time.
     """
 

@@ -35,8 +35,8 @@ from .liveness import HEARS_KIND, Liveness, encode_heard
 from .mesh import Dial
 from .neighbours import Contacts, Neighbours
 from .roster import Roster
-from .states import Compare, GossipMessage, Holding, MergeResult, NetworkState, Part, Summary, Tell
-from .table import BEAT_KIND, EntryRules, Table
+from .states import Compare, EntryRules, GossipMessage, Holding, MergeResult, NetworkState, Part, Summary, Tell
+from .table import BEAT_KIND, Table
 
 _log = logging.getLogger(__name__)
 

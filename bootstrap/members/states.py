@@ -1,6 +1,7 @@
 """What the machines of this room take and give, as plain values."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from ..addresses import Address
-from ..trust.entries import MAX_KINDS, Entry, EntryCounter, Kind, Lie, Origin
+from ..trust.entries import MAX_KINDS, Entry, EntryCounter, Kind, Lie, Origin, is_sound
 from ..trust.keys import PeerId
 from ..trust.orders import SignedOrders
 from ..trust.tokens import Role
@@ -49,6 +50,24 @@ class MergeResult:
     lies: tuple[Lie, ...] = ()
     forged: int = 0
     ignored: int = 0
+
+
+ReadNumber = Callable[[bytes], object | None]  # the number under which a payload may be said once only; None: none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryRules:
+    """What is particular about kinds of entries, and how signatures are checked.
+
+    Args:
+        urgent: kinds that are told to everybody at once, however many there are.
+        numbered: kinds whose payloads carry a number that may be used once only, with what reads it.
+        is_sound: checks signatures; a simulation checks each but once, however many nodes it has.
+    """
+
+    urgent: frozenset[str] = frozenset()
+    numbered: Mapping[str, ReadNumber] = field(default_factory=dict)
+    is_sound: Callable[[Entry], bool] = is_sound
 
 
 # -- what members tell each other --------------------------------------------------------------------------------------

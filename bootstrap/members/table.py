@@ -17,7 +17,7 @@ What one origin can make all others hold and check is bounded: by bytes, by kind
 entries per second.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
@@ -36,7 +36,6 @@ from ..trust.entries import (
     Lie,
     MemberRecord,
     contradict,
-    is_sound,
     read_record,
     sign_entry,
     sort_records_first,
@@ -47,7 +46,7 @@ from ..trust.tokens import Grant
 from .admission import Admission, is_client
 from .allowance import Allowance
 from .overlay import place_on_ring
-from .states import Digest, MergeResult
+from .states import Digest, EntryRules, MergeResult
 
 BEAT_KIND: Final = "beat"  # says nothing but that its origin lives: not compared, but asked for when it is overdue
 MAX_ORIGINS: Final = 4096
@@ -56,23 +55,6 @@ MAX_ORIGIN_BYTES: Final = 192 * 1024
 BUCKETS: Final = 64
 _HASH_BYTES: Final = 8
 _HASHES: Final = 1 << (8 * _HASH_BYTES)
-
-ReadNumber = Callable[[bytes], object | None]  # the number under which a payload may be said once only; None: none
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EntryRules:
-    """What is particular about kinds of entries, and how signatures are checked.
-
-    Args:
-        urgent: kinds that are told to everybody at once, however many there are.
-        numbered: kinds whose payloads carry a number that may be used once only, with what reads it.
-        is_sound: checks signatures; a simulation checks each but once, however many nodes it has.
-    """
-
-    urgent: frozenset[str] = frozenset()
-    numbered: Mapping[str, ReadNumber] = field(default_factory=dict)
-    is_sound: Callable[[Entry], bool] = is_sound
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import trio
 
@@ -16,40 +16,42 @@ from ...kvtransport.link.relay import Relay
 from ..joined import Joined
 from .bandwidth import answer_bandwidth
 from .call_back import CallBacks
-from .data_port import Around, RelayDesk
+from .data_port import Around, DataPort, RelayDesk
 from .reach import Reach, ReachTimes
 from .reachability import Announcing, DialBackDesk, Reachability
 
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 
 
+class Doors(NamedTuple):
+    """How connections come in and go out: the one port, the relay, what serves a connection that was dialled here as if
+    it had come to the port, and where that is."""
+
+    port: DataPort
+    relay: Relay
+    adopt: Callable[[trio.SocketStream], None]
+    listen: Address
+
+
 @final
 class Ways:
-    """One per node, which listens at `listen`. `adopt` serves a connection that was dialled here as if it had come
-    there; tasks run in `nursery`."""
+    """One per node; tasks run in `nursery`."""
 
-    def __init__(
-        self,
-        joined: Joined,
-        relay: Relay,
-        adopt: Callable[[trio.SocketStream], None],
-        listen: Address,
-        nursery: trio.Nursery,
-    ) -> None:
+    def __init__(self, joined: Joined, doors: Doors, nursery: trio.Nursery) -> None:
         settings, network = joined.settings, joined.network
         tuning = settings.tuning
         self._joined = joined
-        self._listen = listen
+        listen = self._listen = doors.listen
         self.calls = CallBacks(
             messenger=network,
             where=joined.address_of,
             prove=lambda peer, address: network.prove(peer, address, _is_any),
-            adopt=adopt,
+            adopt=doors.adopt,
             nursery=nursery,
             tuning=tuning,
         )
         self._desk = RelayDesk(
-            relay,
+            doors.relay,
             settings.links,
             messenger=network,
             where=joined.address_of,

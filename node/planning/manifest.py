@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from ...bootstrap import DECODE_ERRORS
-from ...bootstrap.members.table import EntryRules
+from ...bootstrap.members.states import EntryRules
 from ...coordinator import Plan, PlanError
 from ..messages import PLAN
 from .messages import INLINE_PLAN_BYTES, MAX_PLAN_BYTES, PlanManifest

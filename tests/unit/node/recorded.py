@@ -20,8 +20,7 @@ from p2pserve.bootstrap.members.election import CLAIM_KIND, encode_claim
 from p2pserve.bootstrap.members.leading import OBJECTION_KIND, encode_objection
 from p2pserve.bootstrap.members.liveness import HEARS_KIND, encode_heard
 from p2pserve.bootstrap.members.peering import Peering
-from p2pserve.bootstrap.members.states import Compare, NetworkState, Part, Summary, Tell
-from p2pserve.bootstrap.members.table import EntryRules
+from p2pserve.bootstrap.members.states import Compare, EntryRules, NetworkState, Part, Summary, Tell
 from p2pserve.bootstrap.settings import NetworkSettings
 from p2pserve.bootstrap.streams import control
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, Lie, MemberRecord, sign_entry

@@ -16,8 +16,7 @@ from p2pserve.bootstrap.dev.fuzz_members import READ_BY_MEMBERS, MemberAttack, m
 from p2pserve.bootstrap.dev.fuzz_report import MAX_INPUT_MIB, MAX_INPUT_S, ControlFuzzReport
 from p2pserve.bootstrap.dev.mutations import made_up, mutated_encoding, varied
 from p2pserve.bootstrap.members.peering import Peering
-from p2pserve.bootstrap.members.states import GossipMessage
-from p2pserve.bootstrap.members.table import EntryRules
+from p2pserve.bootstrap.members.states import EntryRules, GossipMessage
 from p2pserve.bootstrap.streams import control
 from p2pserve.coordinator import Demand, Plan
 from p2pserve.node.dev.fuzz import fuzz

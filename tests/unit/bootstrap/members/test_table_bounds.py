@@ -5,8 +5,8 @@ import pytest
 
 from p2pserve.bootstrap import Identity, JoinToken, Role
 from p2pserve.bootstrap.members.allowance import Allowance
-from p2pserve.bootstrap.members.states import MergeResult
-from p2pserve.bootstrap.members.table import BEAT_KIND, BUCKETS, MAX_ORIGIN_BYTES, MAX_ORIGINS, EntryRules, Table
+from p2pserve.bootstrap.members.states import EntryRules, MergeResult
+from p2pserve.bootstrap.members.table import BEAT_KIND, BUCKETS, MAX_ORIGIN_BYTES, MAX_ORIGINS, Table
 from p2pserve.bootstrap.trust.entries import MAX_PAYLOAD, MEMBER_KIND, Entry, Lie, MemberRecord, sign_entry
 
 from ..certificates import KEY, PEOPLE, admission, payload, record, word
