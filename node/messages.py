@@ -100,7 +100,7 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
 class Advert(Message, frozen=True, kw_only=True):
     """What a node tells everyone about itself. Signed and versioned by the membership layer.
 
-    `fits`: layers for which its `tp` GPUs have memory; `profile` is fitted to its engine's steps, `demand` is that of its
+    `fits`: layers for which its `tp` GPUs have memory; `profile` is fitted to its engine's steps, `demand` is of its
     clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is.
     """
 

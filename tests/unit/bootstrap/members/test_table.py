@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from p2pserve.bootstrap import Identity, JoinToken, NetworkSettings, Role
 from p2pserve.bootstrap.members.states import MergeResult
+from p2pserve.bootstrap.members.states import EntryRules
 from p2pserve.bootstrap.members.table import (
     BEAT_KIND,
     BUCKETS,
     MAX_LIES,
     MAX_ORIGIN_BYTES,
-    EntryRules,
     Table,
 )
 from p2pserve.bootstrap.trust.entries import (
