@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from p2pserve.bootstrap import Identity, JoinToken, NetworkSettings, Role
-from p2pserve.bootstrap.members.states import MergeResult
-from p2pserve.bootstrap.members.states import EntryRules
+from p2pserve.bootstrap.members.states import EntryRules, MergeResult
 from p2pserve.bootstrap.members.table import (
     BEAT_KIND,
     BUCKETS,
