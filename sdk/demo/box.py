@@ -11,7 +11,6 @@ cancellation at any moment.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+import msgspec
 import psutil
 import trio
 
@@ -236,7 +236,7 @@ class DemoBox:
             if not data:
                 await trio.sleep_forever()  # its watcher says why it has ended
             line += data
-        return NodeGreeting(**json.loads(line))
+        return msgspec.json.decode(line, type=NodeGreeting)
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
