@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from ...bootstrap import Role
+from ...bootstrap import MemberState, Role
 from ...coordinator.names import find_peers, name_of
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
@@ -27,7 +27,7 @@ def network_of(status: Status) -> PathNetwork:
     links: dict[tuple[str, str], LinkFigures] = {}
     boxes: dict[str, BoxFigures] = {}
     for node in status.nodes:
-        if node.links is not None and node.state == "alive":
+        if node.links is not None and node.state in (MemberState.ALIVE.value, MemberState.SUSPECT.value):
             boxes[node.peer] = node.links.box
             links |= {(node.peer, target): figures for target, figures in node.links.links.items()}
     return PathNetwork(links, boxes)
