@@ -102,7 +102,8 @@ class Neighbours:
         if gone:
             chosen.add(self._rng.choice(gone))
             self.retry_at = now + self._settings.retry_gone_s
-        self._chosen = {peer: boxes[peer] for peer in (chosen | self._liveness.redialled) & boxes.keys()}
+        chosen |= self._liveness.redialled
+        self._chosen = {peer: boxes[peer] for peer in sorted(chosen & boxes.keys())}  # one order in every process
 
     def take_dials(self, connected: Collection[PeerId], now: float) -> tuple[Dial, ...]:
         """What to dial now. Every :class:`Dial` must be answered by :meth:`on_dialled`."""

@@ -60,7 +60,7 @@ class World:
         """Whom it dials within a moment; none of them answers."""
         found: set[PeerId] = set()
         at_hand = peers(list(connected))
-        for moment in (now, now + 1.5):
+        for moment in (now, now + 2.0):  # the higher peer id waits for some 1.5 s
             for dial in self.neighbours.take_dials(at_hand, moment):
                 found.add(dial.peer)
                 self.neighbours.on_dialled(dial.peer, False, moment)
