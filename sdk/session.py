@@ -178,6 +178,10 @@ class _GatewayRefuses(_GatewayLost):
     """It has answered, and has nothing of the request."""
 
 
+class _GatewayUnreachable(_GatewayLost):
+    """The request did not get there. A path may be broken for a moment: it is tried once more."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class _Loss:
@@ -276,7 +280,8 @@ class Session:
                 except _GatewayLost as error:
                     if not isinstance(error, _GatewayRefuses):
                         earlier.append(f"gateway {name_of(gateway)} was lost: {error}")
-                    wait_s = error.retry_after_s
+                    is_tried = isinstance(error, _GatewayUnreachable) and gateway in lost
+                    wait_s = None if is_tried else error.retry_after_s
                     now = trio.current_time()
                     lost[gateway] = _Loss(str(error), math.inf if wait_s is None else now + wait_s, now)
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
@@ -346,7 +351,7 @@ class Session:
                 raise InvalidRequest(error.message) from error
             raise RequestFailed(f"gateway {name_of(gateway)} refuses: {error.message}") from error
         except NetworkError as error:
-            raise _GatewayLost(str(error)) from error
+            raise _GatewayUnreachable(str(error), HUNG_RETRY_S) from error
 
     def _stop(self, gateway: PeerId, request: str) -> None:
         try:
@@ -368,9 +373,10 @@ class Session:
             if usable:
                 return await self._gateways.pick(usable, service)
             again = min((lost[peer].retry_at for peer in ranked), default=math.inf)
-            if lost and again == math.inf:
+            is_over = again == math.inf
+            if lost and is_over and (now >= give_up or self._gateways.find_silent(service) <= lost.keys()):
                 raise RequestFailed(f"no gateway is left: {_reasons(lost)}")
-            if lost and again >= deadline:
+            if lost and not is_over and again >= deadline:
                 raise Busy(_reasons(lost), again - now)
             if not lost and now >= give_up:
                 nodes = len(self._gateways.candidates())
@@ -379,7 +385,7 @@ class Session:
                 raise NotReady(
                     f"no node of this network serves {model} ({nodes} alive{others}); start one with `p2pserve join`"
                 )
-            with trio.move_on_at(again if lost else give_up):
+            with trio.move_on_at(give_up if is_over else again):  # one that is silent is heard again, or found dead
                 await self._network.wait_changed(revision)
 
     async def _describe_others(self, service: str | None) -> str:

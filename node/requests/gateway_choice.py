@@ -78,6 +78,13 @@ class GatewayFinder:
 
     def candidates(self) -> list[GatewayCandidate]:
         """The nodes that are alive."""
+        return self._find_boxes(MemberState.ALIVE)
+
+    def find_silent(self, service: str | None) -> frozenset[PeerId]:
+        """Those that offered it and are silent just now: a busy machine or a lossy path, or they have died."""
+        return frozenset(gateways(self._find_boxes(MemberState.SUSPECT), service, self.planned_service()))
+
+    def _find_boxes(self, state: MemberState) -> list[GatewayCandidate]:
         self._book.update(self._network.entries(ADVERT))
         return [
             GatewayCandidate(
@@ -86,7 +93,7 @@ class GatewayFinder:
                 rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
             )
             for member in self._network.members()
-            if member.state is MemberState.ALIVE and member.role is not Role.CLIENT
+            if member.state is state and member.role is not Role.CLIENT
         ]
 
     def rank(self, service: str | None) -> list[PeerId]:

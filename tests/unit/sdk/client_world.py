@@ -105,6 +105,10 @@ class World:
         self._client = Identity.generate()
         self._here = (Bootstrap("10.0.0.1", 4001, self._identity.peer_id),)
 
+    @property
+    def client(self) -> PeerId:
+        return self._client.peer_id
+
     async def run_node(self, identity: Identity, address: Address, script: Script | None) -> None:
         is_first = identity is self._identity
         token = self._key.issue(() if is_first else self._here, Role.WORKER, NOW + 1e6, lead=True)

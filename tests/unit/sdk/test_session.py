@@ -9,7 +9,9 @@ from p2pserve.coordinator.names import name_of
 from p2pserve.node.messages import (
     Generate,
     Generating,
+    StatusQuery,
 )
+from p2pserve.node.methods import STATUS
 from p2pserve.sdk.errors import Busy, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
 from p2pserve.sdk.requests import TextDelta
 from p2pserve.sdk.session import OPENINGS, enter
@@ -130,6 +132,38 @@ def test_when_every_gateway_has_failed_all_are_named() -> None:
                 await session.generate(request(), lambda delta: None)
             for gateway in made.gateways:
                 assert name_of(gateway.network.peer_id) in str(caught.value)
+
+    in_virtual_time(main)
+
+
+async def heal_after(made: World, seconds: float) -> None:
+    await trio.sleep(seconds)
+    made.memory.heal()
+
+
+@pytest.mark.parametrize("is_heard_again", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_gateway_out_of_reach_for_a_moment_is_waited_for_before_none_is_left(
+    is_known: bool, is_heard_again: bool
+) -> None:
+    async def main() -> None:
+        death = Death(2)
+        async with world(death.script, whole) as (made, session):
+            death.world = made
+            peers = [gateway.network.peer_id for gateway in made.gateways]
+            if is_known:  # there is a session with it, which falls silent
+                await session.ask(STATUS, StatusQuery(), 1.0, peers[1])
+            made.memory.block(made.client, peers[1])
+            await trio.sleep(5.0)  # it is suspect, and not yet dead
+            if is_heard_again:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(heal_after, made, 1.5)
+                    assert await session.generate(request(), death.deliver) == COMPLETE
+                assert [len(gateway.continued) for gateway in made.gateways] == [0, 1]
+                return
+            with pytest.raises(RequestFailed, match="no gateway is left") as caught:
+                await session.generate(request(), death.deliver)
+            assert name_of(peers[0]) in str(caught.value)
 
     in_virtual_time(main)
 
