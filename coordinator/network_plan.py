@@ -310,7 +310,7 @@ def _state_deadlines(network: NetworkProblem) -> Deadlines:
 def _explain_load(network: NetworkProblem) -> str:
     """What the plan is for."""
     workload, slo = network.service.workload, network.service.slo
-    ready = f" ({network.asked:.3g} are asked for: the rest is room)" if network.asked < workload.rate else ""
+    ready = f" ({network.asked:.3g} requests/s asked for: the rest is room)" if network.asked < workload.rate else ""
     return (
         f"planned for {workload.rate:.3g} requests/s{ready} with lengths of {workload.name}: "
         f"{workload.mean_prompt:.0f} tokens in and {workload.mean_output:.0f} out on average; deadlines "

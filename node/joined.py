@@ -15,7 +15,7 @@ from ..bootstrap.addresses import names_one_place
 from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Plan
-from ..coordinator.names import name_of
+from ..coordinator.names import count_of, name_of
 from . import messages, methods
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
@@ -163,7 +163,7 @@ class Joined:
             phase = plan.phase_of(self.own)
             role = f"this node: {phase.value}" if phase is not None else "this node has no part in it"
             self._record_plan(plan, phase.value if phase is not None else "")
-            replicas = "1 replica" if len(plan.replicas) == 1 else f"{len(plan.replicas)} replicas"
+            replicas = count_of(len(plan.replicas), "replica")
             self.say(f"plan {plan.epoch}.{plan.version} for {plan.service}: {replicas}; {role}")
 
     async def tell_links(self) -> None:

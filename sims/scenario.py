@@ -12,6 +12,7 @@ from ..coordinator.costs.replica import Hop, StageHardware, kv_capacity_tokens, 
 from ..coordinator.costs.rounds import TOKEN_BUDGETS, choose_token_budget
 from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.demand import Demand
+from ..coordinator.names import count_of
 from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service, Slo
@@ -194,7 +195,9 @@ def roofline_model(cluster: Cluster, service: Service, replica: Replica) -> Repl
             hops.append(Hop(0.0 if inside else float(cluster.rtt_s[here, there]), gbps))
     tokens = kv_capacity_tokens(service.model, stages)
     if tokens < 1:
-        raise WorldError(f"replica {replica.id}: {service.model.name} does not fit its {len(replica.gpus)} GPUs")
+        raise WorldError(
+            f"replica {replica.id}: {service.model.name} does not fit its {count_of(len(replica.gpus), 'GPU')}"
+        )
     times = replica_times(service.model, stages, hops)
     if replica.phase is Phase.PREFILL:
         return ReplicaModel(times, tokens)

@@ -49,6 +49,12 @@ def with_names(text: str, peers: Iterable[str]) -> str:
     return text
 
 
+def count_of(number: int, noun: str) -> str:
+    """ "1 box", "2 boxes"; for words whose plural ends in s."""
+    ending = "es" if noun.endswith(("x", "s", "ch")) else "s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{ending}"
+
+
 def _is_named(given: str, peer: str) -> bool:
     name = name_of(peer)
     head, ending = given[: len(name)].lower(), given[len(name) :]

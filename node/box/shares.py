@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...coordinator.names import count_of
 from ..models import ModelInfo
 from ..settings import BoxEngineSettings
 from .batch_limits import BatchLimits
@@ -91,7 +92,7 @@ def _choose_tp(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings
         heads = f"{model.shape.heads} heads and {model.kv_heads} KV heads"
         raise NodeUsageError(f"tp: {tp} workers cannot share the {heads} of {model.name} evenly")
     if hardware.gpus and tp > len(hardware.gpus):
-        raise NodeUsageError(f"tp: {tp} is more than the {len(hardware.gpus)} GPUs of this box")
+        raise NodeUsageError(f"tp: {tp} is more than the {count_of(len(hardware.gpus), 'GPU')} of this box")
     return tp
 
 

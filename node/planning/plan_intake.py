@@ -14,6 +14,7 @@ from typing import final
 
 from ...bootstrap import PeerId
 from ...coordinator import Plan, PlanError
+from ...coordinator.names import count_of
 from ..messages import Advert
 from ..settings import NodeTuning
 from .manifest import read_manifest, read_plan
@@ -37,7 +38,7 @@ def find_conflict(plan: Plan, own: PeerId, advert: Advert) -> str:
     if layers > advert.fits:
         return f"it is to hold {layers} layers, and has room for {advert.fits}"
     if stage.first_gpu + stage.tp > gpus:
-        return f"it is to use {stage.first_gpu + stage.tp} GPUs, and has {gpus}"
+        return f"it is to use {count_of(stage.first_gpu + stage.tp, 'GPU')}, and has {gpus}"
     if advert.phase is not None and replica.phase is not advert.phase:
         return f"it is to do {replica.phase.value}, and its owner has said {advert.phase.value}"
     return ""

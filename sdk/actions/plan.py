@@ -18,6 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ...coordinator import Phase, Replica
+from ...coordinator.names import count_of
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Percentiles, Problem, Proposal
 from ...coordinator.planning.model.workload import Service
@@ -38,16 +39,17 @@ def run_plan(arguments: SimpleNamespace) -> int:
     console = Console(stderr=True)
     quiet = arguments.format == "json" or not console.is_terminal
 
+    gpus = count_of(problem.cluster.gpus, "GPU")
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, disable=quiet,
         transient=True,
     ) as bar:  # fmt: skip
-        task = bar.add_task(f"planning {problem.cluster.gpus} GPUs")
+        task = bar.add_task(f"planning {gpus}")
 
         def progress(step: int, steps: int, objective: float) -> None:
             of = f" of {steps}" if arguments.budget_s is None else ""
             about = f"step {step}{of}, objective {objective:.4f}"
-            bar.update(task, description=f"planning {problem.cluster.gpus} GPUs: {about}")
+            bar.update(task, description=f"planning {gpus}: {about}")
 
         found = search_plan(problem, evaluator, arguments, progress)
     proposals = evaluator.propose(found.solution, epoch=0, version=1)
@@ -134,9 +136,8 @@ def print_proposals(
 ) -> None:
     """For people: per service its replicas, who sends to whom, what to expect, and why."""
     cluster = problem.cluster
-    boxes = "1 box" if len(cluster.boxes) == 1 else f"{len(cluster.boxes)} boxes"
     console.print(
-        f"{cluster.gpus} GPUs in {boxes}, ${cluster.usd_per_hour:.2f}/h, "
+        f"{count_of(cluster.gpus, 'GPU')} in {count_of(len(cluster.boxes), 'box')}, ${cluster.usd_per_hour:.2f}/h, "
         f"GPU figures: {_specs(problem)}; estimates, not measurements"
     )
     for service, proposal, why in zip(problem.services, proposals, explained, strict=True):
@@ -157,11 +158,13 @@ def print_service(
 ) -> None:
     """One service: replicas, flows, figures and reasons. `named` rewrites ids for display."""
     workload, slo = service.workload, service.slo
-    console.print(
-        f"\n{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "
+    load = (
+        f"{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "
         f"(mean {workload.mean_prompt:.0f} in, {workload.mean_output:.0f} out), "
         f"arrivals with CV {workload.arrival_cv:g}, KV as {service.codec}"
     )
+    console.print()
+    print_prose((load,), console)
     gpu_of = {box.id: box.gpu.name for box in problem.cluster.boxes}
     table = Table("replica", "phase", "TP,PP", "stages", "requests/s", "busy", "batch", box=None, pad_edge=False)
     expected = {item.id: item for item in proposal.replicas}
@@ -181,15 +184,16 @@ def print_service(
         )
     console.print(keep_whole(table, "replica", "phase"))
     _print_flows(proposal, console, named)
-    console.print(
+    times = (
         f"TTFT {_times(proposal.ttft_s)}, TPOT {_times(proposal.tpot_s)}, E2E {_times(proposal.e2e_s)} (p50/p90/p99); "
         f"deadlines {slo.ttft_s:.3g}, {slo.tpot_s:.3g}, {slo.e2e_s:.3g} s"
     )
-    console.print(
+    gain = (
         f"attainment {proposal.attainment:.1%}; {proposal.tokens_s:.0f} output tokens/s at this rate, at most "
         f"{proposal.max_rate:.2f} requests/s; ${proposal.usd_per_hour:.2f}/h, "
         f"${proposal.usd_per_million_tokens:.2f} per million output tokens"
     )
+    print_prose((times, gain), console)
     if explained is not None:
         print_explanation(explained, service, console, named)
         return

@@ -12,7 +12,7 @@ import msgspec
 from ...bootstrap import Address, JoinToken, Role
 from ...bootstrap.addresses import FoundAddress, plain_ip
 from ...bootstrap.trust.tokens import Bootstrap
-from ...coordinator.names import name_of
+from ...coordinator.names import count_of, name_of
 from ...node.box.hardware import Hardware
 from ...node.box.prerequisites import Prerequisites, list_complaints
 from ...node.box.shares import Share
@@ -278,7 +278,7 @@ def check_clock(clocks: Sequence[BoxClock]) -> Diagnosis:
 def check_network(status: Status, model: ModelFound | None) -> Iterator[Diagnosis]:
     """How many members there are, and whether the model is served."""
     alive = [node for node in status.nodes if node.state == "alive" and node.role != Role.CLIENT.value]
-    boxes = "1 box" if len(alive) == 1 else f"{len(alive)} boxes"
+    boxes = count_of(len(alive), "box")
     yield _ok("network", f"{boxes} alive, {'a' if status.coordinator else 'no'} coordinator is elected")
     if model is None:
         return

@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 
 from ...coordinator import Phase, Plan, Replica
+from ...coordinator.names import count_of
 from ..printing import printable
 from .glossary import meaning_of
 
@@ -152,7 +153,7 @@ def _explain_limit(replica: ReplicaReasons) -> str:
 def _words_of_replicas(plan: Plan) -> Iterator[tuple[str, str]]:
     replicas = plan.replicas
     gpus = sum(stage.tp for replica in replicas for stage in replica.stages)
-    yield "replica", f"{_count(len(replicas), 'replica')} on {_count(gpus, 'GPU')}, of {plan.layers} layers each"
+    yield "replica", f"{count_of(len(replicas), 'replica')} on {count_of(gpus, 'GPU')}, of {plan.layers} layers each"
     phases = [(phase, [replica.id for replica in plan.in_phase(phase)]) for phase in Phase]
     yield "phase", "; ".join(f"{phase}: {', '.join(ids)}" for phase, ids in phases if ids)
     widest = max(replicas, key=lambda replica: max(stage.tp for stage in replica.stages))
@@ -174,7 +175,10 @@ def _words_of_requests(plan: Plan) -> Iterator[tuple[str, str]]:
     one, two = heaviest.prefill, heaviest.decode
     x = sum(pair.weight for pair in plan.pairings if pair.prefill == one)
     route = f"on {one}" if one == two else f"from {one} to {two}"
-    yield "share", f"{heaviest.weight:.1%} of requests go {route}, the most of {_count(len(plan.pairings), 'pairing')}"
+    yield (
+        "share",
+        f"{heaviest.weight:.1%} of requests go {route}, the most of {count_of(len(plan.pairings), 'pairing')}",
+    )
     yield (
         "orchestration",
         f"X: {x:.3f} of requests prefill on {one}; Y: {heaviest.weight / x:.3f} of those decode on {two}",
@@ -220,7 +224,3 @@ def _words_of_deadlines(plan: Plan) -> Iterator[tuple[str, str]]:
 def _explain_time(figures: Percentiles, limit: float) -> str:
     expected = f"{figures.p50:.3g} s p50, {figures.p90:.3g} s p90, {figures.p99:.3g} s p99"
     return f"{expected}; deadline {limit:.3g} s" if isfinite(limit) else f"{expected}; no deadline"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ...coordinator import Phase, Plan
 from ...coordinator.capacity import KvCodec
-from ...coordinator.names import name_of
+from ...coordinator.names import count_of, name_of
 from ...coordinator.network_plan import search_phases, solver_for_shares
 from ...coordinator.network_problem import SLO_SCALE, NetworkProblem, build_network_problem
 from ...coordinator.planning.lower.flow import solve_exact, solve_greedy
@@ -28,7 +28,7 @@ from ...node.messages import Status
 from ...node.view import NetworkView
 from ..actions.network import client_of
 from ..actions.plan import print_service
-from ..actions.status_view import open_console, shortened
+from ..actions.status_view import open_console, print_prose, shortened
 from ..errors import NotReady, UsageError
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json
 
@@ -189,13 +189,12 @@ def live_json(found: LivePlans, explained: Explanation | None = None) -> dict[st
 def print_live(found: LivePlans, console: Console, explained: Explanation | None = None) -> None:
     """For people. `explained`: of the running plan, or of the best where none runs."""
     network, problem = found.network, found.network.problem
-    console.print(
-        f"{problem.cluster.gpus} GPUs or processors in {len(problem.cluster.boxes)} boxes, "
-        f"{network.asked:.3g} requests/s asked for; estimates, not measurements"
-    )
+    count = problem.cluster.gpus
+    gpus = "1 GPU or processor" if count == 1 else f"{count} GPUs or processors"
+    boxes = count_of(len(problem.cluster.boxes), "box")
+    about = f"{gpus} in {boxes}, {network.asked:.3g} requests/s asked for; estimates, not measurements"
     named = partial(shortened, peers=[box.id for box in problem.cluster.boxes])
-    for line in network.why:
-        console.print(f"  {named(line)}")
+    print_prose((about, *(f"  {named(line)}" for line in network.why)), console)
     if found.plan is None:
         console.print("\nno plan is running")
     elif found.running is None:
@@ -210,11 +209,12 @@ def print_live(found: LivePlans, console: Console, explained: Explanation | None
     console.print("\nbest found:", end="")
     print_service(network.service, problem, found.best, console, named, None if found.running else explained)
     console.print()
-    for change in found.changes:
-        console.print(f"would change: {name_of(change.replica)}: {change.was or 'not in the plan'} -> {change.now}")
+    changes = (f"{name_of(each.replica)}: {each.was or 'not in the plan'} -> {each.now}" for each in found.changes)
+    print_prose((f"would change: {change}" for change in changes), console)
     if found.running is not None:
         was, now = found.running, found.best
-        console.print(
+        gives = (
             f"would give: attainment {was.attainment:.1%} -> {now.attainment:.1%}, at most "
             f"{was.max_rate:.2f} -> {now.max_rate:.2f} requests/s in time"
         )
+        print_prose((gives,), console)

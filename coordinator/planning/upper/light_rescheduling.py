@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from ...names import count_of
 from ..lower.evaluator import LowerLevel
 from ..lower.parallel import Stages
 from ..model.cluster import Cluster
@@ -141,7 +142,7 @@ def _explain_flip(space: SearchSpace, old: Solution, was: Group, now: Group) -> 
     rates = [space.evaluator.max_rates(group, count) for group in old if group.service == was.service]
     prefill, decode = sum(one for one, _ in rates), sum(one for _, one in rates)
     before, after = space.evaluator.max_rates(was, count), space.evaluator.max_rates(now, count)
-    boxes = " + ".join(f"{gpus} GPUs of {space.boxes[box].id}" for box, gpus in was.slices)
+    boxes = " + ".join(f"{count_of(gpus, 'GPU')} of {space.boxes[box].id}" for box, gpus in was.slices)
     return (
         f"{boxes}: {was.phase} -> {now.phase}; of {asked:.3g} requests/s asked for, all replicas prefill {prefill:.3g} "
         f"and decode {decode:.3g} at most; this one's share goes from {before[0]:.3g} and {before[1]:.3g} to "

@@ -388,7 +388,7 @@ def test_what_does_not_fit_together_is_said_in_one_line() -> None:
 
 
 def _too_big() -> ReplicaModel:
-    raise WorldError("replica p: toy does not fit its 1 GPUs")
+    raise WorldError("replica p: toy does not fit its 1 GPU")
 
 
 def busy_trace(count: int, seed: int = 4) -> Trace:

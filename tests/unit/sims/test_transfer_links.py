@@ -83,7 +83,7 @@ def test_a_replica_that_the_cluster_cannot_hold_is_refused(made: Replica, says: 
 
 
 def test_a_model_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(WorldError, match="replica b: bloom-176b does not fit its 1 GPUs"):
+    with pytest.raises(WorldError, match="replica b: bloom-176b does not fit its 1 GPU"):
         roofline_model(cluster_of(), service("bloom-176b"), replica(("b", 0, 70), tp=1))
 
 

@@ -1,6 +1,8 @@
 """Names of boxes: alike everywhere, told apart within a network, and typed back."""
 
-from p2pserve.coordinator.names import find_peers, full_name_of, name_of, naming, with_names
+import pytest
+
+from p2pserve.coordinator.names import count_of, find_peers, full_name_of, name_of, naming, with_names
 from p2pserve.coordinator.names.words import ANIMALS, QUALITIES
 
 PEERS = [f"12D3KooWpeer{number:06}" for number in range(2000)]
@@ -30,3 +32,11 @@ def test_ids_ends_of_ids_and_any_case_are_understood() -> None:
 
 def test_ids_in_a_text_become_names() -> None:
     assert with_names(f"{PEERS[0]} decodes", PEERS[:2]) == f"{name_of(PEERS[0])} decodes"
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "said"),
+    [(1, "box", "1 box"), (0, "box", "0 boxes"), (2, "GPU", "2 GPUs"), (1, "replica", "1 replica")],
+)
+def test_one_thing_is_not_said_as_many(number: int, noun: str, said: str) -> None:
+    assert count_of(number, noun) == said

@@ -193,7 +193,7 @@ def test_and_says_so() -> None:
     ("hardware", "knobs", "said"),
     [
         (box(24.0, 24.0, 24.0), BoxEngineSettings(tp=3), "cannot share the 4 heads and 4 KV heads"),
-        (box(24.0), BoxEngineSettings(tp=2), "more than the 1 GPUs"),
+        (box(24.0), BoxEngineSettings(tp=2), "more than the 1 GPU"),
         (box(2.0), BoxEngineSettings(), "not one of its 20 layers"),
         (box(), BoxEngineSettings(memory_gib=0.1), "^memory-gib: in 0.1 GiB not one of the 20 layers"),
         (box(), BoxEngineSettings(kv_cache_mib=1 << 24), "^kv-cache-mib: 16777216 MiB are more than this box has"),
