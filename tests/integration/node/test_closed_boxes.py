@@ -15,7 +15,7 @@ from p2pserve.coordinator import Phase
 
 from ..conftest import WAIT_LIMIT_S, Answer, Cluster, open_cluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 
 KNOBS = ({"backend": "emulated", "emulate": "2xL4", "kv_cache_mib": None},) * 2
 

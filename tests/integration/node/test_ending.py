@@ -13,7 +13,7 @@ from p2pserve.node.settings import NodeSettings
 
 from ..conftest import KNOBS, LOOPBACK, WAIT_LIMIT_S, open_cluster
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 
 EMULATED: dict[str, Any] = {"backend": "emulated", "emulate": "1xL4", "kv_cache_mib": None}
 LIFE_S = 20.0

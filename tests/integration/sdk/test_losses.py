@@ -6,7 +6,7 @@ import trio
 from p2pserve.bootstrap import NetworkSettings
 from p2pserve.sdk.live.losses import LossSettings, run_losses
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.beside, pytest.mark.timeout(400)]
 
 SETTINGS = LossSettings(times=1, output=120, lost_at=20)
 

@@ -11,7 +11,7 @@ import trio
 from p2pserve.sdk import AsyncClient, Generation, RequestFailed
 from p2pserve.sdk.demo.box import DemoBox, open_box
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 
 PROMPT = "def fibonacci(n):\n    if n < 2:\n" * 4
 SCHEMA = json.dumps(

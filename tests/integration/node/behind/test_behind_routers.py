@@ -16,7 +16,7 @@ from ..engine.figures import ATTEMPTS
 from .nodes import Nodes, open_nodes
 from .routers import Box, Internet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.beside, pytest.mark.slow, pytest.mark.timeout(500)]
 
 PUBLIC, OTHER = "11.0.0.1", "11.0.0.2"
 ROUTER, FARTHER = "12.0.0.1", "13.0.0.1"
