@@ -23,6 +23,7 @@ from ..bootstrap.address_book import AddressBook
 from ..bootstrap.network import Network
 from ..bootstrap.state_file import StateFile
 from ..coordinator import Plan, PlanError
+from ..coordinator.names import name_of
 from ..coordinator.repair.ending import is_planned_without, round_remaining
 from ..coordinator.worth import BoxLine, WorthWatch
 from ..kvtransport.link.relay import Relay
@@ -182,6 +183,7 @@ async def _join(
             nursery.start_soon(node.leave_before_end, stop)
             await stop.wait()
             await node.finish()
+            joined.is_leaving = True
             await network.leave()
         nursery.cancel_scope.cancel()
 
@@ -438,7 +440,7 @@ class Node:
                 objected = leader
                 joined.network.object_to(*leader)
                 joined.record(EventKind.PLAN_OBJECTED, peer=leader[0], epoch=leader[1], why=reason)
-                joined.say(f"this node objects to the plan of coordinator {leader[0]}: {reason}")
+                joined.say(f"this node objects to the plan of coordinator {name_of(leader[0])}: {reason}")
 
     async def _weigh(self) -> None:
         """Tell the owner whether the box is worth its price, once that is known and when it changes."""

@@ -60,6 +60,7 @@ class Joined:
         site = settings.links.site or (host if names_one_place(host) else "")
         self.knowledge = LinkKnowledge(self.own, replace(settings.links, site=site), settings.tuning)
         self.leader: Leader | None = None
+        self.is_leaving = False  # about to hang up on everybody: nobody else is gone
         self.key_usd: Callable[[], dict[str, float]] = dict  # what API keys have cost here; none without a gateway
         self._addresses: dict[PeerId, Address] = {}
         self._closed: frozenset[PeerId] = frozenset()
@@ -219,7 +220,8 @@ class Joined:
         for peer in sorted(alive - self._present):
             self.say(f"joined: {name_of(peer)}")
         for peer in sorted(self._present - alive):
-            self.say(f"gone: {name_of(peer)}")
+            if not self.is_leaving:
+                self.say(f"gone: {name_of(peer)}")
         self._present = alive
 
     def _others(self, members: tuple[Member, ...], *states: MemberState) -> list[Member]:

@@ -50,6 +50,8 @@ def test_a_box_leaves_before_it_ends_and_plans_are_made_without_it(tmp_path: Pat
             assert all(ends_in_s <= truly_s + 1.5 for ends_in_s, truly_s in told)  # an advert is told once a second
             assert spot.peer not in planned
             assert any("about to end" in line for line in said)
+            assert any(line.startswith("joined: ") for line in said)
+            assert not any(line.startswith("gone: ") for line in said)  # it is this box that has left
             answer = await network.client.generate(network.nodes[0].peer, "x", max_tokens=4)
             assert (answer.finish, answer.error) == ("length", "")
 
