@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...coordinator.costs.gpus import Specs
+from ...coordinator.names import count_of
 from ...coordinator.planning.model.slo import parse_slo
 from ...coordinator.planning.model.workload import Service
 from ...coordinator.renting.choice import RentAnswers, RentSearch, RentSettings, RentWish
@@ -112,7 +113,7 @@ def _search(arguments: SimpleNamespace, wish: RentWish, offers: Offers) -> RentA
         task = bar.add_task(f"looking at {len(offers.taken)} offers")
 
         def progress(planned: int, most: float) -> None:
-            bar.update(task, description=f"{planned} sets of boxes planned, {most:.3g} requests/s at most so far")
+            bar.update(task, description=f"{count_of(planned, 'plan')} made, {most:.3g} requests/s at most so far")
 
         settings = RentSettings(plans=arguments.plans, draws=5 * arguments.plans)
         return RentSearch(offers.taken, wish, np.random.default_rng(arguments.seed), settings).run(progress)

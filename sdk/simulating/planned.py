@@ -94,7 +94,7 @@ def run_planned(arguments: SimpleNamespace) -> int:
         print(json.dumps({"simulated": True, "specs": _specs(problem), "cpu_s": seconds, **figures}))
     else:
         console = open_console()
-        console.print(tables(report))
+        console.print(tables(report), soft_wrap=not console.is_terminal)
         console.print(f"simulated: {report.simulated_s:.0f} s, {report.events} events in {seconds:.2f} CPU seconds")
     return 0
 
@@ -130,7 +130,7 @@ def _run_changes(
         return 0
     console = open_console()
     if len(done) == 1:
-        console.print(tables(report_of(done[0].result)))
+        console.print(tables(report_of(done[0].result)), soft_wrap=not console.is_terminal)
     print_changes(scenario, done, spans, settings, console)
     seconds = sum(run.cpu_s for run in done)
     console.print(f"simulated: {max(run.result.end_s for run in done):.0f} s in {seconds:.2f} CPU seconds")

@@ -10,15 +10,20 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from ...coordinator.names import count_of
 from ...sims.replanning import ReplanPolicy, ReplanRecord
 from ...sims.results.outcomes import Distribution, SimResult
 from ...sims.results.report import report_of
 from ...sims.results.spans import Span, SpanSummary, TimedEvent, divide_time, summarise_spans
 from ...sims.scenario import BoxLost, SimSettings
+from ..actions.status_view import print_prose
 from .changes import SimScenario
 
 FLIPS_SHOWN: Final = 6
 """Lines of reasons for each answer."""
+
+WHOLE_TABLE: Final = 110
+"""Columns of a table of spans with three percentiles; a narrower terminal is shown the last alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +78,19 @@ def print_changes(
     scenario: SimScenario, runs: Sequence[PolicyRun], spans: Sequence[Span], settings: SimSettings, console: Console
 ) -> None:
     """For people: what happens, what each policy answers, and a table of all spans."""
+    print_prose(_describe_changes(scenario, runs, settings), console)
+    console.print(_spans_table(runs, spans, console.width))
+
+
+def _describe_changes(scenario: SimScenario, runs: Sequence[PolicyRun], settings: SimSettings) -> Iterator[str]:
     for event in scenario.events:
-        console.print(f"at {event.at:g} s {event.what}")
+        yield f"at {event.at:g} s {event.what}"
     if any(isinstance(change, BoxLost) for change in scenario.changes):
-        console.print(
+        yield (
             f"a lost box: its requests go on elsewhere after {settings.detect_s:g} s, plans are made without it after "
             f"{settings.planned_after_s:g} s"
         )
-    console.print(f"links and traffic are planned with every {settings.quiet_s:g} s at most")
+    yield f"links and traffic are planned with every {settings.quiet_s:g} s at most"
     for run in runs:
         answers = [record for event in scenario.events for record in _first_answers(event, run.records)]
         shares = 0
@@ -88,11 +98,9 @@ def print_changes(
             if not (record.flips or record.loading or record.kept or record in answers):
                 shares += 1
                 continue
-            for line in _describe(run.policy, record):
-                console.print(line)
+            yield from _describe(run.policy, record)
         if shares:
-            console.print(f"{run.policy.value}: new shares alone for news of traffic, {shares} times")
-    console.print(_spans_table(runs, spans))
+            yield f"{run.policy.value}: new shares alone for news of traffic, {count_of(shares, 'time')}"
 
 
 def _describe(policy: ReplanPolicy, record: ReplanRecord) -> Iterator[str]:
@@ -103,7 +111,7 @@ def _describe(policy: ReplanPolicy, record: ReplanRecord) -> Iterator[str]:
         yield f"    {took}"
         return
     count = len(record.loading)
-    loads = f"{count} replica{'s load' if count > 1 else ' loads'} for up to {record.reload_s:.0f} s (modelled)"
+    loads = f"{count_of(count, 'replica')} load{'s' if count == 1 else ''} for up to {record.reload_s:.0f} s (modelled)"
     yield (
         f"{head} a {record.kind} plan, {record.replicas}, in force at {record.in_force_s:.1f} s; "
         f"{loads if count else 'nothing is loaded'}"
@@ -112,21 +120,23 @@ def _describe(policy: ReplanPolicy, record: ReplanRecord) -> Iterator[str]:
     yield from (f"    {line}" for line in record.flips[:FLIPS_SHOWN])
 
 
-def _spans_table(runs: Sequence[PolicyRun], spans: Sequence[Span]) -> Table:
+def _spans_table(runs: Sequence[PolicyRun], spans: Sequence[Span], width: int) -> Table:
     """The service's name stands there only where there are several."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     several = len(runs[0].result.services) > 1
     for name in ("replan", *(["service"] if several else []), "span", "seconds"):
         table.add_column(name, no_wrap=True)
-    for name in ("requests", "replayed", "in time", "goodput/s", "TTFT p50/p90/p99", "TPOT p50/p90/p99"):
+    is_narrow = width < WHOLE_TABLE
+    shown = "p99" if is_narrow else "p50/p90/p99"
+    for name in ("requests", "replayed", "in time", "goodput/s", f"TTFT {shown}", f"TPOT {shown}"):
         table.add_column(name, justify="right", no_wrap=True)
     for run in runs:
         for summary in _summaries(run, spans):
             table.add_row(
                 run.policy.value, *([summary.service] if several else []), summary.span,
                 f"{summary.start_s:.0f} - {summary.end_s:.0f}", str(summary.requests), str(summary.replayed),
-                f"{summary.attainment:.1%}", f"{summary.goodput_s:.2f}", _times(summary.ttft_s),
-                _times(summary.tpot_s),
+                f"{summary.attainment:.1%}", f"{summary.goodput_s:.2f}", _times(summary.ttft_s, is_narrow),
+                _times(summary.tpot_s, is_narrow),
             )  # fmt: skip
     return table
 
@@ -135,8 +145,8 @@ def _summaries(run: PolicyRun, spans: Sequence[Span]) -> list[SpanSummary]:
     return [summary for outcome in run.result.services for summary in summarise_spans(outcome, spans)]
 
 
-def _times(figures: Distribution) -> str:
-    values = (figures.p50, figures.p90, figures.p99)
+def _times(figures: Distribution, is_narrow: bool) -> str:
+    values = (figures.p99,) if is_narrow else (figures.p50, figures.p90, figures.p99)
     if not figures.p99 >= 10.0:
         return "/".join(f"{value * 1e3:.0f}" for value in values) + " ms"
     return "/".join(f"{value:.3g}" for value in values) + " s"

@@ -72,6 +72,20 @@ def test_policies_are_compared_over_the_same_spans(planned: Path, capsys: pytest
         assert part in text
 
 
+@pytest.mark.parametrize("command", ["sim", "plan"])
+def test_a_terminal_of_80_columns_is_enough(
+    command: str, planned: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("FORCE_COLOR", "1"), ("TERM", "dumb"), ("COLUMNS", "80"), ("LINES", "50")):
+        monkeypatch.setenv(name, value)
+    options = ["--plan", str(planned), "--seconds", "120", "--lose", "3090ti@40"] if command == "sim" else []
+    assert main([command, *CLUSTER, *SERVICE, *options]) == 0
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert ("TTFT p99" in said) == (command == "sim")
+    assert "\N{HORIZONTAL ELLIPSIS}" not in said
+
+
 def test_traffic_links_and_boxes_change_in_one_run(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--shift", "conversation,rate=1@30", "--degrade", "a40:3090ti=0.5@60", "--degrade", "a40=0.4@80"]
     assert sim(planned, *options, "--format", "json") == 0
