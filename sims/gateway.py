@@ -2,16 +2,19 @@
 out.
 
 The machine is the network's own, so a request has the same life here: who prefills how much of it,
-who generates its first token, what is computed again when a box is lost, and where. Replicas answer
-at once here, and no client has a deadline.
+who generates its first token, what is computed again when a box is lost, and where. What a gateway
+and a replica say to each other takes half a round trip, where `SimSettings.gateways` are named;
+else they hear each other at once. No client has a deadline.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import count
 from typing import final
 
+from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.requests.machine import RequestMachine
 from ..coordinator.requests.values import (
     CancelTransfer,
@@ -31,26 +34,36 @@ from .results.outcomes import TransferRecord
 from .scenario import SimSettings
 from .serving import Assignment, ReplicaHost, SimRequest, Split
 
+Act = Callable[[float], None]
+"""What happens at a moment, which it is given."""
+
 
 @final
 class SimGateway:
     """The gateways of all services, as one.
 
     `on_load` is called for each replica whose load has changed, `on_end` for each request that has
-    ended; `transfer_log` takes a record of every KV transfer.
+    ended, `later` for what happens at a later moment; `transfer_log` takes a record of every KV
+    transfer.
     """
 
     def __init__(
         self,
         deployments: Sequence[Deployment],
         kv_transfers: KVTransfers,
+        cluster: Cluster,
         settings: SimSettings,
         *,
         on_load: Callable[[ReplicaHost], None],
         on_end: Callable[[SimRequest, float], None],
+        later: Callable[[float, Act], None],
         transfer_log: list[TransferRecord] | None,
     ) -> None:
         self._deployments = deployments
+        self._cluster = cluster
+        self._gateways = tuple(cluster.index(box) for box in settings.gateways)
+        self._missing: frozenset[str] = frozenset()
+        self._later = later
         self._kv_transfers = kv_transfers
         self._settings = RequestSettings(first_token_at_prefill=not settings.first_token_at_decode)
         self._on_load = on_load
@@ -62,11 +75,17 @@ class SimGateway:
 
     def accept(self, request: SimRequest, now: float) -> None:
         """A request arrives."""
+        here = [box for box in self._gateways if self._cluster.boxes[box].id not in self._missing]
+        request.gateway = here[request.row % len(here)] if here else None
         name = self._deployments[request.service].service.name
         request.machine = machine = RequestMachine(
             request, service=name, prompt_tokens=request.prompt, now=now, settings=self._settings
         )
         self._carry_out(request, machine.start(now), now)
+
+    def set_missing(self, missing: frozenset[str]) -> None:
+        """No requests come to the gateways of these boxes."""
+        self._missing = missing
 
     def on_signals(self, replica: ReplicaHost, signals: Iterable[EngineSignal], now: float) -> None:
         """The signals of a replica's engine."""
@@ -105,8 +124,8 @@ class SimGateway:
         decode.engine.receive_kv(assignment.decode_seq, now)
         self._on_load(prefill)
         self._on_load(decode)
-        ready = request.machine.prefill_ended(assignment.opening.attempt, "", prefill.number, now)
-        self._carry_out(request, ready, now)
+        ended = partial(request.machine.prefill_ended, assignment.opening.attempt, "", prefill.number)
+        self._hear(request, decode, ended, now)
 
     def take_off(self, replica: ReplicaHost, now: float) -> None:
         """Empty a stopped replica. Its peers see links break; the gateway does not know yet."""
@@ -133,17 +152,61 @@ class SimGateway:
     def notice_loss(self, replica: ReplicaHost, now: float) -> None:
         """The gateway hears that a replica has stopped: what it had goes on elsewhere."""
         stranded, replica.stranded = replica.stranded, []
+        replica.is_noticed = True
         for assignment in stranded:
-            request, opening = assignment.request, assignment.opening
-            name = opening.decode if assignment.decode is replica else opening.prefill
-            if name is not None and not request.is_over:
-                self._carry_out(request, request.machine.peer_lost(name, replica.number, now), now)
+            self._tell_of_loss(assignment, replica, now)
 
     def retry(self, service: int, now: float) -> None:
         """There may be a route for the requests of a service that have none."""
         waiting, self._waiting[service] = self._waiting[service], []
         for request in waiting:
             self._carry_out(request, request.machine.network_changed(now), now)
+
+    def _tell_of_loss(self, assignment: Assignment, replica: ReplicaHost, now: float) -> None:
+        request, opening = assignment.request, assignment.opening
+        name = opening.decode if assignment.decode is replica else opening.prefill
+        if name is not None and not request.is_over:
+            self._carry_out(request, request.machine.peer_lost(name, replica.number, now), now)
+
+    # ---- messages -------------------------------------------------------------------------------------------
+
+    def _arrival(self, request: SimRequest, replica: ReplicaHost, now: float) -> float:
+        """When what this request's gateway and this replica say to each other now is heard."""
+        gateway, head = request.gateway, self._cluster.index(replica.replica.head)
+        return now if gateway in (None, head) else now + float(self._cluster.rtt_s[gateway, head]) / 2
+
+    def _send(self, request: SimRequest, replica: ReplicaHost, act: Act, now: float) -> None:
+        """Do this when one end hears of it from the other."""
+        self._do_at(self._arrival(request, replica, now), act, now)
+
+    def _do_at(self, at: float, act: Act, now: float) -> None:
+        if at > now:
+            self._later(at, act)
+        else:
+            act(now)
+
+    def _hear(
+        self,
+        request: SimRequest,
+        replica: ReplicaHost,
+        says: Callable[[float], Ready],
+        now: float,
+        not_before: float = 0.0,
+    ) -> None:
+        """A request's machine hears what a replica says."""
+
+        def hear(then: float) -> None:
+            if not request.is_over:
+                self._carry_out(request, says(then), then)
+
+        self._do_at(max(self._arrival(request, replica, now), not_before), hear, now)
+
+    def _strand(self, assignment: Assignment, replica: ReplicaHost, now: float) -> None:
+        """It comes to a replica that is lost: nobody answers."""
+        if replica.is_noticed:
+            self._tell_of_loss(assignment, replica, now)
+        else:
+            replica.stranded.append(assignment)
 
     # ---- actions --------------------------------------------------------------------------------------------
 
@@ -176,14 +239,20 @@ class SimGateway:
         self._carry_out(request, ready, now)
 
     def _open_decode(self, request: SimRequest, opening: OpenDecode, now: float) -> None:
-        decode = self._deployments[request.service].hosts[opening.decode]
-        assignment = request.assignment = Assignment(request, opening, decode, next(self._keys))
-        if decode.is_lost:  # nobody answers, and nobody knows why yet
-            decode.stranded.append(assignment)
+        hosts = self._deployments[request.service].hosts
+        decode, prefill = hosts[opening.decode], hosts.get(opening.prefill or "")
+        assignment = request.assignment = Assignment(request, opening, decode, prefill, next(self._keys))
+        self._send(request, decode, partial(self._take_decode, assignment), now)
+
+    def _take_decode(self, assignment: Assignment, now: float) -> None:
+        request, opening, decode = assignment.request, assignment.opening, assignment.decode
+        machine = request.machine
+        if decode.is_lost:
+            self._strand(assignment, decode, now)
         elif not decode.engine.can_fit(assignment.decode_seq):
             self._deployments[request.service].log.refused += 1
-            ready = request.machine.refused(opening.attempt, "it is longer than the KV memory", now)
-            self._carry_out(request, ready, now)
+            refused = partial(machine.refused, opening.attempt, "it is longer than the KV memory")
+            self._hear(request, decode, refused, now)
         else:
             self._assigned[assignment.decode_seq.key] = assignment
             if not assignment.decode_seq.external:
@@ -191,39 +260,60 @@ class SimGateway:
                 self._on_load(decode)
             if opening.prefill is not None:
                 receives = assignment.decode_seq.external > 0
-                self._carry_out(request, request.machine.decode_opened(opening.attempt, now, receives=receives), now)
+                opened = partial(machine.decode_opened, opening.attempt, receives=receives)
+                self._hear(request, decode, opened, now)
 
     def _open_prefill(self, request: SimRequest, opening: OpenPrefill, now: float) -> None:
-        """Both sides begin at once: the decode side, asked before, takes it up here too."""
-        deployment, assignment = self._deployments[request.service], request.assignment
+        assignment = request.assignment
         assert assignment is not None
-        prefill, decode, key = deployment.hosts[opening.prefill], assignment.decode, assignment.decode_seq.key
+        prefill = assignment.prefill
+        assert prefill is not None, "a request with a prefill replica was routed to it"
+        self._send(request, prefill, partial(self._take_prefill, assignment, opening, prefill), now)
+
+    def _take_prefill(self, assignment: Assignment, opening: OpenPrefill, prefill: ReplicaHost, now: float) -> None:
+        """Both sides begin at once: the decode side, asked before, takes it up here too."""
+        request, decode, key = assignment.request, assignment.decode, assignment.decode_seq.key
+        if request.assignment is not assignment or assignment.is_submitted:
+            return  # another attempt has begun meanwhile, or the decode side does without
+        deployment = self._deployments[request.service]
         sequence = EngineSequence(key, opening.split, 0, sends_kv=True)
-        if prefill.is_lost:
-            prefill.stranded.append(assignment)
-        elif not prefill.engine.can_fit(sequence):
-            ready = request.machine.open_failed(
-                opening.attempt, opening.prefill, "it is longer than the KV memory", prefill.number, now
-            )
-            self._carry_out(request, ready, now)
+        if decode.is_lost:  # it was when this was under way
+            self._assigned.pop(key, None)
+            self._strand(assignment, decode, now)
             return
-        else:
-            links = deployment.transfer_links(prefill.replica, decode.replica)
-            transfer = KVTransfer(key, links, deployment.token_bytes, deployment.service.model.layers)
-            assignment.split, assignment.prefill_number = Split(prefill, sequence, transfer), prefill.number
-            prefill.outstanding += 1
-            prefill.prefill_tokens += sequence.known
-            prefill.engine.submit(sequence, now)
-            self._on_load(prefill)
+        if prefill.is_lost:
+            assignment.submit(now)
+            self._on_load(decode)
+            self._strand(assignment, prefill, now)
+            return
+        if not prefill.engine.can_fit(sequence):
+            failed = partial(
+                request.machine.open_failed,
+                opening.attempt,
+                opening.prefill,
+                "it is longer than the KV memory",
+                prefill.number,
+            )
+            self._hear(request, prefill, failed, now)
+            return
+        links = deployment.transfer_links(prefill.replica, decode.replica)
+        transfer = KVTransfer(key, links, deployment.token_bytes, deployment.service.model.layers)
+        assignment.split, assignment.prefill_number = Split(prefill, sequence, transfer), prefill.number
+        prefill.outstanding += 1
+        prefill.prefill_tokens += sequence.known
+        prefill.engine.submit(sequence, now)
+        self._on_load(prefill)
         assignment.submit(now)
         self._on_load(decode)
-        if assignment.split is not None:
-            assignment.split.transfer.has_room = decode.engine.has_blocks_for(assignment.decode_seq)
+        transfer.has_room = decode.engine.has_blocks_for(assignment.decode_seq)
 
     def _prefill_at_decode(self, request: SimRequest, now: float) -> None:
         assignment = request.assignment
         assert assignment is not None
-        if not assignment.decode.is_lost:
+        self._send(request, assignment.decode, partial(self._do_without_kv, assignment), now)
+
+    def _do_without_kv(self, assignment: Assignment, now: float) -> None:
+        if assignment.request.assignment is assignment and not assignment.decode.is_lost:
             assignment.prefill_number = assignment.decode.number
             assignment.prefill_at_decode(now)
             self._on_load(assignment.decode)
@@ -241,7 +331,9 @@ class SimGateway:
         request, opening = assignment.request, assignment.opening
         if opening.first_token:
             first = range(assignment.start, assignment.start + 1)
-            self._carry_out(request, request.machine.first_token(opening.attempt, first, None, now), now)
+            said = partial(request.machine.first_token, opening.attempt, first, None)
+            assignment.first_heard_at = self._arrival(request, replica, now)
+            self._hear(request, replica, said, now)
         self._kv_transfers.end_prefill(assignment.split.transfer, now)
 
     def _end_decode(self, assignment: Assignment, now: float) -> None:
@@ -251,9 +343,13 @@ class SimGateway:
         log = self._deployments[request.service].log
         log.decode[request.row] = assignment.decode.number
         log.prefill[request.row] = assignment.prefill_number
-        attempt, first_at = assignment.opening.attempt, assignment.first_at
-        ready = request.machine.decoded(attempt, assignment.tokens, "length", now, first_at=first_at)
-        self._carry_out(request, ready, now)
+        attempt, first_at, machine = assignment.opening.attempt, assignment.first_at, request.machine
+
+        def hear_all(then: float) -> Ready:
+            first_heard = None if first_at is None else first_at + (then - now)
+            return machine.decoded(attempt, assignment.tokens, "length", then, first_at=first_heard)
+
+        self._hear(request, assignment.decode, hear_all, now, assignment.first_heard_at)
 
     def _end(self, request: SimRequest, end: EndRequest, now: float) -> None:
         log, row, record = self._deployments[request.service].log, request.row, end.record

@@ -48,6 +48,8 @@ class SimSettings:
       after the prefill.
     - `streams`: TCP streams of a transfer, each of which carries one window per round trip; None:
       as many as the link needs.
+    - `gateways`: the boxes whose gateways take the requests, in turn. What they and replicas say to
+      each other takes half a round trip; none: no time.
     - `first_token_at_decode`: the decode replica generates the first token, once the KV is there;
       else the prefill replica does, earlier, as on the network and in the papers.
     - `detect_s`: seconds until gateways notice that a box is lost; its requests stall as long.
@@ -64,6 +66,7 @@ class SimSettings:
     engine: SimEngineSettings | None = None
     layerwise: bool = True
     streams: int | None = None
+    gateways: tuple[str, ...] = ()
     first_token_at_decode: bool = False
     detect_s: float = 1.0
     dead_s: float | None = None

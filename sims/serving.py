@@ -26,8 +26,8 @@ class ReplicaHost:
     """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
 
     __slots__ = (
-        "_advance", "alarm", "engine", "is_loading", "is_lost", "number", "outstanding", "prefill_tokens", "replica",
-        "service", "stranded"
+        "_advance", "alarm", "engine", "is_loading", "is_lost", "is_noticed", "number", "outstanding", "prefill_tokens",
+        "replica", "service", "stranded"
     )  # fmt: skip
 
     def __init__(self, number: int, service: int, replica: Replica, engine: Engine, advance: AdvanceHost) -> None:
@@ -40,6 +40,7 @@ class ReplicaHost:
         self.prefill_tokens = 0  # of their prompts, still to be computed here
         self.is_loading = False  # its weights; it gets no requests
         self.is_lost = False  # one of its boxes has failed
+        self.is_noticed = False  # gateways know of that
         self.stranded: list[Assignment] = []  # held when it failed, or routed here before anybody noticed
         self._advance = advance
 
@@ -75,7 +76,7 @@ class ReplicaHost:
 class SimRequest:
     """A request while it runs: the `Answer` of its machine, with counts for tokens."""
 
-    __slots__ = ("assignment", "count", "finish", "is_over", "left", "machine", "prompt", "row", "service")
+    __slots__ = ("assignment", "count", "finish", "gateway", "is_over", "left", "machine", "prompt", "row", "service")
 
     def __init__(self, service: int, row: int, prompt: int, output: int) -> None:
         self.service = service
@@ -85,6 +86,7 @@ class SimRequest:
         self.left = output
         self.finish: str | None = None
         self.is_over = False
+        self.gateway: int | None = None  # the box to whose gateway it came; None: one that is as near as can be
         self.machine: RequestMachine  # from its arrival to its end
         self.assignment: Assignment | None = None  # of the latest attempt
 
@@ -116,19 +118,23 @@ class Assignment:
     prompt, computed at decode."""
 
     __slots__ = (
-        "decode", "decode_seq", "first_at", "is_submitted", "opening", "prefill_number", "prefill_tokens", "request",
-        "split", "start",
+        "decode", "decode_seq", "first_at", "first_heard_at", "is_submitted", "opening", "prefill",
+        "prefill_number", "prefill_tokens", "request", "split", "start",
     )  # fmt: skip
 
-    def __init__(self, request: SimRequest, opening: OpenDecode, decode: ReplicaHost, key: int) -> None:
+    def __init__(
+        self, request: SimRequest, opening: OpenDecode, decode: ReplicaHost, prefill: ReplicaHost | None, key: int
+    ) -> None:
         known, left = request.prompt + request.count, request.left
         self.request = request
         self.opening = opening
         self.decode = decode
+        self.prefill = prefill  # of the plan by which it was routed
         self.prefill_number = decode.number
         self.split: Split | None = None
         self.start = request.count  # tokens of the answer before this attempt
         self.first_at: float | None = None  # when the first one after them is decoded; it may lie ahead by a step
+        self.first_heard_at = 0.0  # when the gateway has the prefill replica's token
         self.is_submitted = False
         if opening.first_token:  # comes from the prefill replica, before the KV is here
             self.decode_seq = Sequence(key, known + 1, left - 1, fresh=False, external=known)

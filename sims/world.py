@@ -153,9 +153,11 @@ class _World:
         self.gateway = SimGateway(
             self._deployments,
             self._transfers,
+            cluster,
             settings,
             on_load=self._note_load,
             on_end=self._count_end,
+            later=self._schedule,
             transfer_log=self._transfer_log,
         )
 
@@ -177,6 +179,7 @@ class _World:
                 change.at, _WorldEvent(self, partial(self._join_box if joins else self._lose_box, change.box))
             )
         self._missing = frozenset(box for box, joins in first.items() if joins)
+        self.gateway.set_missing(self._missing)
         for deployment in self._deployments:
             for replica in deployment.plan.replicas:
                 deployment.hosts[replica.id] = self._start_host(deployment, replica)
@@ -262,6 +265,9 @@ class _World:
         if self.progress is not None and (self._ended % PROGRESS_EVERY == 0 or self._ended == self._total):
             self.progress(self._ended, self._total, now)
 
+    def _schedule(self, at: float, act: Callable[[float], None]) -> None:
+        self._follow.append(Scheduled(at, _WorldEvent(self, act)))
+
     def _note_load(self, host: ReplicaHost) -> None:
         """Tell the router of a new load, and reschedule the engine if it wakes earlier."""
         self._deployments[host.service].note_load(host)
@@ -312,6 +318,7 @@ class _World:
             self.gateway.take_off(host, now)
         self._missing |= {box}
         missing = self._missing
+        self.gateway.set_missing(missing)
         noticed = _WorldEvent(self, lambda then: self._notice_loss(box, missing, failed, then))
         self._follow.append(Scheduled(now + self._settings.detect_s, noticed))
         dead = _WorldEvent(self, lambda then: self._count_dead(box, then))
@@ -336,6 +343,7 @@ class _World:
     def _join_box(self, box: str, now: float) -> None:
         """A box joins; replicas that are whole now begin with empty engines."""
         self._missing -= {box}
+        self.gateway.set_missing(self._missing)
         self._hold(now)
         for deployment in self._deployments:
             for name, host in list(deployment.hosts.items()):

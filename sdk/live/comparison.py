@@ -6,7 +6,7 @@ simulated.
 Starts emulated nodes on this machine, replays a seeded trace through gateway and SDK, and
 simulates the same trace on the plans that the network has made for itself, with the same step
 times and the links as the nodes have measured them. What differs is all that the simulator leaves
-out: gossip that lags, control messages, processes that wait for a core. Exits with 1 where a
+out: gossip that lags and processes that wait for a core. Exits with 1 where a
 figure differs by more than the tolerance.
 """
 
@@ -129,7 +129,7 @@ def simulated(
     engine = SimEngineSettings(
         max_batched_tokens=max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
     )
-    settings = SimSettings(engine=engine)
+    settings = SimSettings(engine=engine, gateways=tuple(box.id for box in cluster.boxes))
     (_, first), *later = plans
     run = ServiceRun(service=service, plan=first, trace=trace)
     result = simulate(cluster, [run], settings=settings, changes=[PlanChange(at, 0, plan) for at, plan in later])

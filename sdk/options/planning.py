@@ -108,6 +108,14 @@ sim_options: Final = combine(
         section="Engines and network",
     ),
     option(
+        "--gateways",
+        metavar="BOX,...",
+        default="all",
+        help="the boxes that requests come to, in turn: what they and the replicas say to each other takes half a "
+        "round trip; all (default); none: it takes no time",
+        section="Engines and network",
+    ),
+    option(
         "--dispatch",
         type=click.Choice(("plan", "random", "round-robin")),
         default="plan",

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from ...coordinator.plan import Plan
 from ...coordinator.planning.lower.evaluator import LowerLevel
+from ...coordinator.planning.model.cluster import Cluster
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.rescheduling import without_boxes
@@ -46,6 +47,7 @@ from .changes import (
 from .report import PolicyRun, changes_json, print_changes, run_json, spans_of
 
 SECONDS: Final = 300.0
+NAMED: Final = 8  # boxes in a line about one that is none of them
 
 
 class _Planned(msgspec.Struct):
@@ -79,6 +81,7 @@ def run_planned(arguments: SimpleNamespace) -> int:
     ]
     settings = SimSettings(
         layerwise=not arguments.serialised,
+        gateways=_gateways(arguments.gateways, problem.cluster),
         routing=RoutingSettings(policy=arguments.dispatch),
         seed=arguments.seed,
     )
@@ -135,6 +138,17 @@ def _run_changes(
     seconds = sum(run.cpu_s for run in done)
     console.print(f"simulated: {max(run.result.end_s for run in done):.0f} s in {seconds:.2f} CPU seconds")
     return 0
+
+
+def _gateways(named: str, cluster: Cluster) -> tuple[str, ...]:
+    known = tuple(box.id for box in cluster.boxes)
+    if named in ("all", "none"):
+        return known if named == "all" else ()
+    found = tuple(name.strip() for name in named.split(","))
+    for name in found:
+        if name not in known:
+            raise UsageError(f"gateways: there is no box {name!r}; the cluster has {', '.join(known[:NAMED])}")
+    return found
 
 
 def _specs(problem: Problem) -> list[str]:

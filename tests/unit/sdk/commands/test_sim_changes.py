@@ -176,6 +176,20 @@ def test_a_shift_needs_one_service(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "shift: it takes one service" in capsys.readouterr().err
 
 
+def test_gateways_that_are_far_cost_round_trips(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for gateways in ("none", "all", "3090ti"):
+        assert sim(planned, "--gateways", gateways, "--format", "json") == 0
+        found.append(json.loads(capsys.readouterr().out)["services"][0]["ttft_s"]["p50"])
+    assert found[0] < found[1]
+    assert found[0] < found[2]
+
+
+def test_a_gateway_that_is_no_box_is_refused(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sim(planned, "--gateways", "a40,oslo") == 2
+    assert "gateways: there is no box 'oslo'; the cluster has a40, 3090ti" in capsys.readouterr().err
+
+
 def test_an_answer_to_nothing_is_refused(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sim(planned, "--replan", "full") == 2
     assert "replan: give --lose, --join, --degrade or --shift with it" in capsys.readouterr().err
