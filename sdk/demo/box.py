@@ -101,19 +101,19 @@ class DemoBox:
         child = await self._start_node("bootstrap", ["bootstrap", "--codec", codec], {}, ())
         return await self._greeting(child)
 
-    async def join_all(self, nodes: int, token: str, options: list[str], phases: Sequence[Phase]) -> frozenset[str]:
+    async def join_all(self, nodes: int, token: str, options: list[str], phases: Sequence[Phase]) -> dict[int, str]:
         """Start so many nodes with these `p2pserve join` options at once, pinned to the phases in turn (none: as the
-        planner wants); returns their ids when all have joined."""
-        peers: list[str] = []
+        planner wants); returns their ids, by numbers from 1 on, when all have joined."""
+        peers: dict[int, str] = {}
 
         async def join(number: int) -> None:
             pin = ["--phase", phases[number % len(phases)].value] if phases else []
-            peers.append((await self.join(number, token, [*options, *pin])).peer)
+            peers[number] = (await self.join(number, token, [*options, *pin])).peer
 
         async with trio.open_nursery() as nursery:
             for number in range(1, nodes + 1):
                 nursery.start_soon(join, number)
-        return frozenset(peers)
+        return peers
 
     async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
         """Start a node with these `p2pserve join` options; no other has this number."""

@@ -249,7 +249,7 @@ class Demo:
         async def start() -> None:
             peers = await box.join_all(settings.nodes, token, options, PINS if settings.nodes > 1 else ())
             self._say("the engines start: each imports vLLM and loads the model, which takes the longest")
-            joined.append(peers)
+            joined.append(frozenset(peers.values()))
 
         watcher = Watcher()
         async with trio.open_nursery() as nursery:

@@ -6,8 +6,11 @@ simulated.
 Starts emulated nodes on this machine, replays a seeded trace through gateway and SDK, and
 simulates the same trace on the plans that the network has made for itself, with the same step
 times and the links as the nodes have measured them. What differs is all that the simulator leaves
-out: gossip that lags and processes that wait for a core. Exits with 1 where a
-figure differs by more than the tolerance.
+out: gossip that lags and processes that wait for a core. Exits with 1 where a figure differs by more
+than the tolerance.
+
+With `--lose 3@20` the third node is lost in both after 20 seconds, and goodput alone counts: what
+single requests are late by depends on the very moment.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Final
 
 import msgspec
@@ -30,6 +34,8 @@ from rich.table import Table
 from ...coordinator import Phase, Plan
 from ...coordinator.costs.gpus import Specs
 from ...coordinator.costs.model_shape import ModelShape
+from ...coordinator.names import name_of
+from ...coordinator.plan import Deadlines
 from ...coordinator.planning.model.cluster import Box, Cluster
 from ...coordinator.planning.model.cluster_file import card_link_gbps
 from ...coordinator.planning.model.workload import Service
@@ -40,7 +46,7 @@ from ...node.engine.emulated.model import Cards, emulated_model, parse_cards
 from ...node.messages import Status
 from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace
-from ...sims.scenario import PlanChange, ServiceRun, SimSettings
+from ...sims.scenario import BoxLost, Change, PlanChange, ServiceRun, SimSettings
 from ...sims.workloads import AZURE, azure, draw, workload_of
 from ...sims.world import simulate
 from ..actions.status_view import open_console
@@ -48,11 +54,14 @@ from ..errors import UsageError
 from ..failures import explain
 from ..options.planning import SPECS
 from ..options.values import settings_of
-from .network import MAX_REQUESTS, LiveRun, LiveSettings, Say, run_live
+from ..simulating.changes import settings_with_network_times
+from .network import DEADLINE_S, MAX_REQUESTS, LiveLoss, LiveRun, LiveSettings, Say, run_live
 
 Floats = NDArray[np.float64]
 
 TOLERANCE: Final = 0.1
+LOSS_TOLERANCE: Final = 0.05
+"""Of goodput, where nodes are lost."""
 MAX_NODES: Final = 16
 BLOCK_TOKENS: Final = 16  # of an emulated engine
 LOOPBACK_GBPS, LOOPBACK_RTT_S = 8.0, 0.0005
@@ -89,8 +98,8 @@ class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float
 
 
-def figures_of(outcomes: Outcomes) -> dict[str, float]:
-    """Percentiles over requests; output tokens per second from first arrival to last token."""
+def figures_of(outcomes: Outcomes, deadlines: Deadlines) -> dict[str, float]:
+    """Percentiles over requests; from first arrival to last token, output tokens and requests in time per second."""
     trace = outcomes.trace
     several = trace.output > 1
     found: dict[str, float] = {}
@@ -100,18 +109,34 @@ def figures_of(outcomes: Outcomes) -> dict[str, float]:
             found[f"{name}_p{share}_s"] = float(np.percentile(values, share))
     span = float((trace.arrival_s + outcomes.e2e_s).max() - trace.arrival_s[0])
     found["throughput_tokens_s"] = float(trace.output.sum()) / span
+    found["goodput_requests_s"] = float(count_in_time(outcomes, deadlines)) / span
     return found
 
 
-def compare(live: Mapping[str, float], simulated: Mapping[str, float]) -> tuple[Figure, ...]:
-    """Both side by side. TTFT, TPOT and throughput count; E2E follows from them and is shown."""
+def count_in_time(outcomes: Outcomes, deadlines: Deadlines) -> int:
+    """Requests that meet all deadlines; of 0 there is none."""
+    in_time = outcomes.completed
+    for limit, values in (
+        (deadlines.ttft_s, outcomes.ttft_s),
+        (deadlines.tpot_s, outcomes.tpot_s),
+        (deadlines.e2e_s, outcomes.e2e_s),
+    ):
+        if limit:
+            in_time = in_time & (np.nan_to_num(values) <= limit)
+    return int(in_time.sum())
+
+
+def compare(
+    live: Mapping[str, float], simulated: Mapping[str, float], *, has_losses: bool = False
+) -> tuple[Figure, ...]:
+    """Both side by side. TTFT, TPOT, throughput and goodput count; E2E follows from them and is shown."""
     return tuple(
         Figure(
             name=name,
             live=value,
             simulated=simulated[name],
             difference=value / simulated[name] - 1.0,
-            counts=not name.startswith("e2e"),
+            counts=name.startswith("goodput") if has_losses else not name.startswith("e2e"),
         )
         for name, value in live.items()
     )
@@ -123,16 +148,22 @@ def simulated(
     cluster: Cluster,
     service: Service,
     max_batched_tokens: int,
+    lost: Sequence[tuple[float, str]] = (),
+    *,
+    silent: bool = False,
 ) -> Outcomes:
-    """The same requests simulated with the plans as they changed. Each node has the whole model, so
-    it keeps its engine whatever its phase."""
+    """The same requests simulated with the plans as they changed, and the nodes that were lost. Each
+    node has the whole model, so it keeps its engine whatever its phase."""
     engine = SimEngineSettings(
         max_batched_tokens=max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
     )
     settings = SimSettings(engine=engine, gateways=tuple(box.id for box in cluster.boxes))
+    settings = settings_with_network_times(settings, len(cluster.boxes), killed=not silent)
     (_, first), *later = plans
     run = ServiceRun(service=service, plan=first, trace=trace)
-    result = simulate(cluster, [run], settings=settings, changes=[PlanChange(at, 0, plan) for at, plan in later])
+    changes: list[Change] = [PlanChange(at, 0, plan) for at, plan in later]
+    changes += [BoxLost(at, peer) for at, peer in lost]
+    result = simulate(cluster, [run], settings=settings, changes=changes)
     return result.services[0].outcomes
 
 
@@ -173,8 +204,11 @@ def run(settings: LiveSettings, trace: Trace, tolerance: float, say: Say) -> Liv
     service = service_of(settings, trace, plan.service)
     peers = sorted({peer for _, each in live.plans for peer in each.peers})
     cluster = cluster_of(live.status, peers, parse_cards(settings.cards, settings.specs))
-    expected = simulated(trace, live.plans, cluster, service, settings.max_batched_tokens)
-    figures = compare(figures_of(live.outcomes), figures_of(expected))
+    silent = any(loss.silent for loss in settings.losses)
+    expected = simulated(trace, live.plans, cluster, service, settings.max_batched_tokens, live.lost, silent=silent)
+    figures = compare(
+        figures_of(live.outcomes, plan.deadlines), figures_of(expected, plan.deadlines), has_losses=bool(live.lost)
+    )
     phases: dict[str, int] = {}
     for replica in plan.replicas:
         phases[replica.phase.value] = phases.get(replica.phase.value, 0) + 1
@@ -211,21 +245,27 @@ def _notes(live: LiveRun) -> tuple[str, ...]:
     if len(live.plans) > 1:
         moments = ", ".join(f"{at:.0f}" for at, _ in live.plans[1:])
         notes.append(f"the network made another plan {moments} s after the beginning, and so does the simulator")
+    if live.lost:
+        names = ", ".join(f"{name_of(peer)} after {at:.1f} s" for at, peer in live.lost)
+        notes.append(f"lost: {names}")
     if live.recovered:
         notes.append(f"{live.recovered} requests needed more than one attempt")
     return tuple(notes)
+
+
+RATES: Final = {"throughput": "{:.1f} tokens/s", "goodput": "{:.3f} requests/s"}
 
 
 def table_of(found: LiveComparison) -> Table:
     """For people: a line for each figure."""
     table = Table("", "live (emulated)", "simulated", "difference", box=None, pad_edge=False, header_style="bold")
     for figure in found.figures:
-        form = "{:.1f} tokens/s" if figure.name.startswith("throughput") else "{:.4f} s"
+        unit = next((unit for name, unit in RATES.items() if figure.name.startswith(name)), "{:.4f} s")
         bad = figure.counts and abs(figure.difference) > found.tolerance
-        name = figure.name.removesuffix("_tokens_s").removesuffix("_s").replace("_", " ")
+        name = figure.name.removesuffix("_tokens_s").removesuffix("_requests_s").removesuffix("_s").replace("_", " ")
         mark = "  too much" if bad else ""
         difference = f"{figure.difference:+.1%}{mark}"
-        table.add_row(name, form.format(figure.live), form.format(figure.simulated), difference)
+        table.add_row(name, unit.format(figure.live), unit.format(figure.simulated), difference)
     return table
 
 
@@ -268,7 +308,20 @@ def parser() -> argparse.ArgumentParser:
         metavar="PHASE",
         help="pin the nodes to these in turn (default: prefill, decode or mixed as the planner finds best)",
     )
-    add("--tolerance", type=float, default=TOLERANCE, metavar="SHARE", help="default: 0.1")
+    add(
+        "--lose",
+        action="append",
+        default=[],
+        metavar="N@S",
+        help="the Nth node is lost S seconds after the first request may come; may be repeated",
+    )
+    add("--loss", choices=("killed", "silent"), default="killed", help="how: killed (default), or stopped")
+    add(
+        "--tolerance",
+        type=float,
+        metavar="SHARE",
+        help=f"default: {TOLERANCE:g}; where nodes are lost {LOSS_TOLERANCE:g}",
+    )
     add("--format", choices=("table", "json"), default="table", help="default: table")
     add("--debug", action="store_true", help="show tracebacks and the log")
     return found
@@ -280,8 +333,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.NOTSET if arguments.debug else logging.CRITICAL)
     console = open_console(stderr=True)
     began = time.monotonic()
-    settings = settings_of(LiveSettings, arguments)
     try:
+        losses = tuple(_loss(text, silent=arguments.loss == "silent") for text in arguments.lose)
+        settings = settings_of(LiveSettings, SimpleNamespace(**vars(arguments), losses=losses))
         _check(settings)
         trace = draw(
             azure(arguments.workload).lengths,
@@ -293,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = run(
             settings,
             trace,
-            arguments.tolerance,
+            _tolerance(arguments.tolerance, losses),
             lambda line: console.print(f"{time.monotonic() - began:5.1f} s  {line}"),
         )
     except (Exception, KeyboardInterrupt) as error:
@@ -313,8 +367,34 @@ def _check(settings: LiveSettings) -> None:
     """Raises UsageError for what the parser lets pass."""
     if not 1 <= settings.nodes <= MAX_NODES:
         raise UsageError(f"nodes: {settings.nodes} is not between 1 and {MAX_NODES}")
+    numbers = [loss.number for loss in settings.losses]
+    for number in numbers:
+        if not 1 <= number <= settings.nodes:
+            raise UsageError(f"lose: there is no node {number}; they have the numbers 1 to {settings.nodes}")
+    if len(set(numbers)) != len(numbers):
+        raise UsageError("lose: a node can be lost once")
+    if len(numbers) == settings.nodes:
+        raise UsageError("lose: one node has to be left")
     if settings.max_batched_tokens <= MAX_REQUESTS:
         raise UsageError(f"max-num-batched-tokens: {settings.max_batched_tokens} is not above {MAX_REQUESTS}")
+
+
+def _tolerance(given: float | None, losses: Sequence[LiveLoss]) -> float:
+    if given is not None:
+        return given
+    return LOSS_TOLERANCE if losses else TOLERANCE
+
+
+def _loss(text: str, *, silent: bool) -> LiveLoss:
+    """Raises UsageError."""
+    number, _, at = text.partition("@")
+    try:
+        found = LiveLoss(number=int(number), at=float(at), silent=silent)
+    except ValueError:
+        found = LiveLoss(number=0, at=-1.0)
+    if not 0.0 <= found.at < DEADLINE_S:
+        raise UsageError(f"lose: {text!r} is not like 3@20: the third node, after 20 seconds")
+    return found
 
 
 def show(found: LiveComparison) -> None:

@@ -3,8 +3,9 @@ GPUs are emulated: processes, sockets, plan and KV bytes are real."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from math import isnan, nan
 from typing import Final
@@ -22,7 +23,7 @@ from ..demo.report import covers
 from ..errors import DemoFailed
 
 POLL_S: Final = 0.3
-WATCH_S: Final = 1.0  # between two looks at the plan
+WATCH_S: Final = 0.5  # between two looks at the plan
 PLAN_S: Final = 60.0
 SETTLE_S: Final = 5.0  # in which the nodes measure the links between them
 WARM_UP: Final = 4  # requests for each pair of the plan, so that the links are there
@@ -36,9 +37,19 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LiveLoss:
+    """`at` seconds after the first request may come the node with this number, from 1 on, is lost, agent and engine:
+    killed, or (`silent`) stopped."""
+
+    number: int
+    at: float
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
     """`nodes` with `cards` each (`1xL4`, a GPU table column) serve `model`, pinned to `phases` in
-    turn."""
+    turn; `losses` are what becomes of them meanwhile."""
 
     nodes: int
     cards: str
@@ -47,6 +58,7 @@ class LiveSettings:
     codec: str
     max_batched_tokens: int
     phases: Sequence[Phase] = ()
+    losses: Sequence[LiveLoss] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,8 +66,9 @@ class LiveRun:
     """What a replay has shown.
 
     `outcomes` by the client's clock from the trace's arrivals. `plans` with the moments they took
-    effect. `status` at the end. `recovered`: requests with more than one attempt; `late`: engines
-    behind their model. `cores` of this machine were busy on average, `own_cores` with this run."""
+    effect. `lost`: nodes, with the moments they were lost. `status` at the end. `recovered`: requests
+    with more than one attempt; `late`: engines behind their model. `cores` of this machine were busy
+    on average, `own_cores` with this run."""
 
     outcomes: Outcomes
     plans: tuple[tuple[float, Plan], ...]
@@ -64,6 +77,7 @@ class LiveRun:
     late: int
     cores: float
     own_cores: float
+    lost: tuple[tuple[float, str], ...] = ()
 
 
 async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
@@ -72,13 +86,13 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
         await box.start_fork_server(settings.nodes, backend="emulated")
         bootstrap = await box.start_bootstrap(settings.codec)
         async with AsyncClient(bootstrap.tokens["client"]) as client:
-            plan = await _start(box, client, bootstrap.tokens["leader"], settings, say)
+            plan, peers = await _start(box, client, bootstrap.tokens["leader"], settings, say)
             await trio.sleep(SETTLE_S)
             say("warming up: every pair of the plan gets its link")
             await _warm_up(client, plan)
             say(f"replaying {len(trace)} requests of {trace.lengths}, {trace.arrivals}")
             with _cores(box) as cores:
-                async with _plans_followed(client) as plans:
+                async with _plans_followed(client) as plans, _losing(box, client, settings.losses, peers, say) as lost:
                     outcomes, recovered = await _replay(client, trace, say)
             status = await client.status()
         return LiveRun(
@@ -89,11 +103,14 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
             late=box.engine_logs().count(TOO_SLOW),
             cores=cores[0],
             own_cores=cores[1],
+            lost=tuple(lost),
         )
 
 
-async def _start(box: DemoBox, client: AsyncClient, token: str, settings: LiveSettings, say: Say) -> Plan:
-    """Start the nodes; returns the plan that all of them are in."""
+async def _start(
+    box: DemoBox, client: AsyncClient, token: str, settings: LiveSettings, say: Say
+) -> tuple[Plan, Mapping[int, str]]:
+    """Start the nodes; returns the plan that all of them are in, and them by number."""
     options = ["--emulate", settings.cards, "--emulate-specs", settings.specs, "--model", settings.model]
     options += ["--codec", settings.codec]
     options += ["--max-num-batched-tokens", str(settings.max_batched_tokens), "--max-requests", str(MAX_REQUESTS)]
@@ -102,8 +119,8 @@ async def _start(box: DemoBox, client: AsyncClient, token: str, settings: LiveSe
         peers = await box.join_all(settings.nodes, token, options, settings.phases)
         while True:
             status = await client.status()
-            if covers(status, peers) and status.plan is not None:
-                return status.plan
+            if covers(status, frozenset(peers.values())) and status.plan is not None:
+                return status.plan, peers
             await trio.sleep(POLL_S)
     raise DemoFailed(f"no plan with all {settings.nodes} nodes after {PLAN_S:g} s")
 
@@ -158,6 +175,33 @@ async def _plans_followed(client: AsyncClient) -> AsyncIterator[list[tuple[float
     async with trio.open_nursery() as nursery:
         nursery.start_soon(watch)
         yield plans
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _losing(
+    box: DemoBox, client: AsyncClient, losses: Sequence[LiveLoss], peers: Mapping[int, str], say: Say
+) -> AsyncIterator[list[tuple[float, str]]]:
+    """While the body runs nodes are lost; the list is of those that are."""
+    began, lost = trio.current_time(), list[tuple[float, str]]()
+
+    async def lose(loss: LiveLoss) -> None:
+        await trio.sleep_until(began + loss.at)
+        peer = peers[loss.number]
+        adverts = {node.peer: node.advert for node in (await client.status()).nodes}
+        advert, number = adverts.get(peer), signal.SIGSTOP if loss.silent else signal.SIGKILL
+        engine = advert.engine if advert is not None else None
+        box.signal(box.node_pid(peer), number)
+        if engine is not None:
+            with suppress(DemoFailed):  # it may have ended with its agent
+                box.signal(engine.pid, number)
+        lost.append((trio.current_time() - began, peer))
+        say(f"node {loss.number} was {'stopped' if loss.silent else 'killed'}")
+
+    async with trio.open_nursery() as nursery:
+        for loss in losses:
+            nursery.start_soon(lose, loss)
+        yield lost
         nursery.cancel_scope.cancel()
 
 

@@ -113,7 +113,7 @@ async def run_overload(settings: OverloadSettings, say: Say) -> OverloadReport:
 async def _start(box: DemoBox, client: AsyncClient, token: str, settings: OverloadSettings) -> None:
     options = ["--emulate", settings.cards, "--model", settings.model, "--codec", "kv4"]
     with trio.move_on_after(PLAN_S):
-        peers = await box.join_all(1, token, options, ())
+        peers = frozenset((await box.join_all(1, token, options, ())).values())
         while not covers(await client.status(), peers):  # noqa: ASYNC110 (seconds, of other processes)
             await trio.sleep(POLL_S)
         return

@@ -86,12 +86,12 @@ def check_moments(scenario: SimScenario, last_s: float) -> None:
             raise UsageError(f"seconds: the last request comes at {last_s:.0f} s, before {event.what} ({event.at:g} s)")
 
 
-def settings_with_network_times(settings: SimSettings, arguments: SimpleNamespace, boxes: int) -> SimSettings:
-    """With the times that the running network notices things in, for boxes in different places."""
+def settings_with_network_times(settings: SimSettings, boxes: int, *, killed: bool) -> SimSettings:
+    """With the times that the running network notices things in, for boxes in different places; `killed`: processes of
+    lost boxes end, else they fall silent."""
     network = NetworkSettings.wan()
     # What hangs is pinged once it has been silent, and given up when it does not answer that.
     silent_s = network.watch_ping_s + network.hung_s
-    killed = arguments.loss == "killed"
     return replace(
         settings,
         detect_s=KILLED_S if killed else silent_s,

@@ -115,7 +115,7 @@ def _run_changes(
         for field in ("requests", "plots", "chrome_trace"):
             if getattr(arguments, field) is not None:
                 raise UsageError(f"{field.replace('_', '-')}: it is written of one run; give one policy as --replan")
-    settings = settings_with_network_times(settings, arguments, len(problem.cluster.boxes))
+    settings = settings_with_network_times(settings, len(problem.cluster.boxes), killed=arguments.loss == "killed")
     done: list[PolicyRun] = []
     for policy in policies:
         replanner = Replanner(problem, replan_settings(arguments, policy, scenario))

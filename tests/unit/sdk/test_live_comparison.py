@@ -11,11 +11,12 @@ import pytest
 
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import model_shape
+from p2pserve.coordinator.plan import Deadlines
 from p2pserve.kvtransport.probing.figures import LinkFigures, Source
 from p2pserve.node import messages
 from p2pserve.node.engine.emulated.model import parse_cards
 from p2pserve.sdk.live import comparison as live_comparison
-from p2pserve.sdk.live.comparison import cluster_of, compare, figures_of, kv_bits, main, simulated
+from p2pserve.sdk.live.comparison import cluster_of, compare, count_in_time, figures_of, kv_bits, main, simulated
 from p2pserve.sdk.live.network import LiveRun, LiveSettings
 from p2pserve.sims.records import Outcomes, Trace
 
@@ -37,6 +38,10 @@ TRACE = Trace(
     lengths="made up",
     arrivals="made up",
 )
+
+
+NONE = Deadlines()
+SETTINGS = LiveSettings(nodes=2, cards="1xL4", specs="dense", model="qwen2-7b", codec="kv4", max_batched_tokens=2048)
 
 
 def outcomes(ttft: float, tpot: float) -> Outcomes:
@@ -69,15 +74,47 @@ def link(gbps: float, rtt_s: float = 0.001, **changes: object) -> LinkFigures:
 
 
 def test_figures_of_a_run() -> None:
-    found = figures_of(outcomes(0.5, 0.1))
+    found = figures_of(outcomes(0.5, 0.1), NONE)
     assert found["ttft_p50_s"] == found["ttft_p90_s"] == 0.5
     assert found["tpot_mean_s"] == pytest.approx(0.1)  # the request of one token has none
     assert found["throughput_tokens_s"] == pytest.approx(38 / (4.0 + 0.5 + 2.0 - 1.0))
 
 
+def test_goodput_counts_requests_that_meet_all_deadlines() -> None:
+    late = Outcomes(trace=TRACE, ttft_s=np.array([0.5, 0.5, 2.0, np.nan]), e2e_s=np.array([1.5, 0.5, 4.0, np.nan]))
+    assert count_in_time(late, NONE) == 3
+    assert count_in_time(late, Deadlines(ttft_s=1.0)) == 2
+    assert count_in_time(late, Deadlines(tpot_s=0.05)) == 1  # that of one token
+    assert count_in_time(late, Deadlines(e2e_s=1.0)) == 1
+    found = figures_of(outcomes(0.5, 0.1), Deadlines(e2e_s=1.0))
+    assert found["goodput_requests_s"] == pytest.approx(2 / 5.5, rel=0.01)
+
+
+def test_where_nodes_are_lost_goodput_alone_counts() -> None:
+    figures = compare(figures_of(outcomes(0.9, 0.1), NONE), figures_of(outcomes(0.5, 0.1), NONE), has_losses=True)
+    assert [figure.name for figure in figures if figure.counts] == ["goodput_requests_s"]
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_the_simulator_loses_the_nodes_that_the_network_lost(silent: bool) -> None:
+    service = live_comparison.service_of(SETTINGS, TRACE, "s")
+    cluster = cluster_of(status(link(5.0)), PEERS, parse_cards("1xL4"))
+    mixed = tuple(msgspec.structs.replace(replica, phase=Phase.MIXED) for replica in plan().replicas)
+    pairings = tuple(Pairing(prefill=peer, decode=peer, weight=0.5) for peer in PEERS)
+    both = msgspec.structs.replace(plan(), replicas=mixed, pairings=pairings)
+    plans = [(0.0, both)]
+    whole = simulated(TRACE, plans, cluster, service, 2048)
+    lost = simulated(TRACE, plans, cluster, service, 2048, [(4.3, "p")], silent=silent)
+    other = simulated(TRACE, plans, cluster, service, 2048, [(4.3, "q")], silent=silent)
+    delays = np.concatenate((lost.e2e_s - whole.e2e_s, other.e2e_s - whole.e2e_s))
+    assert delays.max() > (1.5 if silent else 0.05)  # one of the two had a request then
+    assert (delays.max() < 1.5) is not silent
+
+
 def test_differences_are_of_the_simulated_figure() -> None:
     figures = {
-        figure.name: figure for figure in compare(figures_of(outcomes(0.55, 0.1)), figures_of(outcomes(0.5, 0.1)))
+        figure.name: figure
+        for figure in compare(figures_of(outcomes(0.55, 0.1), NONE), figures_of(outcomes(0.5, 0.1), NONE))
     }
     assert figures["ttft_mean_s"].difference == pytest.approx(0.1)
     assert figures["tpot_p90_s"].difference == pytest.approx(0.0)
@@ -170,6 +207,12 @@ def test_the_exit_code_says_whether_they_agree(
         (["--requests", "0"], "requests is 0"),
         (["--nodes", "17"], "nodes: 17"),
         (["--max-num-batched-tokens", "64"], "max-num-batched-tokens: 64"),
+        (["--lose", "9@20"], "there is no node 9"),
+        (["--lose", "3"], "'3' is not like 3@20"),
+        (["--lose", "3@-1"], "'3@-1' is not like 3@20"),
+        (["--lose", "3@nan"], "'3@nan' is not like 3@20"),
+        (["--lose", "3@1", "--lose", "3@2"], "can be lost once"),
+        (["--nodes", "1", "--lose", "1@2"], "one node has to be left"),
     ],
 )
 def test_wrong_input_is_one_line(options: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
