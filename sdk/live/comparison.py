@@ -416,4 +416,6 @@ def show(found: LiveComparison) -> None:
     for note in found.notes:
         console.print(f"note: {note}")
     verdict = "agree" if found.ok else "do not agree"
-    console.print(f"they {verdict} within {found.tolerance:.0%} on TTFT, TPOT and throughput")
+    counted = dict.fromkeys(figure.name.partition("_")[0] for figure in found.figures if figure.counts)
+    what = ", ".join(name.upper() if name in ("ttft", "tpot") else name for name in counted)
+    console.print(f"they {verdict} within {found.tolerance:.0%} on {what}")
