@@ -140,7 +140,10 @@ class _PairModel:
         early = ~is_transferred | self.service.first_token_at_decode
         step_s = np.where(is_transferred & self.service.first_token_at_decode, decoding.tpot_s, 0.0)
         admit_s = np.broadcast_to(decoding.admit_s[:, None], wire_s.shape)
-        return RequestTimes(self.classes, prefilling, decoding, sending, admit_s, early.astype(np.float64), step_s)
+        return RequestTimes(
+            self.classes, prefilling, decoding, sending, admit_s, early.astype(np.float64), step_s,
+            self.pairs.control_s[pairs],
+        )  # fmt: skip
 
     def worth(self, curves: Sequence[LoadCurve]) -> Array:
         """Of a request on each pair, before what both replicas lose to their loads.

@@ -213,7 +213,8 @@ class RequestTimes:
     """When requests have what, by row and class. `admit_s`: a wait for room in the batch. `sending`
     comes before the first token, which a decode replica decodes in `step_s` where it does (`early`);
     or else after it, and so does the wait. But even then later prompts have to wait as long, when
-    those that nobody takes fill the memory of the prefill replica.
+    those that nobody takes fill the memory of the prefill replica. In `control_s` gateway and
+    replicas hear each other before, and after: all that a client waits besides.
     """
 
     classes: Classes
@@ -223,11 +224,13 @@ class RequestTimes:
     admit_s: Array
     early: Array
     step_s: Array
+    control_s: Array | float = 0.0
 
     def first_token_within(self, seconds: float) -> Array:
         """The chance that the first token is there."""
         prefilling, early = self.prefilling, self.early[:, None]
-        slack = seconds - prefilling.service_s - self.admit_s - early * self.sending.mean_s - self.step_s[:, None]
+        besides = (self.step_s + self.control_s)[:, None]
+        slack = seconds - prefilling.service_s - self.admit_s - early * self.sending.mean_s - besides
         sd = prefilling.service_sd_s
         if self.sending.busy.any():
             sd = np.sqrt(sd**2 + early * self.sending.variance)
@@ -261,7 +264,8 @@ class RequestTimes:
             tpot, tpot_var = tpot + stalled_share * apart, tpot_var + stalled_share * (1.0 - stalled_share) * apart**2
         variance = prefilling.service_sd_s**2 + gaps**2 * tpot_var + (tpot * self.classes.output_sd) ** 2
         sd = np.sqrt(variance + self.sending.variance if self.sending.busy.any() else variance)
-        slack = seconds - prefilling.service_s - self.admit_s - self.sending.mean_s - self.step_s[:, None] - gaps * tpot
+        besides = (self.step_s + self.control_s)[:, None]
+        slack = seconds - prefilling.service_s - self.admit_s - self.sending.mean_s - besides - gaps * tpot
         return chance_in_time(slack, sd, prefilling.busy[:, None], prefilling.wait_s[:, None])
 
     def share_in_time(self, slo: Slo) -> Array:

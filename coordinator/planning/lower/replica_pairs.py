@@ -50,6 +50,8 @@ class ClusterLinks:
         np.fill_diagonal(gbps, [box.gpu_link_gbps for box in cluster.boxes])
         np.fill_diagonal(rtt, LOCAL_RTT_S)
         self.latency_s = rtt / 2
+        # Requests come to the gateways of all boxes alike; inside a box there is no way to go.
+        self.control_s = np.where(np.eye(len(rtt), dtype=bool), 0.0, cluster.rtt_s).mean(axis=0)
         with np.errstate(divide="ignore"):
             self.gigabit_s = 1.0 / gbps
         self._gbps, self._rtt_s = gbps.tolist(), rtt.tolist()
@@ -73,10 +75,10 @@ class ClusterLinks:
 
 
 class ReplicaPairs(NamedTuple):
-    """By pair: indices of the replicas, seconds until the first byte and per Gb, and what goes over
-    which links.
+    """By pair: indices of the replicas, seconds until the first byte and per Gb, what goes over which
+    links, and the seconds in which its replicas and a gateway hear each other.
 
-    A replica that keeps its requests is a pair with itself, and takes no time.
+    A replica that keeps its requests is a pair with itself, and takes no time to send KV.
     """
 
     prefill: Index
@@ -84,6 +86,7 @@ class ReplicaPairs(NamedTuple):
     latency_s: Array
     gigabit_s: Array
     link_demands: list[tuple[LinkDemand, ...]]
+    control_s: Array
 
 
 def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: float) -> ReplicaPairs:
@@ -95,7 +98,8 @@ def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: fl
     """
     kept = np.array([i for i, holder in enumerate(holders) if holder.phase is Phase.MIXED], dtype=np.intp)
     nothing = np.zeros(len(kept))
-    own = ReplicaPairs(kept, kept, nothing, nothing, [()] * len(kept))
+    control_s = links.control_s[[holder.spans[0][0] for holder in holders]]
+    own = ReplicaPairs(kept, kept, nothing, nothing, [()] * len(kept), control_s[kept])
     prefills = [i for i, holder in enumerate(holders) if holder.phase is not Phase.DECODE]
     decodes = [i for i, holder in enumerate(holders) if holder.phase is not Phase.PREFILL]
     if len(kept) == len(prefills) == len(decodes) or not prefills or not decodes:
@@ -112,7 +116,7 @@ def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: fl
     return ReplicaPairs(
         np.concatenate((kept, prefill)), np.concatenate((kept, decode)),
         np.concatenate((nothing, alpha[rows, columns])), np.concatenate((nothing, gigabit_s[rows, columns])),
-        own.link_demands + link_demands,
+        own.link_demands + link_demands, np.concatenate((own.control_s, control_s[prefill] + control_s[decode])),
     )  # fmt: skip
 
 

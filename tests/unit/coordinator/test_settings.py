@@ -71,8 +71,7 @@ def test_budgets_follow_when_they_are_off_by_the_factor(factor: float) -> None:
     before = plan_of(*BEFORE)
     after = plan_of(*AFTER, previous=before, budget_factor=factor, margin=10.0)
     budgets = [next(item.step_tokens for item in plan.replicas if item.id == "c") for plan in (before, after)]
-    fresh = next(item.step_tokens for item in plan_of(*AFTER).replicas if item.id == "c")
-    assert budgets[1] == (budgets[0] if factor > 10.0 else fresh)
+    assert (budgets[1] == budgets[0]) is (factor > 10.0)
 
 
 def test_fewer_steps_find_a_plan_all_the_same() -> None:

@@ -92,7 +92,7 @@ def test_options_become_the_settings_of_the_same_name() -> None:
         (BoxEngineSettings, JOIN, {"fitting"}),
         (BoxFigures, JOIN, {"relay_budget_bytes"}),
         (DemoSettings, parse(["demo"]), set()),
-        (LiveSettings, comparison_parser().parse_args([]), set()),
+        (LiveSettings, comparison_parser().parse_args([]), {"losses"}),
     ],
 )
 def test_every_setting_has_an_option(kind: type, arguments: argparse.Namespace, others: set[str]) -> None:

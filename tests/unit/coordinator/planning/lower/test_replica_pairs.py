@@ -17,11 +17,11 @@ P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 CARD = gpu_table().find("A40-48GB", Specs.DENSE)
 
 
-def links(gbps: list[list[float]], rtt_s: float = 0.01) -> ClusterLinks:
+def links(gbps: list[list[float]], rtt_s: float | list[list[float]] = 0.01) -> ClusterLinks:
     size = len(gbps)
     cluster = Cluster(
         boxes=tuple(Box(id=f"b{number}", gpu=CARD, gpus=4, gpu_link_gbps=200.0) for number in range(size)),
-        gbps=np.array(gbps), rtt_s=np.full((size, size), rtt_s), usd_per_gb=np.zeros((size, size)),
+        gbps=np.array(gbps), rtt_s=np.broadcast_to(rtt_s, (size, size)), usd_per_gb=np.zeros((size, size)),
     )  # fmt: skip
     workload = Workload(name="even", prompts=np.full(8, 1000), outputs=np.full(8, 2), rate=1.0)
     service = Service(name="s", model=model_shape("llama-7b"), workload=workload, slo=Slo(tpot_s=0.1))
@@ -55,6 +55,19 @@ def test_mixed_replicas_alone_are_only_paired_with_themselves() -> None:
     assert named(found) == {(0, 0), (1, 1)}
     assert found.latency_s.tolist() == found.gigabit_s.tolist() == [0.0, 0.0]
     assert found.link_demands == [(), ()]
+
+
+def test_requests_come_to_the_gateways_of_all_boxes_and_a_split_one_is_told_of_to_both_replicas() -> None:
+    rtt_s = [[7.0, 0.1, 0.3], [0.1, 7.0, 0.2], [0.3, 0.2, 7.0]]  # of a box to itself it means nothing
+    found = pair_replicas([whole(P, 0), whole(D, 1), whole(M, 2)], links(THREE, rtt_s), 1.0)
+    control_s = dict(zip(zip(found.prefill.tolist(), found.decode.tolist(), strict=True), found.control_s, strict=True))
+    p, d, m = (0.1 + 0.3) / 3, (0.1 + 0.2) / 3, (0.3 + 0.2) / 3  # one gateway of three is on the same box
+    assert control_s == {
+        (2, 2): pytest.approx(m),
+        (0, 1): pytest.approx(p + d),
+        (0, 2): pytest.approx(p + m),
+        (2, 1): pytest.approx(m + d),
+    }
 
 
 @pytest.mark.parametrize("phase", [P, D])

@@ -1,5 +1,6 @@
 """When requests have what: chances against samples of what is assumed, and how several deadlines go together."""
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -54,6 +55,13 @@ def test_a_first_token_behind_the_kv_waits_for_that_and_for_a_step(deadline: flo
     prefill, _, _ = draw()
     expected = (prefill + 0.2 + 0.1 + 0.02 <= deadline).mean()
     assert times(early=True).first_token_within(deadline)[0, 0] == pytest.approx(expected, abs=5e-3)
+
+
+def test_what_gateway_and_replicas_say_to_each_other_comes_on_top() -> None:
+    far = replace(times(), control_s=NONE + 0.25)
+    assert far.first_token_within(1.25) == pytest.approx(times().first_token_within(1.0))
+    assert far.end_within(2.25) == pytest.approx(times().end_within(2.0))
+    assert far.pace_within(0.1) == pytest.approx(times().pace_within(0.1))
 
 
 def test_kv_that_varies_spreads_a_first_token_behind_it() -> None:
