@@ -16,6 +16,7 @@ from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
+from ..coordinator.regrouping.steps import BoxPart
 from ..coordinator.repair.damping import BoxSign
 from ..coordinator.repair.ending import can_finish, is_planned_without
 from ..coordinator.worth import BoxLine, weigh_boxes
@@ -175,6 +176,7 @@ class NetworkView(AdvertBook):
         """What the planner may use. A box that serves alone counts from its engine's first start on; one that has
         room for some layers only, from the moment it waits for them."""
         found = []
+        others = self._parts_of_others()
         for peer in self.adverts:
             advert, engine = self._offer(peer, service), self._engine_of(peer)
             if advert is None or advert.model is None or engine is None:
@@ -183,8 +185,8 @@ class NetworkView(AdvertBook):
             # An engine measures its device when it starts. One that waits for others has not started:
             # it is planned with guesses until then.
             measured = min(engine.tflops, engine.memory_gbps) >= MIN_FIGURE
-            is_whole = fits == advert.model.layers
-            if is_whole and not measured:
+            is_alone = fits == advert.model.layers and peer not in others
+            if is_alone and not measured:
                 continue
             per_gpu = tuple(figure * advert.tp for figure in UNMEASURED_GPU)
             guessed = per_gpu if hardware.gpus else UNMEASURED_CPU
@@ -195,7 +197,7 @@ class NetworkView(AdvertBook):
                     service=service,
                     model=advert.model.shape,
                     fits=fits,
-                    ready=engine.state == "ready" and not advert.hung if is_whole else engine.state != "failed",
+                    ready=engine.state == "ready" and not advert.hung if is_alone else engine.state != "failed",
                     draining=advert.draining or is_planned_without(advert.ends_in_s),
                     compute_tflops=tflops,
                     memory_gbps=memory_gbps,
@@ -210,21 +212,51 @@ class NetworkView(AdvertBook):
                     phase=advert.phase,
                     site=self._table(peer).site,
                     profile=advert.profile,
+                    stages=engine.stages,
                 )
             )
         return found
 
+    def parts(self) -> dict[str, BoxPart]:
+        """What boxes say of their parts of the plan, as a regrouping goes by it."""
+        return {
+            str(peer): BoxPart(
+                stages=advert.engine.stages,
+                is_ready=advert.engine.state == "ready",
+                failures=advert.engine.failures,
+                detail=": ".join(filter(None, (advert.engine.state, advert.engine.detail))),
+                leaves=advert.draining or is_planned_without(advert.ends_in_s),
+            )
+            for peer, advert in self.adverts.items()
+            if advert.engine is not None
+        }
+
+    def _parts_of_others(self) -> frozenset[str]:
+        """Boxes whose engines say nothing of themselves alone: stages of the running plan, and those on their way to
+        another group."""
+        if self.plan is None:
+            return frozenset()
+        stages = {peer for replica in self.plan.replicas if len(replica.stages) > 1 for peer in replica.peers}
+        return frozenset(stages) | self._regrouping_now()
+
+    def _regrouping_now(self) -> frozenset[str]:
+        """The boxes that take another part now."""
+        regrouping = self.plan.regrouping if self.plan is not None else None
+        return frozenset(regrouping.boxes) if regrouping is not None else frozenset()
+
     def signs(self) -> dict[str, BoxSign]:
         """What boxes show of how they are. The engine of a box with a part of the model also ends when another box of
-        its replica is lost, so that says nothing of this one."""
+        its replica is lost, so that says nothing of this one; and one that takes another part does as it is told."""
         found = {}
+        others, regrouping = self._parts_of_others(), self._regrouping_now()
         for peer, advert in self.adverts.items():
             if advert.model is not None and advert.engine is not None:
-                is_whole, engine = advert.fits >= advert.model.layers, advert.engine
+                is_alone, engine = advert.fits >= advert.model.layers and peer not in others, advert.engine
+                leaves = advert.draining or is_planned_without(advert.ends_in_s)
                 found[str(peer)] = BoxSign(
-                    serves=engine.state == "ready" and not advert.hung if is_whole else True,
-                    started=engine.starts if is_whole else 0,
-                    leaving=advert.draining or is_planned_without(advert.ends_in_s),
+                    serves=engine.state == "ready" and not advert.hung if is_alone else True,
+                    started=engine.starts if is_alone else 0,
+                    leaving=leaves or peer in regrouping,
                 )
         return found
 

@@ -86,18 +86,26 @@ class Supervisor:
         state = self._advert.state if self._advert is not None else "new"
         return f"<Supervisor {state} {self._place or ''} starts={self._starts} failures={self._failures}>"
 
+    @property
+    def place(self) -> Place | None:
+        """What the box has to run."""
+        return self._place
+
     def assign(self, place: Place | None) -> None:
         """What the box has to run from now on. What runs for another place ends, but a loaded stage
-        without place ends with its head, which may still have requests."""
+        ends with its head, which may still have requests; one that is wanted elsewhere does not wait
+        for it without end."""
         if place == self._place:
             return
-        leaves_with_head = place is None and self._loaded
+        leaves_with_head = self._loaded
         self._place = place
         self._failures, self._failure = 0, ""
         self._stages.expect(None)  # until this box is ready for it
         self._changed.set()
         if not leaves_with_head:
             self._life.cancel()
+        elif place is not None:
+            self._life.deadline = trio.current_time() + 2.0 * self._tuning.move_s
 
     async def run(self) -> None:
         """Serve until cancelled. Raises EngineStartError when the very first start fails on a box that serves alone:
@@ -238,6 +246,7 @@ class Supervisor:
             detail=detail,
             starts=self._starts,
             stages=place.stages if place is not None and len(place.stages) > 1 else (),
+            failures=self._failures,
         )
         if ready is not None:
             advert = msgspec.structs.replace(
