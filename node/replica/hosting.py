@@ -34,7 +34,6 @@ from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .worker import Worker
 
-
 MOVE_POLL_S: Final = 0.05
 
 
