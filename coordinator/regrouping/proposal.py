@@ -10,9 +10,9 @@ Importing this takes a solver with it: import it where plans are made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from ..capacity import BoxView
 from ..costs.loading import LoadRates, load_seconds
 from ..network_problem import NetworkProblem
-from ..plan import Groups, Phase, Plan, PlanError, Regrouping, RegroupingStep, Replica
+from ..plan import Phase, Plan, PlanError, RegroupingStep, Replica
 from ..planning.model.errors import NoPlan, UnservedError
 from ..planning.model.problem import Problem
 from ..planning.rescheduling import (
@@ -30,31 +30,13 @@ from ..planning.rescheduling import (
     reschedule_phases,
     without_boxes,
 )
+from ..planning.upper.scorer import never
 from ..planning.upper.settings import SearchSettings
-from .steps import make_regrouping
+from .steps import PAYBACK_S, RegroupProposal, make_regrouping
 
 LOAD: Final = 2.0
 """Groups are compared at so many times the requests that the running ones carry in time; a gain beyond
 that does not show. Higher: it shows, and small gains are lost in what estimates are off by."""
-
-PAYBACK_S: Final = 3600.0
-"""Within so long a proposal has to win back what is lost while boxes load."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegroupProposal:
-    """Groups that would serve more. `regrouping`: the way there, with what is gained; `groups`: all of
-    them; `meanwhile`: requests per second in time while each step loads; `light`: what new phases
-    alone would give; `reload_s`: what each step's load takes; `pays`: whether all that is won back
-    within PAYBACK_S if so many requests come."""
-
-    regrouping: Regrouping
-    groups: Groups
-    plan: Plan
-    light: float
-    meanwhile: tuple[float, ...]
-    reload_s: tuple[float, ...]
-    pays: bool
 
 
 def propose_regrouping(
@@ -62,19 +44,21 @@ def propose_regrouping(
     plan: Plan,
     boxes: Sequence[BoxView],
     *,
+    rate: float | None = None,
     rates: LoadRates | None = None,
     search: SearchSettings | None = None,
-    seed: int = 0,
+    spent: Callable[[], bool] = never,
 ) -> RegroupProposal | None:
-    """The best groups found for the boxes of a network that runs a plan; None where none is better
-    than new phases alone, or boxes cannot be grouped otherwise. The same seed gives the same."""
+    """The best groups found for the boxes of a network that runs a plan until `spent()`; None where
+    none is better than new phases alone, or boxes cannot be grouped otherwise. `rate`: requests per
+    second to compare them at, instead of LOAD times what runs."""
     if any(box.emulated for box in boxes) or len(network.problem.cluster.boxes) < 2 or plan.regrouping is not None:
         return None
-    rate = LOAD * (network.colocated_rate or network.service.workload.rate)
+    rate = rate or LOAD * (network.colocated_rate or network.service.workload.rate)
     problem = _at_rate(network, rate)
     try:
         light = reschedule_phases(problem, [plan])
-        full = reschedule_groups(problem, [plan], rng=np.random.default_rng(seed), settings=search)
+        full = reschedule_groups(problem, [plan], rng=np.random.default_rng(0), settings=search, spent=spent)
     except (NoPlan, UnservedError):
         return None
     wanted = full.plans[0]
@@ -95,7 +79,7 @@ def propose_regrouping(
         plan, groups, boxes, before=light.before * rate, after=full.after * rate, reload_s=max(reload_s)
     )
     return RegroupProposal(
-        regrouping=found, groups=groups, plan=wanted, light=light.after * rate,
+        regrouping=found, groups=groups, rate=rate, light=light.after * rate,
         meanwhile=tuple(share * rate for share in meanwhile), reload_s=reload_s, pays=pays,
     )  # fmt: skip
 

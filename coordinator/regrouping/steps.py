@@ -30,6 +30,25 @@ MAX_REASON: Final = 400
 """Characters of a reason: most of it is another box's."""
 
 
+PAYBACK_S: Final = 3600.0
+"""Within so long a proposal has to win back what is lost while boxes load."""
+
+
+class RegroupProposal(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that would serve more. `regrouping`: the way there, with what is gained; `groups`: all of
+    them. Requests per second in time, when `rate` are asked for: `meanwhile`, while each step loads;
+    `light`, with new phases alone. `reload_s`: what each step's load takes; `pays`: whether all that
+    is won back within PAYBACK_S."""
+
+    regrouping: Regrouping
+    groups: Groups
+    rate: float
+    light: float
+    meanwhile: tuple[float, ...]
+    reload_s: tuple[float, ...]
+    pays: bool
+
+
 class BoxPart(NamedTuple):
     """What a box says of its part of the plan: the `stages` of the replica that its engine is a part
     of (none: it is alone), whether that is ready, how often in a row it could not be started, and

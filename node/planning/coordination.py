@@ -14,7 +14,8 @@ from ...coordinator.capacity import KvCodec
 from ...coordinator.demand import is_idle
 from ...coordinator.names import name_of
 from ...coordinator.plan import Regrouping
-from ...coordinator.regrouping.steps import RegroupingProgress, make_regrouping
+from ...coordinator.regrouping.adoption import Adoption
+from ...coordinator.regrouping.steps import RegroupingProgress, RegroupProposal, make_regrouping
 from ...coordinator.repair.damping import FlapDamping
 from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
 from ...kernels.codecs import codec_named
@@ -71,6 +72,20 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
             spent=spent,
         )
 
+    def propose(self, spent: Callable[[], bool]) -> RegroupProposal | None:
+        """Other groups of boxes that would serve more of what is asked for, found until `spent()`."""
+        from ...coordinator.network_problem import build_network_problem
+        from ...coordinator.regrouping.proposal import propose_regrouping  # as above
+
+        codec = KvCodec(self.codec, codec_named(self.codec).bits)
+        boxes = tuple(box for box in self.boxes if box.peer not in self.held)
+        network = build_network_problem(
+            boxes, self.links, self.demands, service=self.service, codec=codec, previous=self.previous
+        )
+        if network is None or self.previous is None or not network.asked:
+            return None
+        return propose_regrouping(network, self.previous, boxes, rate=network.asked, spent=spent)
+
     @property
     def roster(self) -> Any:
         """What must not wait: who is there, and what each can do."""
@@ -110,6 +125,7 @@ class Coordinator:
         self._aside = SetAside()
         self._damping = FlapDamping()
         self._progress = RegroupingProgress()
+        self._adoption = Adoption()
         self._told_held: tuple[str, ...] = ()  # boxes that the latest plan says are held
         self._reasons: tuple[str, ...] = ()  # of the latest plan, without those that are said of boxes left out
 
@@ -172,6 +188,9 @@ class Coordinator:
             # Who looks at the plan is to see why a box that is there gets no requests.
             why = self._reasons if plan.number == self._numbered else plan.why
             plan = msgspec.structs.replace(plan, epoch=task.epoch, version=task.version, why=why)
+        was_regrouping = task.previous is not None and task.previous.regrouping is not None
+        if was_regrouping and task.regrouping is None:
+            self._adoption.on_ended(now, failed=bool(self._progress.explain(None)))
         plan = msgspec.structs.replace(plan, regrouping=task.regrouping)
         self._progress.on_planned(task.regrouping)
         self._numbered, self._told_held, self._reasons = (task.epoch, plan.version), held, plan.why
@@ -192,8 +211,38 @@ class Coordinator:
         self._last = task  # the same again would fail again: only news is planned with
         return False
 
+    def seek(self, view: NetworkView, leader: Leader | None, now: float) -> PlanningTask | None:
+        """What other groups are to be looked for at, if they are: say `consider` when that is done."""
+        if leader is None or leader[0] != self._own or not self._adoption.is_due(now):
+            return None
+        task = self._task(view, leader, now)
+        if task is None or task.previous is None or task.regrouping is not None:
+            return None
+        task = self._with_figures(task, view, now)
+        if not any(demand.requests_s > 0.0 for demand in task.demands):  # what is only assumed moves no box
+            self._adoption.consider(None, now)
+            return None
+        return task
+
+    def consider(
+        self, found: RegroupProposal | None, view: NetworkView, leader: Leader | None, now: float
+    ) -> Regrouping | None:
+        """A look for other groups has found this: what the next plan begins with, if that is worth it. Raises PlanError
+        where things have changed meanwhile."""
+        if not self._adoption.consider(found, now) or found is None or view.plan is None:
+            return None
+        expected = found.regrouping
+        order = RegroupOrder(
+            service=view.plan.service,
+            groups=found.groups,
+            before=expected.before,
+            after=expected.after,
+            reload_s=expected.reload_s,
+        )
+        return self.order(order, view, leader)
+
     def order(self, order: RegroupOrder, view: NetworkView, leader: Leader | None) -> Regrouping:
-        """An admin wants these groups: the next plan begins with their first step. Raises PlanError."""
+        """These groups are wanted: the next plan begins with their first step. Raises PlanError."""
         if leader is None or leader[0] != self._own:
             raise PlanError("this node does not coordinate the network; ask the one that does")
         plan = _running(view, order.service)

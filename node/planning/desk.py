@@ -53,6 +53,10 @@ class PlanningDesk:
                 task = coordinator.next(joined.view, joined.leader, trio.current_time())
                 if task is None:
                     self._looked = trio.Event()
+                    seeking = coordinator.seek(joined.view, joined.leader, trio.current_time())
+                    if seeking is not None:
+                        await self._seek_groups(planner, seeking)
+                        continue
                     with trio.move_on_at(coordinator.wake_at(trio.current_time())):
                         await self._looked.wait()
                     continue
@@ -78,6 +82,27 @@ class PlanningDesk:
         plan = coordinator.settle(task, found, joined.view, joined.leader, trio.current_time())
         if plan is not None:
             self._publish(plan)
+
+    async def _seek_groups(self, planner: Planner, task: PlanningTask) -> None:
+        """Look for other groups of boxes, and begin with them where that is worth it."""
+        joined, coordinator, found = self._joined, self._coordinator, None
+        self._on_look = partial(self._hurry_outdated, planner, task)
+        try:
+            found = await planner.seek_groups(task)
+        except (PlanError, PlannerFailed) as error:
+            joined.say(f"no other groups of boxes were looked for: {error}")
+        finally:
+            self._on_look = _ignore_look
+        try:
+            begun = coordinator.consider(found, joined.view, joined.leader, trio.current_time())
+        except PlanError as error:
+            joined.say(f"boxes are not regrouped: {error}")
+            return
+        if begun is not None:
+            joined.say(
+                f"regroups boxes in {len(begun.steps)} steps: {begun.before:.3g} -> {begun.after:.3g} requests/s of "
+                "those asked for are expected to be in time"
+            )
 
     def _hurry_outdated(self, planner: Planner, task: PlanningTask) -> None:
         """A box that is lost does not wait until the search for another reason is over."""

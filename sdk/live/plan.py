@@ -80,7 +80,7 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
     explained = _explain(network, found.running or found.best) if arguments.explain else None
     boxes = NetworkView.of_status(status).boxes(service)
     proposal = propose_regrouping(network, plan, boxes) if plan is not None else None
-    begun = apply_proposal(arguments, status, proposal) if arguments.apply else None
+    begun = apply_proposal(arguments, status, service, proposal) if arguments.apply else None
     if arguments.format == "json":
         regrouping = {"regrouping": proposal_json(proposal), "applied": begun is not None}
         print(json.dumps({**live_json(found, explained), **regrouping}))

@@ -11,7 +11,7 @@ from rich.console import Console
 from ...coordinator import Plan, Stage
 from ...coordinator.names import name_of
 from ...coordinator.plan import GroupStages
-from ...coordinator.regrouping.proposal import PAYBACK_S, RegroupProposal
+from ...coordinator.regrouping.steps import PAYBACK_S, RegroupProposal
 from ...node.messages import Status
 from ...node.planning.messages import RegroupBegun, RegroupOrder
 from ..actions.network import client_of
@@ -19,7 +19,9 @@ from ..actions.status_view import regrouping_lines
 from ..errors import NotReady
 
 
-def apply_proposal(arguments: SimpleNamespace, status: Status, found: RegroupProposal | None) -> RegroupBegun | None:
+def apply_proposal(
+    arguments: SimpleNamespace, status: Status, service: str, found: RegroupProposal | None
+) -> RegroupBegun | None:
     """Have the coordinator begin with what was found; None: nothing was found. Raises RequestFailed for one that
     refuses, as it does without an admin's token."""
     if found is None:
@@ -28,7 +30,7 @@ def apply_proposal(arguments: SimpleNamespace, status: Status, found: RegroupPro
         raise NotReady("apply: the network has no coordinator now; try again in some seconds")
     expected = found.regrouping
     order = RegroupOrder(
-        service=found.plan.service, groups=found.groups, before=expected.before, after=expected.after,
+        service=service, groups=found.groups, before=expected.before, after=expected.after,
         reload_s=expected.reload_s,
     )  # fmt: skip
     with client_of(arguments) as client:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import trio
 
+from p2pserve.bootstrap import PeerId
 from p2pserve.bootstrap.errors import RemoteError
 from p2pserve.coordinator import Phase, Plan, Stage
 from p2pserve.coordinator.plan import GroupStages
-from p2pserve.node import messages, methods
+from p2pserve.node import methods
 from p2pserve.node.models import BUNDLED
 from p2pserve.node.models.text import TextModel
 from p2pserve.node.planning.messages import RegroupOrder
@@ -39,7 +40,7 @@ def group(layers: int, *peers: str) -> GroupStages:
     )
 
 
-async def wait_plan(network: Cluster, holds: Callable[[Plan], bool]) -> messages.Status:
+async def wait_plan(network: Cluster, holds: Callable[[Plan], bool]) -> Plan:
     """Wait until the plan is no longer on its way to another, and this holds of it, and all its boxes are ready."""
     with trio.move_on_after(WAIT_LIMIT_S):
         while True:
@@ -47,7 +48,7 @@ async def wait_plan(network: Cluster, holds: Callable[[Plan], bool]) -> messages
             engines = [node.advert.engine for node in status.nodes if node.advert is not None and node.advert.model]
             ready = all(engine is not None and engine.state == "ready" for engine in engines)
             if status.plan is not None and status.plan.regrouping is None and ready and holds(status.plan):
-                return status
+                return status.plan
             await trio.sleep(0.1)
     raise AssertionError("\n".join(["the plan has not come:", repr(status.plan), *network.said]))
 
@@ -57,16 +58,17 @@ async def regroup(network: Cluster, *groups: GroupStages) -> None:
     status = await network.status()
     assert status.plan is not None
     assert status.coordinator is not None
+    coordinator = PeerId(status.coordinator)
     order = RegroupOrder(service=status.plan.service, groups=groups, before=1.0, after=2.0, reload_s=10.0)
     with pytest.raises(RemoteError, match="clients may not"):
-        await network.client.network.request(status.coordinator, methods.PLAN_REGROUP, order, 10)
+        await network.client.network.request(coordinator, methods.PLAN_REGROUP, order, 10)
     async with open_client(network.bootstrap, "admin") as admin:
-        begun = await admin.network.request(status.coordinator, methods.PLAN_REGROUP, order, 10)
+        begun = await admin.network.request(coordinator, methods.PLAN_REGROUP, order, 10)
         assert len(begun.regrouping.steps) == 1
 
 
 @asynccontextmanager
-async def keep_asking(network: Cluster, gateway: str, asked: list[str], answers: list[tuple[str, Answer]]) -> Any:
+async def keep_asking(network: Cluster, gateway: PeerId, asked: list[str], answers: list[tuple[str, Answer]]) -> Any:
     """Ask one after the other, in turn, as long as the body runs; the last answer is waited for."""
     is_over = False
 
@@ -109,7 +111,7 @@ def test_two_boxes_join_and_part_while_a_third_and_they_themselves_are_asked(clu
                 await wait_answer(answers, one)
                 await regroup(network, group(8, one), group(8, two))
                 parted = await wait_plan(network, lambda plan: {each.peers for each in plan.replicas} == alone)
-            assert joined.plan.number < parted.plan.number
+            assert joined.number < parted.number
             assert await count_starts(network, third) == starts
 
     trio.run(main)
@@ -134,13 +136,11 @@ def test_boxes_that_cannot_join_say_why_and_serve_as_before(tmp_path: Path) -> N
         async with open_cluster(None, tmp_path, "qwen2-7b", 3, knobs=(EMULATED,) * 3, phases=MIXED) as network:
             one, two, third = (node.peer for node in network.nodes)
             await network.wait_plan(3)
-            status = await wait_plan(network, lambda plan: len(plan.replicas) == 3)
-            assert status.plan is not None
-            version = status.plan.version
+            version = (await wait_plan(network, lambda plan: len(plan.replicas) == 3)).version
             async with keep_asking(network, third, ["def fibonacci(n):"], answers):
                 await regroup(network, group(28, one, two))
-                status = await wait_plan(network, lambda plan: plan.version > version and len(plan.replicas) == 3)
-            assert any("holds the whole model" in line for line in status.plan.why)
+                plan = await wait_plan(network, lambda plan: plan.version > version and len(plan.replicas) == 3)
+            assert any("holds the whole model" in line for line in plan.why)
 
     trio.run(main)
     assert answers

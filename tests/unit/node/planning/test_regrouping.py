@@ -8,11 +8,13 @@ import pytest
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Plan, PlanError, Stage
 from p2pserve.coordinator.names import name_of
-from p2pserve.coordinator.plan import GroupStages
-from p2pserve.coordinator.regrouping.steps import FAILURES
+from p2pserve.coordinator.plan import GroupStages, Regrouping, RegroupingStep
+from p2pserve.coordinator.regrouping.adoption import AdoptionSettings
+from p2pserve.coordinator.regrouping.steps import FAILURES, RegroupProposal
 from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.planning.manifest import describe_plan, read_plan
 from p2pserve.node.planning.messages import RegroupOrder
+from p2pserve.node.planning.worker import PlannerAnswer, PlannerTask, answer
 from p2pserve.node.view import NetworkView
 
 from .test_coordination import OWN, view_of
@@ -208,3 +210,49 @@ def test_only_boxes_that_are_ready_alone_count_for_themselves() -> None:
     signs = view.signs()
     assert [signs[peer].leaving for peer in "abc"] == [True, True, False]
     assert view_of("x").parts()["a"].is_ready
+
+
+def proposal(*groups: GroupStages, after: float = 9.0) -> RegroupProposal:
+    undo = tuple(each for each in (A, B, C, D) if any(each[0].peer == stage.peer for one in groups for stage in one))
+    way = Regrouping(steps=(RegroupingStep(form=groups, undo=undo),), before=5.0, after=after)
+    return RegroupProposal(
+        regrouping=way, groups=groups, rate=10.0, light=5.0, meanwhile=(5.0,), reload_s=(30.0,), pays=True
+    )
+
+
+def test_a_gain_that_lasts_is_begun_with_by_itself_and_then_nothing_for_long() -> None:
+    coordinator, view = started(*"xxxx")
+    settings, now = AdoptionSettings(), 0.0
+    for look in range(settings.looks):
+        assert coordinator.seek(view, LEADER, now) is None
+        now += settings.look_s
+        task = coordinator.seek(view, LEADER, now)
+        assert task is not None
+        assert task.demands
+        begun = coordinator.consider(proposal(AB), view, LEADER, now)
+        assert (begun is not None) == (look == settings.looks - 1)
+    assert groups_of(followed(coordinator, view, now)) == {AB, C, D}
+    assert coordinator.seek(view, LEADER, now + 10.0 * settings.look_s) is None  # while it is under way
+    take_part(view, AB)
+    followed(coordinator, view, now + 1.0)
+    assert coordinator.seek(view, LEADER, now + settings.rest_s) is None
+    assert coordinator.seek(view, LEADER, now + 1.0 + settings.rest_s) is not None
+
+
+def test_who_does_not_lead_and_who_is_not_asked_does_not_look() -> None:
+    coordinator, view = started(*"xxxx")
+    coordinator.seek(view, LEADER, 0.0)
+    assert coordinator.seek(view, (PeerId("b"), 1), 1000.0) is None
+    assert coordinator.seek(view, None, 1000.0) is None
+    view.adverts[OWN] = msgspec.structs.replace(view.adverts[OWN], demand=None)
+    assert coordinator.seek(view, LEADER, 1000.0) is None
+
+
+def test_what_is_looked_at_is_what_is_asked_for() -> None:
+    """Of four boxes with room for all that is asked nothing is joined; and the look ends when it is told to."""
+    coordinator, view = started(*"xxxx")
+    coordinator.seek(view, LEADER, 0.0)
+    task = coordinator.seek(view, LEADER, 1000.0)
+    assert task is not None
+    assert task.propose(lambda: True) is None
+    assert answer(PlannerTask(task=task, search_s=5.0, seeks_groups=True), lambda: False) == PlannerAnswer()
