@@ -205,8 +205,8 @@ class Regrouping(msgspec.Struct, frozen=True, kw_only=True):
     """New groups of boxes that a network is on its way to. The first of `steps` is under way, `done` of
     them are over.
 
-    `before`, `after`: requests per second that are expected to be in time when all are asked that
-    can be. `reload_s`: for how long the boxes of a step are expected to be away. `undoes`: why the
+    `before`, `after`: requests per second that are expected to be in time, of as many as it was
+    compared at. `reload_s`: for how long the boxes of a step are expected to be away. `undoes`: why the
     step under way goes back to what was before, where it does.
     """
 

@@ -141,7 +141,11 @@ class NetworkView(AdvertBook):
         return not all(advert is None or can_finish(advert.ends_in_s, needed_s) for advert in adverts)
 
     def hopeful(self, service: str) -> bool:
-        """Whether an engine of the service is being started, so that waiting for it makes sense."""
+        """Whether an engine of the service is being started, or is about to be in another group, so that waiting for it
+        makes sense."""
+        plan = self.plan
+        if plan is not None and plan.service == service and plan.regrouping is not None:
+            return True
         return any(
             not advert.draining and engine.state in ("starting", "loading", "restarting")
             for advert, engine in self._engines(service)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import trio
 
@@ -17,7 +17,7 @@ from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
 from ..box.errors import NodeError
 from ..box.hardware import Hardware
-from ..box.shares import Share
+from ..box.shares import Share, share_of_stage
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.agent_side.fork_server import open_fork_server
@@ -52,11 +52,34 @@ def describe_wait(share: Share, layers: int) -> str:
     return f"has {share.layers} of {layers} layers, needs another box or {more} more"
 
 
-def engine_config(
+class EngineConfigs(NamedTuple):
+    """The settings of this box's engine processes: for all the layers that it takes, and for fewer of them, where it
+    holds the model and is to be a stage all the same."""
+
+    most: protocol.EngineConfig
+    of_stage: Callable[[int], protocol.EngineConfig]
+
+
+def engine_configs(
     served: ServedModel, hardware: Hardware, settings: BoxEngineSettings, log: Path, *, codec: str
+) -> EngineConfigs:
+    """Of a model on this box, as its owner wants it."""
+    most = _config_of_share(served, served.share, hardware, settings, log, codec=codec)
+
+    def of_stage(layers: int) -> protocol.EngineConfig:
+        if settings.backend != VLLM.name:
+            return most
+        share = share_of_stage(served.model.info, hardware, settings, layers)
+        return _config_of_share(served, share, hardware, settings, log, codec=codec)
+
+    return EngineConfigs(most, of_stage)
+
+
+def _config_of_share(
+    served: ServedModel, share: Share, hardware: Hardware, settings: BoxEngineSettings, log: Path, *, codec: str
 ) -> protocol.EngineConfig:
-    """The settings of this box's engine processes, whatever part of the model they get."""
-    model, share = served.model, served.share
+    """With the limits of a share."""
+    model = served.model
     config = protocol.EngineConfig(
         model=str(model.folder),
         dtype=settings.dtype,
@@ -89,7 +112,7 @@ class Host:
     def __init__(
         self,
         served: ServedModel,
-        config: protocol.EngineConfig,
+        configs: EngineConfigs,
         *,
         network: Messenger,
         outlets: KvOutlets,
@@ -115,7 +138,7 @@ class Host:
         self._moves = trio.Event()  # set while requests finish before it takes that place
         served_by_vllm = settings.engine.backend == VLLM.name
         self._supervisor = Supervisor(
-            config,
+            configs.most,
             worker=self.worker,
             stages=stages,
             fetch=self._fetch,
@@ -126,6 +149,8 @@ class Host:
             open_server=partial(open_fork_server, serves_api=settings.http is not None and served_by_vllm),
         )
         self._supervisor.waits_for = describe_wait(served.share, info.layers)
+        if self._alone is not None:
+            self._supervisor.config_of_stage = configs.of_stage
 
     async def run(self) -> None:
         """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start

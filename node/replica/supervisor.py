@@ -64,6 +64,8 @@ class Supervisor:
         self._on_change = on_change
         self.waits_for = "no plan gives this box layers yet"
         """What the box needs as long as it has no place, for people."""
+        self.config_of_stage: Callable[[int], protocol.EngineConfig] = lambda layers: config
+        """The settings of a stage with so many layers."""
         self._tuning = tuning
         self._open_server = open_server
         self._place: Place | None = None
@@ -74,6 +76,7 @@ class Supervisor:
         self._failures = 0  # in a row
         self._failure = ""  # the last of them
         self._starts = 0
+        self._max_requests = config.max_requests  # of the latest engine
         self._ready: protocol.EngineReady | None = None
         self._link: EngineHandle | None = None
         self._advert: EngineAdvert | None = None
@@ -151,7 +154,7 @@ class Supervisor:
         its head, which knows why."""
         alone = len(place.stages) == 1
         state = "loading" if not alone else "restarting" if self._starts else "starting"
-        config = self._config
+        config = self._config if alone else self.config_of_stage(place.stage.layers)
         call: StageCall | None = None
         link: EngineHandle | None = None
 
@@ -178,6 +181,7 @@ class Supervisor:
             await server.wait_ready()
             say("loads the model")
             workers = LoadingWorkers()
+            self._max_requests = config.max_requests
             link = self._link = await server.start_engine(
                 config, self._worker.on_engine_message, lambda said: self._tell_starting(state, workers.take(said))
             )
@@ -257,7 +261,7 @@ class Supervisor:
                 tflops=ready.tflops,
                 memory_gbps=ready.memory_gbps,
                 kv_tokens=ready.kv_tokens,
-                max_requests=self._config.max_requests,
+                max_requests=self._max_requests,
                 max_model_len=ready.max_model_len,
                 pid=ready.pid if state in ("ready", "loading") else 0,
             )

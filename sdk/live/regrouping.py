@@ -75,11 +75,11 @@ def print_proposal(
             f"{found.meanwhile[number]:.3g} requests/s in time"
         )
     console.print(
-        f"  would give, when all are asked that can be: {expected.before:.3g} -> {expected.after:.3g} requests/s in "
-        f"time ({found.light:.3g} with other phases alone)"
+        f"  would give, of {found.rate:.3g} requests/s: {expected.before:.3g} -> {expected.after:.3g} in time "
+        f"({found.light:.3g} with other phases alone)"
     )
     hours = f"{PAYBACK_S / 3600.0:g} h"
-    console.print(f"  what is lost on the way is {'' if found.pays else 'not '}won back within {hours} of such traffic")
+    console.print(f"  what is lost on the way is {'' if found.pays else 'not '}won back within {hours} of that")
     if begun is None:
         console.print("  p2pserve plan --live --apply, with an admin's token, begins with it")
     else:

@@ -128,18 +128,21 @@ async def count_starts(network: Cluster, peer: str) -> int:
     return engine.starts
 
 
-def test_boxes_that_cannot_join_say_why_and_serve_as_before(tmp_path: Path) -> None:
-    """Emulated engines hold the whole model, and say so when they are to be stages."""
+@pytest.mark.parametrize("boxes", [2, 3])
+def test_boxes_that_cannot_join_say_why_and_serve_as_before(boxes: int, tmp_path: Path) -> None:
+    """Emulated engines hold the whole model, and say so when they are to be stages. Requests wait where there is no
+    third box."""
     answers: list[tuple[str, Answer]] = []
 
     async def main() -> None:
-        async with open_cluster(None, tmp_path, "qwen2-7b", 3, knobs=(EMULATED,) * 3, phases=MIXED) as network:
-            one, two, third = (node.peer for node in network.nodes)
-            await network.wait_plan(3)
-            version = (await wait_plan(network, lambda plan: len(plan.replicas) == 3)).version
-            async with keep_asking(network, third, ["def fibonacci(n):"], answers):
+        knobs = (EMULATED,) * boxes
+        async with open_cluster(None, tmp_path, "qwen2-7b", boxes, knobs=knobs, phases=MIXED) as network:
+            one, two = (node.peer for node in network.nodes[:2])
+            await network.wait_plan(boxes)
+            version = (await wait_plan(network, lambda plan: len(plan.replicas) == boxes)).version
+            async with keep_asking(network, network.nodes[-1].peer, ["def fibonacci(n):"], answers):
                 await regroup(network, group(28, one, two))
-                plan = await wait_plan(network, lambda plan: plan.version > version and len(plan.replicas) == 3)
+                plan = await wait_plan(network, lambda plan: plan.version > version and len(plan.replicas) == boxes)
             assert any("holds the whole model" in line for line in plan.why)
 
     trio.run(main)

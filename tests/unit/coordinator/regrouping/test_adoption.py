@@ -16,7 +16,7 @@ SETTINGS = AdoptionSettings(look_s=10.0, looks=3, gain=0.1, dip=0.05, rest_s=100
 def proposal(before: float = 5.0, after: float = 7.0, **changes: Any) -> RegroupProposal:
     """Of ten requests per second, so many are in time before and after."""
     way = Regrouping(steps=(step(AB, undo=(A, B)),), before=before, after=after)
-    figures = {"light": before, "meanwhile": (before,), "reload_s": (30.0,), "pays": True}
+    figures: dict[str, Any] = {"light": before, "meanwhile": (before,), "reload_s": (30.0,), "pays": True}
     return RegroupProposal(regrouping=way, groups=(AB,), rate=10.0, **(figures | changes))
 
 

@@ -109,6 +109,9 @@ def test_all_boxes_may_load_at_once_and_requests_wait() -> None:
     order(coordinator, view, AB)
     plan = followed(coordinator, view, 1.0)
     assert (groups_of(plan), served(plan)) == ({AB}, {"a"})
+    # Before either box has even begun: they finish what they have.
+    assert view.hopeful("x")
+    assert not view.serving(plan.replicas[0], "x")
     take_part(view, AB, state="loading")
     assert publish(coordinator, view, 2.0) is None
     take_part(view, AB)
