@@ -16,7 +16,6 @@ from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
-from ..coordinator.regrouping.steps import BoxPart
 from ..coordinator.repair.damping import BoxSign
 from ..coordinator.repair.ending import can_finish, is_planned_without
 from ..coordinator.worth import BoxLine, weigh_boxes
@@ -220,20 +219,6 @@ class NetworkView(AdvertBook):
                 )
             )
         return found
-
-    def parts(self) -> dict[str, BoxPart]:
-        """What boxes say of their parts of the plan, as a regrouping goes by it."""
-        return {
-            str(peer): BoxPart(
-                stages=advert.engine.stages,
-                is_ready=advert.engine.state == "ready",
-                failures=advert.engine.failures,
-                detail=": ".join(filter(None, (advert.engine.state, advert.engine.detail))),
-                leaves=advert.draining or is_planned_without(advert.ends_in_s),
-            )
-            for peer, advert in self.adverts.items()
-            if advert.engine is not None
-        }
 
     def _parts_of_others(self) -> frozenset[str]:
         """Boxes whose engines say nothing of themselves alone: stages of the running plan, and those on their way to

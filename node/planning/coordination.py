@@ -19,6 +19,7 @@ from ...coordinator.regrouping.steps import RegroupingProgress, RegroupProposal,
 from ...coordinator.repair.damping import FlapDamping
 from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
 from ...kernels.codecs import codec_named
+from ..adverts import parts_of
 from ..settings import WAN
 from ..view import NetworkView
 from .messages import RegroupOrder
@@ -307,7 +308,9 @@ class Coordinator:
             previous=previous,
             codec=self._codec,
             held=tuple(sorted(self._damping.held([box.peer for box in boxes if box.usable], now))),
-            regrouping=self._progress.advance(previous.regrouping if previous is not None else None, view.parts(), now),
+            regrouping=self._progress.advance(
+                previous.regrouping if previous is not None else None, parts_of(view.adverts), now
+            ),
         )
 
     def _service(self, view: NetworkView) -> str | None:

@@ -124,7 +124,7 @@ class PlanningDesk:
         boxes = sum(len(step.boxes) for step in found.steps)
         joined.say(f"regroups {boxes} boxes in {len(found.steps)} steps, as {peer} wants, an admin of the network")
         self.look()
-        return RegroupBegun(regrouping=found)
+        return RegroupBegun(steps=len(found.steps), boxes=boxes)
 
 
 def _ignore_look() -> None:

@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ...coordinator.bounds import Counter, Figure, ModelName, Name, Seconds
-from ...coordinator.plan import Groups, Regrouping
+from ...coordinator.bounds import Count, Counter, Figure, ModelName, Name, Seconds
+from ...coordinator.plan import Groups
 from ..messages import Message
 
 MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
@@ -62,6 +62,7 @@ class RegroupOrder(Message, frozen=True, kw_only=True):
 
 
 class RegroupBegun(Message, frozen=True, kw_only=True):
-    """The next plan is on its way to these groups, in these steps."""
+    """The next plan is on its way to these groups: so many boxes change, in so many steps."""
 
-    regrouping: Regrouping
+    steps: Count
+    boxes: Count

@@ -18,11 +18,10 @@ from ...coordinator import Phase, Plan
 from ...coordinator.names import name_of, with_names
 from ...coordinator.regrouping.steps import describe_boxes
 from ...coordinator.repair.ending import is_planned_without
-from ...node.adverts import find_fault
+from ...node.adverts import find_fault, parts_of
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.observing.ages import describe_age
 from ...node.replica.place import Place
-from ...node.view import NetworkView
 from ..printing import printable
 
 COLUMNS = (
@@ -222,7 +221,8 @@ def regrouping_lines(status: Status) -> list[str]:
             f"  regrouping, step {regrouping.done + 1} of {steps}, some {regrouping.reload_s:.0f} s each: expected "
             f"{regrouping.before:.3g} -> {regrouping.after:.3g} requests/s in time"
         )
-    boxes = describe_boxes(regrouping, NetworkView.of_status(status).parts())
+    adverts = {PeerId(node.peer): node.advert for node in status.nodes if node.advert is not None}
+    boxes = describe_boxes(regrouping, parts_of(adverts))
     return [first, *(f"    {name_of(peer)}: {how_far}" for peer, how_far in boxes)]
 
 

@@ -64,7 +64,7 @@ async def regroup(network: Cluster, *groups: GroupStages) -> None:
         await network.client.network.request(coordinator, methods.PLAN_REGROUP, order, 10)
     async with open_client(network.bootstrap, "admin") as admin:
         begun = await admin.network.request(coordinator, methods.PLAN_REGROUP, order, 10)
-        assert len(begun.regrouping.steps) == 1
+        assert begun.steps == 1
 
 
 @asynccontextmanager

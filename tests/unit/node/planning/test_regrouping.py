@@ -11,6 +11,7 @@ from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import GroupStages, Regrouping, RegroupingStep
 from p2pserve.coordinator.regrouping.adoption import AdoptionSettings
 from p2pserve.coordinator.regrouping.steps import FAILURES, RegroupProposal
+from p2pserve.node.adverts import parts_of
 from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.planning.manifest import describe_plan, read_plan
 from p2pserve.node.planning.messages import RegroupOrder
@@ -212,7 +213,7 @@ def test_only_boxes_that_are_ready_alone_count_for_themselves() -> None:
     take_part(view, AB, state="loading")
     signs = view.signs()
     assert [signs[peer].leaving for peer in "abc"] == [True, True, False]
-    assert view_of("x").parts()["a"].is_ready
+    assert parts_of(view_of("x").adverts)["a"].is_ready
 
 
 def proposal(*groups: GroupStages, after: float = 9.0) -> RegroupProposal:
