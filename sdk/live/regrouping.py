@@ -23,7 +23,9 @@ def apply_proposal(
     arguments: SimpleNamespace, status: Status, service: str, found: RegroupProposal | None
 ) -> RegroupBegun | None:
     """Have the coordinator begin with what was found; None: nothing was found. Raises RequestFailed for one that
-    refuses, as it does without an admin's token."""
+    refuses, as it does without an admin's token, and NotReady while boxes are on their way already."""
+    if status.plan is not None and status.plan.regrouping is not None:
+        raise NotReady("apply: boxes are on their way to other groups already; see `p2pserve status`")
     if found is None:
         return None
     if status.coordinator is None:

@@ -174,6 +174,9 @@ def test_status_says_how_far_each_box_is(network: Network, capsys: pytest.Captur
     assert f"{name_of(PEERS[2])}: waits for its turn" in lines
     assert main(["plan", "--live", *TOKEN]) == 0
     assert "regrouping, step 1 of 2" in capsys.readouterr().out
+    assert main(["plan", "--live", "--apply", *TOKEN]) == 3
+    assert "on their way to other groups already" in capsys.readouterr().err
+    assert network.orders == []
 
 
 def test_status_says_why_a_step_is_undone() -> None:
