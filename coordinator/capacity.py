@@ -10,7 +10,7 @@ import msgspec
 
 from .costs.gpus import GpuError, Specs, gpu_table
 from .costs.model_shape import ModelShape
-from .plan import Phase
+from .plan import Phase, Stage
 from .profile import LatencyProfile
 
 UNKNOWN_RTT_S: Final = 0.2
@@ -38,7 +38,8 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     cache holds, 0 while that is not known. `emulated`: the engine only models a GPU. `card` names
     the GPUs; with `specs`, they count for what the table of GPUs has in that column, else the
     figures were measured by the engine there. `profile` is fitted to the steps of that engine.
-    `phase`: all that its owner lets it do. `usd_per_hour`: for the whole box.
+    `phase`: all that its owner lets it do. `usd_per_hour`: for the whole box. `stages`: of the
+    replica of several boxes that its engine is a part of, and that `kv_tokens` is of; none: alone.
     """
 
     peer: str
@@ -60,6 +61,7 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     phase: Phase | None = None
     site: str = ""
     profile: LatencyProfile | None = None
+    stages: tuple[Stage, ...] = ()
 
     def __post_init__(self) -> None:
         _require(bool(self.peer), "box.peer is empty")

@@ -3,7 +3,8 @@
 A first plan takes the best phases found from several starts. After that, replicas keep their
 phases: new ones take what helps most, and a phase changes only where that pays
 (`planning.upper.light_rescheduling`). X and Y come from the planner's linear programme. Nothing of
-it loads weights, except for boxes that form a new pipeline.
+it loads weights, except for boxes that form a new pipeline. Groups that a regrouping loads now are
+in the plan, so that their boxes follow it, and get no requests.
 
 Importing this takes a solver with it: import it where plans are made.
 """
@@ -23,7 +24,7 @@ from .bounds import MAX_FIGURE
 from .capacity import BoxView, KvCodec, LinkView
 from .demand import Demand
 from .network_problem import NetworkProblem, build_network_problem
-from .plan import Deadlines, Pairing, Phase, Plan, PlanError, Replica
+from .plan import Deadlines, Groups, Pairing, Phase, Plan, PlanError, Replica
 from .planning.lower.flow import FlowProblem, RequestFlow, flow_from_rates
 from .planning.lower.orchestration import Solver
 from .planning.model.errors import UnservedError
@@ -57,6 +58,7 @@ def plan_network(
     links: Iterable[LinkView],
     demands: Iterable[Demand],
     *,
+    loading: Groups = (),
     spent: Callable[[], bool] = never,
     settings: NetworkPlanSettings | None = None,
     **named: Unpack[PlanIdentity],
@@ -66,21 +68,26 @@ def plan_network(
 
     The order of boxes, links and demands does not matter. A replica keeps its phase unless a change
     of phases pays. A new epoch is a change: its coordinator states the decisions again under its
-    own number. The search ends early when `spent()`. Raises PlanError if a new plan would not be
+    own number. `loading`: groups that are on their way to be replicas, and what others they make
+    unnecessary. The search ends early when `spent()`. Raises PlanError if a new plan would not be
     newer than `previous`, or is given what cannot be planned.
     """
     previous, service, codec = named["previous"], named["service"], named["codec"]
     if previous is not None and previous.service != service:
         raise PlanError(f"the previous plan is of service {previous.service!r}, not {service!r}")
     offered = list(boxes)
-    network = build_network_problem(offered, links, demands, service=service, codec=codec, previous=previous)
+    away = {stage.peer for group in loading for stage in group}
+    staying = [box for box in offered if box.peer not in away]
+    network = build_network_problem(staying, links, demands, service=service, codec=codec, previous=previous)
     if network is None:
-        return None
+        return _plan_loading_alone(loading, **named) if loading else None
     if settings is not None:
         network = replace(network, settings=settings)
-    why = [*network.why, *_explain_departures(offered, service, previous)]
+    why = [*network.why, *_explain_departures(staying, service, previous, away)]
     solution = _choose_phases(network, previous, spent, why)
     replicas, pairings, expected = _share_requests(network, solution)
+    idle = _explain_idle(replicas, pairings)
+    replicas = _add_loading(replicas, loading, {box.peer: box.phase for box in offered})
     if previous is not None:
         replicas = _keep_step_budgets(replicas, previous, network.settings.budget_factor)
         # Shares that are as good stay: a plan of the same content is no news, and nobody has to follow another one.
@@ -93,7 +100,7 @@ def plan_network(
     plan = Plan(
         epoch=named["epoch"], version=named["version"], service=service, replicas=replicas, pairings=pairings,
         codec=codec.name,
-        why=_limit_reasons([*why, *_explain_idle(replicas, pairings), _explain_load(network), *expected]),
+        why=_limit_reasons([*why, *idle, _explain_load(network), *expected]),
         deadlines=_state_deadlines(network),
     )  # fmt: skip
     if not plan.newer_than(previous):
@@ -127,11 +134,43 @@ def solver_for_shares(network: NetworkProblem, solution: Solution, pairings: Ite
     return share_out
 
 
-def _explain_departures(offered: Sequence[BoxView], service: str, previous: Plan | None) -> list[str]:
+def _explain_departures(
+    staying: Sequence[BoxView], service: str, previous: Plan | None, away: Collection[str]
+) -> list[str]:
     """One line where boxes of the previous plan are gone; a plan does not name those."""
-    here = {box.peer for box in offered if box.service == service and box.usable}
-    gone = set(previous.peers) - here if previous is not None else set()
+    here = {box.peer for box in staying if box.service == service and box.usable}
+    gone = set(previous.peers) - here - set(away) if previous is not None else set()
     return [f"boxes of the previous plan that are gone, draining or not ready: {len(gone)}"] if gone else []
+
+
+# --- groups on their way
+
+
+def _add_loading(
+    replicas: tuple[Replica, ...], loading: Groups, pins: Mapping[str, Phase | None]
+) -> tuple[Replica, ...]:
+    """With the groups that load, in the phase that their owners want, else in both."""
+    coming = []
+    for group in loading:
+        pinned = [pin for stage in group if (pin := pins.get(stage.peer)) is not None]
+        coming.append(Replica(id=group[0].peer, phase=pinned[0] if pinned else Phase.MIXED, stages=group))
+    return tuple(sorted((*replicas, *coming), key=lambda replica: replica.id))
+
+
+def _plan_loading_alone(loading: Groups, **named: Unpack[PlanIdentity]) -> Plan:
+    """The plan while nobody serves: requests wait for the groups that load."""
+    previous = named["previous"]
+    replicas = _add_loading((), loading, {})
+    shared = [Pairing(prefill=one.id, decode=one.id, weight=1.0) for one in replicas]
+    pairings = _limit_pairings(shared)
+    told = (previous.epoch, previous.replicas, previous.pairings) if previous is not None else None
+    if previous is not None and told == (named["epoch"], replicas, pairings):
+        return previous
+    return Plan(
+        epoch=named["epoch"], version=named["version"], service=named["service"], replicas=replicas, pairings=pairings,
+        codec=named["codec"].name, why=("all boxes load: requests wait until the first group is ready",),
+        deadlines=previous.deadlines if previous is not None else Deadlines(),
+    )  # fmt: skip
 
 
 # --- phases

@@ -1,8 +1,8 @@
 """The running network as a problem of the planner.
 
-A box that holds the model alone has loaded it: it is one replica, neither cut nor merged. Boxes
-with room for some layers are replicas as `pipelines` groups them. So every replica keeps its
-stages, and what is left to decide is who does what, and who sends to whom.
+Weights are loaded already: `pipelines` says which boxes are a replica together, most of all those
+that are one now. So every replica keeps its stages, and what is left to decide is who does what,
+and who sends to whom. Other groups of boxes are for `regrouping/`.
 """
 
 from __future__ import annotations
@@ -206,7 +206,9 @@ def _without_name(model: ModelShape) -> ModelShape:
 def _kv_room(group: BoxGroup, usable: Mapping[str, BoxView], previous: Plan | None) -> int:
     """Tokens of KV that a replica holds, by its engine, or by memory before it starts."""
     head = usable[group.head]
-    started = head.whole or any(replica.stages == group.stages for replica in (previous.replicas if previous else ()))
+    alone = head.whole and len(group.stages) == 1
+    planned = any(replica.stages == group.stages for replica in (previous.replicas if previous else ()))
+    started = not head.stages if alone else planned
     if started and head.kv_tokens:
         return head.kv_tokens if head.specs else max(1, int(_round_figure(head.kv_tokens)))
     stages = [

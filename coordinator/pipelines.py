@@ -1,9 +1,9 @@
-"""Which boxes hold the model together when none of them can hold it alone.
+"""Which boxes hold the model together.
 
-A box whose memory holds only some of the layers waits until a plan makes it a stage of a replica.
-Here such boxes are grouped: pipelines that run are kept while their boxes are there, and new ones
-are made of what is left, of boxes near each other and as few as possible, because every stage adds
-a network hop to every step.
+Pipelines that run are kept while their boxes are there. Of the other boxes, one that holds the model
+is a replica by itself; a regrouping alone joins such boxes (`regrouping/`). A box whose memory holds
+only some of the layers waits until a plan makes it a stage of a replica: new pipelines are made of
+boxes near each other and as few as possible, because every stage adds a network hop to every step.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,14 @@ class BoxGroup:
 def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, why: list[str]) -> list[BoxGroup]:
     """The replicas these boxes of one model can be, by peer id of the head. `why` gets a line for
     each new pipeline and for waiting boxes."""
-    groups = [_group([box], (box.layers,)) for box in boxes if box.whole]
-    partial = {box.peer: box for box in boxes if box.fits and not box.whole}
+    groups: list[BoxGroup] = []
+    left = {box.peer: box for box in boxes if box.fits}
     for replica in previous.replicas if previous is not None else ():
-        if _can_continue(replica, partial):
-            members = [partial.pop(peer) for peer in replica.peers]
+        if _can_continue(replica, left):
+            members = [left.pop(peer) for peer in replica.peers]
             groups.append(_group(members, [stage.layers for stage in replica.stages]))
-    free = list(partial.values())
+    groups += [_group([box], (box.layers,)) for box in left.values() if box.whole]
+    free = [box for box in left.values() if not box.whole]
     while found := _pipeline(free, links):
         groups.append(_group(found, _shares(found)))
         free = [box for box in free if box not in found]
@@ -49,9 +50,9 @@ def group_boxes(boxes: Sequence[BoxView], links: Links, previous: Plan | None, w
     return sorted(groups, key=lambda group: group.head)
 
 
-def _can_continue(replica: Replica, partial: dict[str, BoxView]) -> bool:
+def _can_continue(replica: Replica, left: dict[str, BoxView]) -> bool:
     """Whether every box of a pipeline is still there and still holds its layers."""
-    held = [(partial.get(stage.peer), stage) for stage in replica.stages]
+    held = [(left.get(stage.peer), stage) for stage in replica.stages]
     return len(held) > 1 and all(
         box is not None and box.tp == stage.tp and box.fits >= stage.layers and box.layers == replica.layers
         for box, stage in held

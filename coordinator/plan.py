@@ -25,6 +25,7 @@ from .bounds import (
     Layer,
     ModelName,
     Name,
+    Seconds,
     Text,
 )
 
@@ -173,9 +174,63 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True):
     e2e_s: Figure = 0.0
 
 
+GroupStages = Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length=MAX_STAGES)]
+"""The stages of a replica, whatever it is called and does."""
+
+Groups = Annotated[tuple[GroupStages, ...], msgspec.Meta(max_length=MAX_REPLICAS)]
+
+
+class RegroupingStep(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that load at the same time, since they share boxes with each other, or took the place
+    of the same ones. `undo`: what the same boxes were before, for when they cannot `form` these."""
+
+    form: Groups
+    undo: Groups = ()
+
+    def __post_init__(self) -> None:
+        _require(bool(self.form), "regrouping.steps: a step forms no group")
+        for groups in (self.form, self.undo):
+            for group in groups:
+                Replica(id="group", phase=Phase.MIXED, stages=group)  # raises PlanError for what is none
+            boxes = [stage.peer for group in groups for stage in group]
+            _require(len(boxes) == len(set(boxes)), "regrouping.steps: a step names a box twice")
+
+    @property
+    def boxes(self) -> tuple[str, ...]:
+        """Whose part changes, in the order of the groups."""
+        return tuple(stage.peer for group in self.form for stage in group)
+
+
+class Regrouping(msgspec.Struct, frozen=True, kw_only=True):
+    """New groups of boxes that a network is on its way to. The first of `steps` is under way, `done` of
+    them are over.
+
+    `before`, `after`: requests per second that are expected to be in time, of as many as it was
+    compared at. `reload_s`: for how long the boxes of a step are expected to be away. `undoes`: why the
+    step under way goes back to what was before, where it does.
+    """
+
+    steps: Annotated[tuple[RegroupingStep, ...], msgspec.Meta(min_length=1, max_length=MAX_REPLICAS)]
+    done: Annotated[int, msgspec.Meta(ge=0, le=MAX_REPLICAS)] = 0
+    before: Figure = 0.0
+    after: Figure = 0.0
+    reload_s: Seconds = 0.0
+    undoes: Text = ""
+
+    @property
+    def loading(self) -> Groups:
+        """The groups that load now: they get no requests."""
+        return self.steps[0].form
+
+    @property
+    def boxes(self) -> tuple[str, ...]:
+        """Their boxes."""
+        return self.steps[0].boxes
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Who does what for one service. `pairings` weigh 1 in all; `why`: a line per decision; `deadlines`: what it was
-    made for."""
+    made for; `regrouping`: on the way to which other groups it is, if to any."""
 
     epoch: Counter
     version: Counter
@@ -185,6 +240,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     codec: Name
     why: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_REPLICAS)]
     deadlines: Deadlines = Deadlines()
+    regrouping: Regrouping | None = None
 
     def __post_init__(self) -> None:
         _require(self.epoch >= 0, f"plan.epoch is {self.epoch}; it must not be negative")

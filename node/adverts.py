@@ -10,6 +10,8 @@ import msgspec
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import Replica
 from ..coordinator.names import name_of
+from ..coordinator.regrouping.steps import BoxPart
+from ..coordinator.repair.ending import is_planned_without
 from .messages import Advert
 
 IS_DEAD = "is dead"
@@ -47,6 +49,21 @@ def find_box_fault(peer: str, advert: Advert) -> str:
         return ""
     does = "has failed" if engine.state == "failed" else f"is {engine.state}"
     return f"the engine of {name_of(peer)} {does}" + f": {engine.detail[:_ENGINE_CHARACTERS]}" * bool(engine.detail)
+
+
+def parts_of(adverts: Mapping[PeerId, Advert]) -> dict[str, BoxPart]:
+    """What boxes say of their parts of the plan, as a regrouping goes by it."""
+    return {
+        str(peer): BoxPart(
+            stages=advert.engine.stages,
+            is_ready=advert.engine.state == "ready",
+            failures=advert.engine.failures,
+            detail=": ".join(filter(None, (advert.engine.state, advert.engine.detail))),
+            leaves=advert.draining or is_planned_without(advert.ends_in_s),
+        )
+        for peer, advert in adverts.items()
+        if advert.engine is not None
+    }
 
 
 def join_faults(faults: Iterable[str]) -> str:

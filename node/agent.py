@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple, final
 
 import trio
@@ -53,12 +51,11 @@ from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
 from .owner.answering import answer_owner
 from .owner.draining import DrainDesk, DrainOrder, describe_left
-from .planning.coordination import Coordinator, PlanningTask
+from .planning.desk import PlanningDesk
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.messages import PlanManifest
 from .planning.plan_exchange import PlanExchange
 from .planning.plan_file import PlanFile
-from .planning.planner import Planner, PlannerFailed, open_planner
 from .serving import Serving
 from .settings import NodeSettings
 from .showing import Showing
@@ -205,9 +202,8 @@ class Node:
         self._tuning = settings.tuning
         self._hardware = found
         self._news = trio.Event()  # set when the advert must not wait for its interval
-        self._looked = trio.Event()  # set when the view of the network is another
         self._leaves_at: float | None = None  # by trio's clock, once this node is leaving
-        self._on_look: Callable[[], None] = _ignore_look  # while a plan is made, which may be out of date by then
+        self._planning = PlanningDesk(joined, self._publish_plan)
         self._plans = PlanExchange(
             network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
         )
@@ -249,7 +245,7 @@ class Node:
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
-        own = (self._advertise, self._watch, self._coordinate, self._judge, self._weigh)
+        own = (self._advertise, self._watch, self._planning.run, self._judge, self._weigh)
         for task in (prober.run, joined.tell_links, self._ways.reachability.run, *own):
             nursery.start_soon(task)
 
@@ -364,47 +360,10 @@ class Node:
             if joined.leader is not None:
                 self._plans.want(joined.intake.wanted, joined.leader[0])
             self._ways.keep(joined.present)
-            self._looked.set()
-            self._on_look()
+            self._planning.look()
             self._apply_view()
             # Load reports come many times a second from many nodes; nothing here is as urgent as all of them.
             await trio.sleep(self._tuning.watch_interval_s)
-
-    async def _coordinate(self) -> None:
-        """Plan while this node is the elected coordinator, in a process beside everything else: it takes seconds."""
-        joined = self._joined
-        view, coordinator = joined.view, Coordinator(joined.own, joined.settings.codec, self._tuning.quiet_s)
-        joined.network.on_hung(lambda peer, hung: coordinator.on_hung(peer, trio.current_time()) if hung else None)
-        led = False
-        async with open_planner(self._tuning) as planner:
-            while True:
-                leads = joined.leader is not None and joined.leader[0] == joined.own
-                if leads is not led:  # while it leads, no plan waits for the planner's imports
-                    await (planner.start() if leads else planner.end())
-                led = leads
-                task = coordinator.next(view, joined.leader, trio.current_time())
-                if task is None:
-                    self._looked = trio.Event()
-                    with trio.move_on_at(coordinator.wake_at(trio.current_time())):
-                        await self._looked.wait()
-                    continue
-                self._on_look = partial(_hurry_outdated, planner, coordinator, task, joined)
-                try:
-                    found = await planner.plan(task)
-                except PlanError as error:
-                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
-                    joined.say(f"no new plan for {task.service}: {error}")
-                    continue
-                except PlannerFailed as error:
-                    helps = coordinator.on_failed(task, str(error), trio.current_time())
-                    joined.record(EventKind.PLAN_FAILED, service=task.service, why=str(error))
-                    joined.say(f"planning for {task.service} failed: {error}" + "; trying without some boxes" * helps)
-                    continue
-                finally:
-                    self._on_look = _ignore_look
-                plan = coordinator.settle(task, found, view, joined.leader, trio.current_time())
-                if plan is not None:
-                    self._publish_plan(plan)
 
     def _publish_plan(self, plan: Plan) -> None:
         """Tell all, and follow it as they do: one that could not be told is not followed here either."""
@@ -424,7 +383,7 @@ class Node:
     def _on_plan_bytes(self, manifest: PlanManifest, payload: bytes) -> None:
         self._joined.intake.on_bytes(manifest, payload)
         self._joined.take_plan()
-        self._looked.set()
+        self._planning.look()
         self._apply_view()
 
     async def _judge(self) -> None:
@@ -470,16 +429,6 @@ def drain_seconds(settings: NodeSettings, now: float) -> float:
     if settings.ends_at is None:
         return settings.drain_s
     return max(0.0, min(settings.drain_s, settings.ends_at - LEAVE_S - now))
-
-
-def _ignore_look() -> None:
-    """No plan is being made."""
-
-
-def _hurry_outdated(planner: Planner, coordinator: Coordinator, task: PlanningTask, joined: Joined) -> None:
-    """A box that is lost does not wait until the search for another reason is over."""
-    if coordinator.is_outdated(task, joined.view, joined.leader, trio.current_time()):
-        planner.hurry()
 
 
 def _front_rules(settings: NodeSettings) -> FrontRules:

@@ -80,7 +80,7 @@ class ExactMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class EngineAdvert(Message, frozen=True, kw_only=True):
     """The engine of a node. `state`: waiting (for layers), loading, starting, ready, restarting or
-    failed. `stages`: of its replica, when several."""
+    failed, after so many `failures` in a row. `stages`: of its replica, when several."""
 
     state: Label
     detail: Text = ""
@@ -95,6 +95,7 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     starts: Count = 0
     pid: Count = 0  # of the engine process, on its own box
     stages: Stages = ()
+    failures: Count = 0
 
 
 class Advert(Message, frozen=True, kw_only=True):
@@ -342,8 +343,7 @@ class ReplicaHung(Message, frozen=True, kw_only=True):
 
 
 class Drain(Message, frozen=True, kw_only=True):
-    """Ask a box whether it takes new requests; with `draining`, that it is to take none, or (False) to take them
-    again."""
+    """Ask a box whether it takes new requests; with `draining`, tell it to take none, or (False) to take them again."""
 
     draining: bool | None = None
 

@@ -54,8 +54,9 @@ STAGE_TRANSFER: Final = Notice("stage.transfer", m.StageTransfer)
 STAGE_ABORT: Final = Notice("stage.abort", m.StageAbort)
 STAGE_HUNG: Final = Notice("stage.hung", m.ReplicaHung)
 
-# An admin of the network tells any box.
+# An admin of the network tells any box, and its coordinator.
 DRAIN: Final = Method("drain", m.Drain, m.Drained, frozenset({Role.ADMIN}))
+PLAN_REGROUP: Final = Method("plan.regroup", plans.RegroupOrder, plans.RegroupBegun, frozenset({Role.ADMIN}))
 
 # Any two nodes, for plans.
 PLAN_PIECE: Final = Method("plan.piece", plans.PlanPieceQuery, plans.PlanPiece)

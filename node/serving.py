@@ -24,7 +24,7 @@ from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
 from .links.reach import PathTo
 from .observing.values import EventKind
-from .replica.hosting import Host, describe_length, engine_config
+from .replica.hosting import Host, describe_length, engine_configs
 from .requests.gateway import Gateway
 from .requests.local_clients import LocalClients
 from .settings import NodeTuning
@@ -67,7 +67,7 @@ class Serving:
             joined.say(shortened)
         self.host = Host(
             served,
-            engine_config(served, hardware, settings.engine, settings.home / "engine.log", codec=settings.codec),
+            engine_configs(served, hardware, settings.engine, settings.home / "engine.log", codec=settings.codec),
             network=network,
             outlets=outlets,
             path_to=path_to,

@@ -182,6 +182,9 @@ class NodeTuning:
     clients: ClientLimits = field(default_factory=ClientLimits)
 
     # The engine process.
+    move_s: float = 60.0
+    """For so long requests may finish on a box before it takes another part of the plan, and then go on elsewhere.
+    Longer: fewer are computed twice; shorter: boxes that are to change together wait less for each other."""
     max_failures: int = 5  # in a row, before it is given up
     first_backoff_s: float = 1.0  # after the first failure; doubles with each
     max_backoff_s: float = 30.0

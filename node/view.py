@@ -140,7 +140,11 @@ class NetworkView(AdvertBook):
         return not all(advert is None or can_finish(advert.ends_in_s, needed_s) for advert in adverts)
 
     def hopeful(self, service: str) -> bool:
-        """Whether an engine of the service is being started, so that waiting for it makes sense."""
+        """Whether an engine of the service is being started, or is about to be in another group, so that waiting for it
+        makes sense."""
+        plan = self.plan
+        if plan is not None and plan.service == service and plan.regrouping is not None:
+            return True
         return any(
             not advert.draining and engine.state in ("starting", "loading", "restarting")
             for advert, engine in self._engines(service)
@@ -175,6 +179,7 @@ class NetworkView(AdvertBook):
         """What the planner may use. A box that serves alone counts from its engine's first start on; one that has
         room for some layers only, from the moment it waits for them."""
         found = []
+        others = self._parts_of_others()
         for peer in self.adverts:
             advert, engine = self._offer(peer, service), self._engine_of(peer)
             if advert is None or advert.model is None or engine is None:
@@ -183,8 +188,8 @@ class NetworkView(AdvertBook):
             # An engine measures its device when it starts. One that waits for others has not started:
             # it is planned with guesses until then.
             measured = min(engine.tflops, engine.memory_gbps) >= MIN_FIGURE
-            is_whole = fits == advert.model.layers
-            if is_whole and not measured:
+            is_alone = fits == advert.model.layers and peer not in others
+            if is_alone and not measured:
                 continue
             per_gpu = tuple(figure * advert.tp for figure in UNMEASURED_GPU)
             guessed = per_gpu if hardware.gpus else UNMEASURED_CPU
@@ -195,7 +200,7 @@ class NetworkView(AdvertBook):
                     service=service,
                     model=advert.model.shape,
                     fits=fits,
-                    ready=engine.state == "ready" and not advert.hung if is_whole else engine.state != "failed",
+                    ready=engine.state == "ready" and not advert.hung if is_alone else engine.state != "failed",
                     draining=advert.draining or is_planned_without(advert.ends_in_s),
                     compute_tflops=tflops,
                     memory_gbps=memory_gbps,
@@ -210,21 +215,37 @@ class NetworkView(AdvertBook):
                     phase=advert.phase,
                     site=self._table(peer).site,
                     profile=advert.profile,
+                    stages=engine.stages,
                 )
             )
         return found
 
+    def _parts_of_others(self) -> frozenset[str]:
+        """Boxes whose engines say nothing of themselves alone: stages of the running plan, and those on their way to
+        another group."""
+        if self.plan is None:
+            return frozenset()
+        stages = {peer for replica in self.plan.replicas if len(replica.stages) > 1 for peer in replica.peers}
+        return frozenset(stages) | self._regrouping_now()
+
+    def _regrouping_now(self) -> frozenset[str]:
+        """The boxes that take another part now."""
+        regrouping = self.plan.regrouping if self.plan is not None else None
+        return frozenset(regrouping.boxes) if regrouping is not None else frozenset()
+
     def signs(self) -> dict[str, BoxSign]:
         """What boxes show of how they are. The engine of a box with a part of the model also ends when another box of
-        its replica is lost, so that says nothing of this one."""
+        its replica is lost, so that says nothing of this one; and one that takes another part does as it is told."""
         found = {}
+        others, regrouping = self._parts_of_others(), self._regrouping_now()
         for peer, advert in self.adverts.items():
             if advert.model is not None and advert.engine is not None:
-                is_whole, engine = advert.fits >= advert.model.layers, advert.engine
+                is_alone, engine = advert.fits >= advert.model.layers and peer not in others, advert.engine
+                leaves = advert.draining or is_planned_without(advert.ends_in_s)
                 found[str(peer)] = BoxSign(
-                    serves=engine.state == "ready" and not advert.hung if is_whole else True,
-                    started=engine.starts if is_whole else 0,
-                    leaving=advert.draining or is_planned_without(advert.ends_in_s),
+                    serves=engine.state == "ready" and not advert.hung if is_alone else True,
+                    started=engine.starts if is_alone else 0,
+                    leaving=leaves or peer in regrouping,
                 )
         return found
 

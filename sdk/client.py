@@ -25,9 +25,10 @@ import trio
 
 from ..bootstrap import PeerId
 from ..node.messages import Generate, Status
-from ..node.methods import EVENTS, TRACE
+from ..node.methods import EVENTS, PLAN_REGROUP, TRACE
 from ..node.observing.queries import EventPage, EventQuery, TraceQuery
 from ..node.observing.values import RequestTrace
+from ..node.planning.messages import RegroupBegun, RegroupOrder
 from .background import ClientConnection, ClientJob, Connect, Work
 from .batches import CONCURRENCY, Outcome, Progress, Prompt, build_batch, check_concurrency, show_progress
 from .environment import network_address
@@ -83,6 +84,12 @@ async def _serve_trace(request: str, session: Session, mailbox: Mailbox[RequestT
 async def _serve_events(query: EventQuery, node: str | None, session: Session, mailbox: Mailbox[EventPage]) -> None:
     peer = PeerId(node) if node is not None else None
     mailbox.put(await session.ask(EVENTS, query, query.wait_s + EVENTS_TIMEOUT_S, peer))
+
+
+async def _serve_regroup(
+    order: RegroupOrder, coordinator: str, session: Session, mailbox: Mailbox[RegroupBegun]
+) -> None:
+    mailbox.put(await session.ask(PLAN_REGROUP, order, EVENTS_TIMEOUT_S, PeerId(coordinator)))
 
 
 async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
@@ -360,6 +367,12 @@ class Client(_AnyClient[Generation, GenerationStream, list[Outcome]]):
         found: EventPage = self._call(partial(_serve_events, query, node))
         return found
 
+    def regroup(self, order: RegroupOrder, coordinator: str) -> RegroupBegun:
+        """Have the network's coordinator begin with other groups of boxes, with an admin's token. Raises
+        ConnectionFailed, RequestFailed."""
+        found: RegroupBegun = self._call(partial(_serve_regroup, order, coordinator))
+        return found
+
     def connect(self) -> None:
         """Reach the network now instead of with the first request. Raises ConnectionFailed,
         InvalidAddress."""
@@ -432,6 +445,11 @@ class AsyncClient(
     async def events(self, query: EventQuery, node: str | None = None) -> EventPage:
         """What happened at a node, or at the nearest. Raises ConnectionFailed, RequestFailed."""
         return await self._call(partial(_serve_events, query, node))
+
+    async def regroup(self, order: RegroupOrder, coordinator: str) -> RegroupBegun:
+        """Have the network's coordinator begin with other groups of boxes, with an admin's token. Raises
+        ConnectionFailed, RequestFailed."""
+        return await self._call(partial(_serve_regroup, order, coordinator))
 
     async def connect(self) -> None:
         """Reach the network now instead of with the first request. Raises ConnectionFailed,

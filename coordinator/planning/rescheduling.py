@@ -9,7 +9,7 @@ keep their ids and their GPUs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -24,6 +24,7 @@ from .model.cluster import Cluster
 from .model.errors import NoPlan
 from .model.problem import Group, Problem, Slice, Solution
 from .upper.light_rescheduling import Adjustment, Flip, reschedule_lightly
+from .upper.scorer import never
 from .upper.search import search
 from .upper.search_space import SearchSpace, make_solution
 from .upper.settings import SearchSettings
@@ -115,15 +116,16 @@ def reschedule_groups(
     rng: np.random.Generator,
     settings: SearchSettings | None = None,
     keep_loaded: bool = True,
+    spent: Callable[[], bool] = never,
 ) -> Rescheduling:
-    """New groups by a new search. A replica that comes out as one that runs, in the same boxes with
-    the same layers, keeps its weights, unless all are to load theirs anew (`keep_loaded` False).
-    Raises NoPlan or UnservedError."""
+    """New groups by a new search, which ends early when `spent()`. A replica that comes out as one
+    that runs, in the same boxes with the same layers, keeps its weights, unless all are to load
+    theirs anew (`keep_loaded` False). Raises NoPlan or UnservedError."""
     running = _find_running(problem.cluster, plans)
     evaluator = LowerLevel(problem)
     here = make_solution(each.group for each in running)
     before = LowerLevel(problem, _loaded_stages(running)).score(here).attainment if here else 0.0
-    found = search(problem, evaluator, rng=rng, start=here or None, settings=settings or SearchSettings())
+    found = search(problem, evaluator, rng=rng, spent=spent, start=here or None, settings=settings or SearchSettings())
     proposals = evaluator.propose(found.solution, epoch=plans[0].epoch, version=plans[0].version + 1)
     wanted = [proposal.plan for proposal in proposals]
     placed, loading = place_replicas(problem.cluster, wanted, plans if keep_loaded else ())

@@ -74,6 +74,23 @@ def share_of(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings) 
     return Share(layers, tp, choose_limits(settings, tokens, requests, longest), kv_cache_mib, lacking)
 
 
+def share_of_stage(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings, layers: int) -> Share:
+    """Limits of a box that holds the model, as a stage with so many layers: what the others leave free is for longer
+    requests, and more of them. Raises NodeError."""
+    tp = _choose_tp(model, hardware, settings)
+    tokens = choose_step_tokens(hardware, model.shape, tp=tp, fitting=settings.fitting)
+    if not hardware.gpus:
+        return Share(layers, tp, choose_limits(settings, tokens, FEW_REQUESTS), settings.kv_cache_mib)
+    most = choose_limits(settings, tokens, MANY_REQUESTS)
+    working = gpu_working_bytes(model.shape, most, tp=tp, fitting=settings.fitting)
+    room = measure_room(hardware, settings, tp=tp, working_bytes=working)
+    kv_cache_mib = settings.kv_cache_mib
+    if kv_cache_mib is None and settings.memory_gib is not None:
+        kv_cache_mib = max(1, measure_kv_room(model, room, layers) >> 20)
+    requests = choose_requests(count_kv_tokens(model, room, layers, tp=tp), settings.fitting)
+    return Share(layers, tp, choose_limits(settings, tokens, requests), kv_cache_mib)
+
+
 def _too_little(settings: BoxEngineSettings, room: Room) -> str | None:
     """What the owner has said of the memory, where that leaves too little of it."""
     kv_bytes = room.kv_cache_bytes or 0

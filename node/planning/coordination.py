@@ -9,15 +9,20 @@ from typing import Any, Final, final
 import msgspec
 
 from ...bootstrap import PeerId
-from ...coordinator import BoxView, Demand, LinkView, Plan
+from ...coordinator import BoxView, Demand, LinkView, Plan, PlanError
 from ...coordinator.capacity import KvCodec
 from ...coordinator.demand import is_idle
 from ...coordinator.names import name_of
+from ...coordinator.plan import Regrouping
+from ...coordinator.regrouping.adoption import Adoption
+from ...coordinator.regrouping.steps import RegroupingProgress, RegroupProposal, make_regrouping
 from ...coordinator.repair.damping import FlapDamping
 from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
 from ...kernels.codecs import codec_named
+from ..adverts import parts_of
 from ..settings import WAN
 from ..view import NetworkView
+from .messages import RegroupOrder
 from .set_aside import SetAside
 
 Leader = tuple[PeerId, int]
@@ -31,7 +36,8 @@ URGENT_S: Final = 1.0  # between two plans for urgent news of figures; shorter: 
 
 class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     """Something to plan. `run` takes seconds: it is for another process. `held`: boxes that are trusted less, and get
-    no requests while others can serve; `is_urgent`: the plan is wanted at once; `news`: the figures for which it is."""
+    no requests while others can serve; `is_urgent`: the plan is wanted at once; `news`: the figures for which it is;
+    `regrouping`: on the way to which other groups the plan is to be."""
 
     boxes: tuple[BoxView, ...]
     links: tuple[LinkView, ...]
@@ -44,6 +50,7 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     held: tuple[str, ...] = ()
     is_urgent: bool = False
     news: str = ""
+    regrouping: Regrouping | None = None
 
     def run(self, spent: Callable[[], bool]) -> Plan | None:
         """The plan found until `spent()`; the previous one where nothing is better, None where nobody is ready."""
@@ -62,14 +69,29 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
             version=self.version,
             previous=self.previous,
             codec=KvCodec(self.codec, codec_named(self.codec).bits),
+            loading=self.regrouping.loading if self.regrouping is not None else (),
             spent=spent,
         )
+
+    def propose(self, spent: Callable[[], bool]) -> RegroupProposal | None:
+        """Other groups of boxes that would serve more of what is asked for, found until `spent()`."""
+        from ...coordinator.network_problem import build_network_problem
+        from ...coordinator.regrouping.proposal import propose_regrouping  # as above
+
+        codec = KvCodec(self.codec, codec_named(self.codec).bits)
+        boxes = tuple(box for box in self.boxes if box.peer not in self.held)
+        network = build_network_problem(
+            boxes, self.links, self.demands, service=self.service, codec=codec, previous=self.previous
+        )
+        if network is None or self.previous is None or not network.asked:
+            return None
+        return propose_regrouping(network, self.previous, boxes, rate=network.asked, spent=spent)
 
     @property
     def roster(self) -> Any:
         """What must not wait: who is there, and what each can do."""
         boxes = frozenset((box.peer, box.ready, box.draining, box.fits, box.tp, box.phase) for box in self.boxes)
-        return self.epoch, self.service, boxes, self.held
+        return self.epoch, self.service, boxes, self.held, self.regrouping
 
     @property
     def figures(self) -> PlanFigures:
@@ -103,6 +125,8 @@ class Coordinator:
         self._is_rough = False  # the latest plan was made at once: a longer search may find a better one
         self._aside = SetAside()
         self._damping = FlapDamping()
+        self._progress = RegroupingProgress()
+        self._adoption = Adoption()
         self._told_held: tuple[str, ...] = ()  # boxes that the latest plan says are held
         self._reasons: tuple[str, ...] = ()  # of the latest plan, without those that are said of boxes left out
 
@@ -160,17 +184,23 @@ class Coordinator:
             return None
         held = tuple(box for box in task.held if box not in plan.peers)
         if plan == task.previous:
-            if held == self._told_held:
+            if held == self._told_held and task.regrouping == plan.regrouping:
                 return None
             # Who looks at the plan is to see why a box that is there gets no requests.
             why = self._reasons if plan.number == self._numbered else plan.why
             plan = msgspec.structs.replace(plan, epoch=task.epoch, version=task.version, why=why)
+        was_regrouping = task.previous is not None and task.previous.regrouping is not None
+        if was_regrouping and task.regrouping is None:
+            self._adoption.on_ended(now, failed=bool(self._progress.explain(None)))
+        plan = msgspec.structs.replace(plan, regrouping=task.regrouping)
+        self._progress.on_planned(task.regrouping)
         self._numbered, self._told_held, self._reasons = (task.epoch, plan.version), held, plan.why
         self._last = msgspec.structs.replace(task, previous=plan)
+        given_up = self._progress.explain(task.regrouping)
         left_out = (*self._aside.explain(now), *self._damping.explain(held, now), *_explain_unreadable(view))
         more = (f"and {len(left_out) - MAX_LEFT_OUT} more boxes are left out",) * (len(left_out) > MAX_LEFT_OUT)
         news = (f"planned at once: {task.news}",) * bool(task.news)
-        return msgspec.structs.replace(plan, why=(*news, *left_out[:MAX_LEFT_OUT], *more, *plan.why))
+        return msgspec.structs.replace(plan, why=(*news, *given_up, *left_out[:MAX_LEFT_OUT], *more, *plan.why))
 
     def on_failed(self, task: PlanningTask, reason: str, now: float) -> bool:
         """Planning went wrong with what some box says: the next task leaves boxes out. Returns whether there are any
@@ -181,6 +211,56 @@ class Coordinator:
             return True
         self._last = task  # the same again would fail again: only news is planned with
         return False
+
+    def seek(self, view: NetworkView, leader: Leader | None, now: float) -> PlanningTask | None:
+        """What other groups are to be looked for at, if they are: say `consider` when that is done."""
+        if leader is None or leader[0] != self._own or not self._adoption.is_due(now):
+            return None
+        task = self._task(view, leader, now)
+        if task is None or task.previous is None or task.regrouping is not None:
+            return None
+        task = self._with_figures(task, view, now)
+        if not any(demand.requests_s > 0.0 for demand in task.demands):  # what is only assumed moves no box
+            self._adoption.consider(None, now)
+            return None
+        return task
+
+    def consider(
+        self, found: RegroupProposal | None, view: NetworkView, leader: Leader | None, now: float
+    ) -> Regrouping | None:
+        """A look for other groups has found this: what the next plan begins with, if that is worth it. Raises PlanError
+        where things have changed meanwhile."""
+        if not self._adoption.consider(found, now) or found is None or view.plan is None:
+            return None
+        expected = found.regrouping
+        order = RegroupOrder(
+            service=view.plan.service,
+            groups=found.groups,
+            before=expected.before,
+            after=expected.after,
+            reload_s=expected.reload_s,
+        )
+        return self.order(order, view, leader)
+
+    def order(self, order: RegroupOrder, view: NetworkView, leader: Leader | None) -> Regrouping:
+        """These groups are wanted: the next plan begins with their first step. Raises PlanError."""
+        if leader is None or leader[0] != self._own:
+            raise PlanError("this node does not coordinate the network; ask the one that does")
+        plan = _running(view, order.service)
+        if plan is None:
+            raise PlanError(f"no plan for {order.service} is running")
+        if plan.regrouping is not None or self._progress.is_ordered:
+            raise PlanError("boxes are on their way to other groups already; see `p2pserve status`")
+        found = make_regrouping(
+            plan,
+            order.groups,
+            view.boxes(order.service),
+            before=order.before,
+            after=order.after,
+            reload_s=order.reload_s,
+        )
+        self._progress.order(found)
+        return found
 
     @property
     def _due_at(self) -> float:
@@ -228,6 +308,9 @@ class Coordinator:
             previous=previous,
             codec=self._codec,
             held=tuple(sorted(self._damping.held([box.peer for box in boxes if box.usable], now))),
+            regrouping=self._progress.advance(
+                previous.regrouping if previous is not None else None, parts_of(view.adverts), now
+            ),
         )
 
     def _service(self, view: NetworkView) -> str | None:

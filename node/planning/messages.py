@@ -1,4 +1,4 @@
-"""What nodes say to each other about plans: a manifest to all, and the plan itself in pieces."""
+"""What nodes say to each other about plans: a manifest to all, the plan itself in pieces, and what an admin orders."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ...coordinator.bounds import Counter, ModelName, Name
+from ...coordinator.bounds import Count, Counter, Figure, ModelName, Name, Seconds
+from ...coordinator.plan import Groups
 from ..messages import Message
 
 MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
@@ -47,3 +48,21 @@ class PlanPiece(Message, frozen=True, kw_only=True):
 
     data: Annotated[bytes, msgspec.Meta(max_length=PLAN_PIECE_BYTES)] = b""
     holders: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOLDERS)] = ()
+
+
+class RegroupOrder(Message, frozen=True, kw_only=True):
+    """An admin wants these groups of boxes in place of those that run. What is expected of it, for people: requests per
+    second in time `before` and `after`, and for how long the boxes of a step are away."""
+
+    service: ModelName
+    groups: Groups
+    before: Figure = 0.0
+    after: Figure = 0.0
+    reload_s: Seconds = 0.0
+
+
+class RegroupBegun(Message, frozen=True, kw_only=True):
+    """The next plan is on its way to these groups: so many boxes change, in so many steps."""
+
+    steps: Count
+    boxes: Count

@@ -14,6 +14,7 @@ import msgspec
 import trio
 
 from ...coordinator import Plan, PlanError
+from ...coordinator.regrouping.steps import RegroupProposal
 from ..settings import NodeTuning
 from .coordination import PlanningTask
 from .worker import HURRY, LENGTH, PlannerAnswer, PlannerTask
@@ -52,7 +53,15 @@ class Planner:
     async def plan(self, task: PlanningTask) -> Plan | None:
         """As `PlanningTask.run`, within the settings' time and memory. Raises PlanError, or PlannerFailed."""
         search_s = self._tuning.repair_s if task.is_urgent else self._tuning.planning_s
-        asked = msgspec.msgpack.encode(PlannerTask(task=task, search_s=search_s))
+        return (await self._answer(PlannerTask(task=task, search_s=search_s))).plan
+
+    async def seek_groups(self, task: PlanningTask) -> RegroupProposal | None:
+        """As `PlanningTask.propose`, likewise."""
+        asked = PlannerTask(task=task, search_s=self._tuning.planning_s, seeks_groups=True)
+        return (await self._answer(asked)).proposal
+
+    async def _answer(self, task: PlannerTask) -> PlannerAnswer:
+        asked = msgspec.msgpack.encode(task)
         limit_s = self._tuning.planning_limit_s
         with trio.move_on_after(limit_s):
             answer = await self._ask(LENGTH.pack(len(asked)) + asked)
@@ -60,7 +69,7 @@ class Planner:
                 raise PlannerFailed(answer.failed)
             if answer.refused:
                 raise PlanError(answer.refused)
-            return answer.plan
+            return answer
         raise PlannerFailed(f"it did not end within {limit_s:g} s")
 
     def hurry(self) -> None:

@@ -23,6 +23,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from ...coordinator import Plan
+from ...coordinator.regrouping.steps import RegroupProposal
 from .coordination import PlanningTask
 
 LENGTH: Final = struct.Struct("<I")
@@ -30,17 +31,20 @@ HURRY: Final = LENGTH.pack(0)
 
 
 class PlannerTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to plan, and for how many seconds to search."""
+    """What to plan, and for how many seconds to search. `seeks_groups`: other groups of boxes are wanted, and no
+    plan."""
 
     task: PlanningTask
     search_s: float
+    seeks_groups: bool = False
 
 
 class PlannerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """`plan`: what was found, None where nobody is ready. `refused`: why there is no plan that could be followed.
-    `failed`: what went wrong with these figures."""
+    `failed`: what went wrong with these figures. `proposal`: the groups that were wanted; None: none are better."""
 
     plan: Plan | None = None
+    proposal: RegroupProposal | None = None
     refused: str = ""
     failed: str = ""
 
@@ -58,8 +62,14 @@ def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
     from ...coordinator import PlanError
 
     end = time.monotonic() + asked.search_s
+
+    def is_spent() -> bool:
+        return time.monotonic() > end or is_hurried()
+
     try:
-        return PlannerAnswer(plan=asked.task.run(lambda: time.monotonic() > end or is_hurried()))
+        if asked.seeks_groups:
+            return PlannerAnswer(proposal=asked.task.propose(is_spent))
+        return PlannerAnswer(plan=asked.task.run(is_spent))
     except PlanError as error:
         return PlannerAnswer(refused=str(error))
     except MemoryError:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Final, NamedTuple, final
 
 import trio
 
@@ -17,7 +17,7 @@ from ...coordinator import Phase, Plan, Replica, Stage
 from .. import messages
 from ..box.errors import NodeError
 from ..box.hardware import Hardware
-from ..box.shares import Share
+from ..box.shares import Share, share_of_stage
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.agent_side.fork_server import open_fork_server
@@ -33,6 +33,8 @@ from .place import Place, find_place
 from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .worker import Worker
+
+MOVE_POLL_S: Final = 0.05
 
 
 def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | None:
@@ -50,11 +52,34 @@ def describe_wait(share: Share, layers: int) -> str:
     return f"has {share.layers} of {layers} layers, needs another box or {more} more"
 
 
-def engine_config(
+class EngineConfigs(NamedTuple):
+    """The settings of this box's engine processes: for all the layers that it takes, and for fewer of them, where it
+    holds the model and is to be a stage all the same."""
+
+    most: protocol.EngineConfig
+    of_stage: Callable[[int], protocol.EngineConfig]
+
+
+def engine_configs(
     served: ServedModel, hardware: Hardware, settings: BoxEngineSettings, log: Path, *, codec: str
+) -> EngineConfigs:
+    """Of a model on this box, as its owner wants it."""
+    most = _config_of_share(served, served.share, hardware, settings, log, codec=codec)
+
+    def of_stage(layers: int) -> protocol.EngineConfig:
+        if settings.backend != VLLM.name:
+            return most
+        share = share_of_stage(served.model.info, hardware, settings, layers)
+        return _config_of_share(served, share, hardware, settings, log, codec=codec)
+
+    return EngineConfigs(most, of_stage)
+
+
+def _config_of_share(
+    served: ServedModel, share: Share, hardware: Hardware, settings: BoxEngineSettings, log: Path, *, codec: str
 ) -> protocol.EngineConfig:
-    """The settings of this box's engine processes, whatever part of the model they get."""
-    model, share = served.model, served.share
+    """With the limits of a share."""
+    model = served.model
     config = protocol.EngineConfig(
         model=str(model.folder),
         dtype=settings.dtype,
@@ -87,7 +112,7 @@ class Host:
     def __init__(
         self,
         served: ServedModel,
-        config: protocol.EngineConfig,
+        configs: EngineConfigs,
         *,
         network: Messenger,
         outlets: KvOutlets,
@@ -106,9 +131,14 @@ class Host:
             service=info.service, messenger=network, path_to=path_to, random=secrets.token_bytes, tuning=tuning
         )
         self._own = network.peer_id
+        self._move_s = tuning.move_s
+        whole = Stage(peer=self._own, tp=self.share.tp, first_layer=0, last_layer=info.layers)
+        self._alone = Place((whole,), 0) if self.share.layers == info.layers else None
+        self._wanted = self._alone  # the place that the plan gives this box
+        self._moves = trio.Event()  # set while requests finish before it takes that place
         served_by_vllm = settings.engine.backend == VLLM.name
         self._supervisor = Supervisor(
-            config,
+            configs.most,
             worker=self.worker,
             stages=stages,
             fetch=self._fetch,
@@ -119,16 +149,17 @@ class Host:
             open_server=partial(open_fork_server, serves_api=settings.http is not None and served_by_vllm),
         )
         self._supervisor.waits_for = describe_wait(served.share, info.layers)
+        if self._alone is not None:
+            self._supervisor.config_of_stage = configs.of_stage
 
     async def run(self) -> None:
         """Keep the engine process running until cancelled. Raises EngineStartError or ModelError when the first start
         of a box that serves alone fails."""
-        if self._serves_alone:
-            layers = self._model.info.layers
-            stage = Stage(peer=self._own, tp=self.share.tp, first_layer=0, last_layer=layers)
-            self._supervisor.assign(Place((stage,), 0))
+        if self._alone is not None and self._wanted == self._alone:
+            self._supervisor.assign(self._alone)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.worker.learner.run)
+            nursery.start_soon(self._move)
             nursery.start_soon(self._supervisor.run)
 
     async def wait_server(self) -> EngineStarter:
@@ -136,16 +167,36 @@ class Host:
         return await self._supervisor.wait_server()
 
     def follow(self, plan: Plan | None) -> None:
-        """A plan may give this box layers, or take them away, and says how much a step of a replica may compute."""
+        """A plan may give this box other layers, or take them away, and says how much a step of a replica may compute.
+        A box that holds the model serves alone unless the plan makes it a stage; before its part changes it finishes
+        its requests, and takes no new ones."""
         ours = plan is not None and plan.service == self._model.info.service
         replica = plan.replica_of(self._own) if plan is not None and ours else None
         self.worker.limit_steps(step_limit(replica, self._own))
-        if not self._serves_alone:
-            self._supervisor.assign(find_place(plan, self._own, self._model.info.service))
+        place = find_place(plan, self._own, self._model.info.service) or self._alone
+        self._wanted = place
+        changes = place != self._supervisor.place
+        if changes and self._alone is not None and not (self.worker.idle or self.worker.is_hung):
+            self.worker.is_moving = True
+            self._moves.set()
+        else:
+            self._take_place()
 
-    @property
-    def _serves_alone(self) -> bool:
-        return self.share.layers == self._model.info.layers
+    async def _move(self) -> None:
+        """Take another place when all requests have ended here, or have had their time: they go on elsewhere."""
+        while True:
+            await self._moves.wait()
+            until = trio.current_time() + self._move_s
+            while self.worker.is_moving and not self.worker.idle:
+                if trio.current_time() >= until:
+                    break
+                await trio.sleep(MOVE_POLL_S)
+            self._moves = trio.Event()
+            self._take_place()
+
+    def _take_place(self) -> None:
+        self.worker.is_moving = False
+        self._supervisor.assign(self._wanted)
 
     async def _fetch(self, place: Place, say: Callable[[str], None]) -> Path:
         """Download what the place needs and is not here. Raises ModelError."""

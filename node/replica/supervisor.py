@@ -64,6 +64,8 @@ class Supervisor:
         self._on_change = on_change
         self.waits_for = "no plan gives this box layers yet"
         """What the box needs as long as it has no place, for people."""
+        self.config_of_stage: Callable[[int], protocol.EngineConfig] = lambda layers: config
+        """The settings of a stage with so many layers."""
         self._tuning = tuning
         self._open_server = open_server
         self._place: Place | None = None
@@ -74,6 +76,7 @@ class Supervisor:
         self._failures = 0  # in a row
         self._failure = ""  # the last of them
         self._starts = 0
+        self._max_requests = config.max_requests  # of the latest engine
         self._ready: protocol.EngineReady | None = None
         self._link: EngineHandle | None = None
         self._advert: EngineAdvert | None = None
@@ -86,18 +89,26 @@ class Supervisor:
         state = self._advert.state if self._advert is not None else "new"
         return f"<Supervisor {state} {self._place or ''} starts={self._starts} failures={self._failures}>"
 
+    @property
+    def place(self) -> Place | None:
+        """What the box has to run."""
+        return self._place
+
     def assign(self, place: Place | None) -> None:
         """What the box has to run from now on. What runs for another place ends, but a loaded stage
-        without place ends with its head, which may still have requests."""
+        ends with its head, which may still have requests; one that is wanted elsewhere does not wait
+        for it without end."""
         if place == self._place:
             return
-        leaves_with_head = place is None and self._loaded
+        leaves_with_head = self._loaded
         self._place = place
         self._failures, self._failure = 0, ""
         self._stages.expect(None)  # until this box is ready for it
         self._changed.set()
         if not leaves_with_head:
             self._life.cancel()
+        elif place is not None:
+            self._life.deadline = trio.current_time() + 2.0 * self._tuning.move_s
 
     async def run(self) -> None:
         """Serve until cancelled. Raises EngineStartError when the very first start fails on a box that serves alone:
@@ -143,7 +154,7 @@ class Supervisor:
         its head, which knows why."""
         alone = len(place.stages) == 1
         state = "loading" if not alone else "restarting" if self._starts else "starting"
-        config = self._config
+        config = self._config if alone else self.config_of_stage(place.stage.layers)
         call: StageCall | None = None
         link: EngineHandle | None = None
 
@@ -170,6 +181,7 @@ class Supervisor:
             await server.wait_ready()
             say("loads the model")
             workers = LoadingWorkers()
+            self._max_requests = config.max_requests
             link = self._link = await server.start_engine(
                 config, self._worker.on_engine_message, lambda said: self._tell_starting(state, workers.take(said))
             )
@@ -238,6 +250,7 @@ class Supervisor:
             detail=detail,
             starts=self._starts,
             stages=place.stages if place is not None and len(place.stages) > 1 else (),
+            failures=self._failures,
         )
         if ready is not None:
             advert = msgspec.structs.replace(
@@ -248,7 +261,7 @@ class Supervisor:
                 tflops=ready.tflops,
                 memory_gbps=ready.memory_gbps,
                 kv_tokens=ready.kv_tokens,
-                max_requests=self._config.max_requests,
+                max_requests=self._max_requests,
                 max_model_len=ready.max_model_len,
                 pid=ready.pid if state in ("ready", "loading") else 0,
             )

@@ -53,6 +53,9 @@ class Worker:
         self._prefills: dict[str, Job] = {}
         self._watch = ReplicaWatch(messenger.peer_id, NetworkSettings())
         self._accepting = True
+        self.is_moving = False
+        """Whether the box is about to take another part of the plan: it finishes what is running, and refuses what is
+        new, in a way that lets others take it."""
         self._step_tokens = 0
         self._log = JobLog(record, clock)
         self.stats: protocol.EngineStats | None = None
@@ -432,6 +435,8 @@ class Worker:
             raise RemoteError("wrong-service", f"this node serves {self._service}, not {service}")
         if not self._accepting:
             raise RemoteError("draining", "this node is draining and takes no new requests")
+        if self.is_moving:
+            raise RemoteError("draining", "this node is about to take another part of the plan")
         place = self._transfers.place
         if self._engine is None or not self._engine.running or place is None:
             raise RemoteError("no-engine", "the engine process of this node is not running")

@@ -16,8 +16,9 @@ from rich.text import Text
 from ...bootstrap import PeerId, Role
 from ...coordinator import Phase, Plan
 from ...coordinator.names import name_of, with_names
+from ...coordinator.regrouping.steps import describe_boxes
 from ...coordinator.repair.ending import is_planned_without
-from ...node.adverts import find_fault
+from ...node.adverts import find_fault, parts_of
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.observing.ages import describe_age
 from ...node.replica.place import Place
@@ -185,6 +186,7 @@ def plan_lines(status: Status) -> list[str]:
     if plan is None:
         return [*lines, "plan: none yet"]
     lines.append(f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}")
+    lines += regrouping_lines(status)
     faults = plan_faults(status, plan)
     lines += [f"  not serving: {fault}" for fault in dict.fromkeys(faults.values())]
     if len(faults) == len(plan.replicas):  # nothing of what it was to do is so, or will be soon
@@ -204,6 +206,24 @@ def plan_lines(status: Status) -> list[str]:
             )
     why = "why, when it was made" if faults else "why"
     return [*lines, *(f"  {why}: {shortened(reason, plan.peers)}" for reason in plan.why)]
+
+
+def regrouping_lines(status: Status) -> list[str]:
+    """What boxes are on their way to, how far each is, and what that is expected to give."""
+    regrouping = status.plan.regrouping if status.plan is not None else None
+    if regrouping is None:
+        return []
+    if regrouping.undoes:
+        first = f"  regrouping is undone: {regrouping.undoes}"
+    else:
+        steps = regrouping.done + len(regrouping.steps)
+        first = (
+            f"  regrouping, step {regrouping.done + 1} of {steps}, some {regrouping.reload_s:.0f} s each: expected "
+            f"{regrouping.before:.3g} -> {regrouping.after:.3g} requests/s in time"
+        )
+    adverts = {PeerId(node.peer): node.advert for node in status.nodes if node.advert is not None}
+    boxes = describe_boxes(regrouping, parts_of(adverts))
+    return [first, *(f"    {name_of(peer)}: {how_far}" for peer, how_far in boxes)]
 
 
 def plan_faults(status: Status, plan: Plan) -> dict[str, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+from ..errors import UsageError
 from ..options.command import combine, command
-from ..options.planning import explain_option, live_option, plan_options, sim_options
+from ..options.planning import apply_option, explain_option, live_option, plan_options, sim_options
 from ..options.shared import network_options, timeout_option
 
 
@@ -17,12 +18,14 @@ from ..options.shared import network_options, timeout_option
     ],
     formats=("table", "json"),
 )
-@combine(plan_options, explain_option, live_option, network_options("p2p_client_..."), timeout_option)
+@combine(plan_options, explain_option, live_option, apply_option, network_options("p2p_client_..."), timeout_option)
 def plan(arguments: SimpleNamespace) -> int:
     if arguments.live:
         from ..live.plan import run_live_plan
 
         return run_live_plan(arguments)
+    if arguments.apply:
+        raise UsageError("apply: only the running network can be changed: give --live, too")
     from ..actions.plan import run_plan  # nothing of the network
 
     return run_plan(arguments)

@@ -23,6 +23,7 @@ from ...coordinator.planning.model.slo import SloScale, read_slo
 from ...coordinator.planning.model.workload import Service, Slo
 from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
+from ...coordinator.regrouping.proposal import propose_regrouping
 from ...kernels.codecs import DEFAULT, codec_named
 from ...node.messages import Status
 from ...node.view import NetworkView
@@ -31,6 +32,7 @@ from ..actions.plan import print_service
 from ..actions.status_view import open_console, print_prose, shortened
 from ..errors import NotReady, UsageError
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json
+from .regrouping import apply_proposal, print_proposal, proposal_json
 
 OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_weight", "budget_s")
 """Options that only a described cluster has."""
@@ -76,10 +78,18 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
         raise NotReady(f"no box of the network is ready to serve {service}{known}: see `p2pserve status`")
     found = compare(network, plan)
     explained = _explain(network, found.running or found.best) if arguments.explain else None
+    boxes = NetworkView.of_status(status).boxes(service)
+    proposal = propose_regrouping(network, plan, boxes) if plan is not None else None
+    begun = apply_proposal(arguments, status, service, proposal) if arguments.apply else None
     if arguments.format == "json":
-        print(json.dumps(live_json(found, explained)))
+        regrouping = {"regrouping": proposal_json(proposal), "applied": begun is not None}
+        print(json.dumps({**live_json(found, explained), **regrouping}))
     else:
-        print_live(found, open_console(), explained)
+        console = open_console()
+        print_live(found, console, explained)
+        print_proposal(proposal, plan, status, begun, console)
+        if arguments.apply and begun is None:
+            console.print("\nnothing is applied: no groups of these boxes were found that serve more")
     sys.stdout.flush()
     return 0
 

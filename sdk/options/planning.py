@@ -86,6 +86,14 @@ live_option: Final = option(
 )
 """What makes `p2pserve plan` look at a network instead of a file."""
 
+apply_option: Final = option(
+    "--apply",
+    is_flag=True,
+    help="with --live: where other groups of boxes would serve more, have the coordinator begin with them; takes an "
+    "admin's token, and boxes load layers anew, a few at a time",
+)
+"""What makes `p2pserve plan --live` change the network."""
+
 sim_options: Final = combine(
     plan_options,
     option(

@@ -163,9 +163,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def open_client(bootstrap: Started) -> AsyncIterator[Client]:
-    """A client that has joined with the network's client token."""
-    token = bootstrap.tokens["client"]
+async def open_client(bootstrap: Started, role: str = "client") -> AsyncIterator[Client]:
+    """A client that has joined with the network's client token, or with its admin's."""
+    token = bootstrap.tokens[role]
     parsed = JoinToken.parse(token)
     identity = Identity.generate()
     network = Network(

@@ -16,7 +16,7 @@ from .test_rooms import MAX_FILE, ROOMS, Module, imports, read
 # folders are below or above them, as the test of circles allows. `dev` is imported by the launchers beside it alone.
 FOLDER_FLOORS: dict[str, tuple[str, ...]] = {
     "bootstrap": ("trust", "streams", "members", "dev"),
-    "coordinator": ("costs", "planning", "repair", "renting", "requests", "dev"),
+    "coordinator": ("costs", "planning", "regrouping", "repair", "renting", "requests", "dev"),
     "coordinator/planning": ("model", "lower", "upper"),
     "kvtransport": ("wire", "probing", "routing", "link", "dev"),
     "node": (

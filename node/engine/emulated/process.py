@@ -53,7 +53,9 @@ class EmulatedProgram:
         self._transfers.attach(hello, connection)
 
     def load(self) -> EmulatedLoop:
-        """There is nothing to load, but the cards may be too small. Raises StartError."""
+        """There is nothing to load, but the cards may be too small, or others are to help. Raises StartError."""
+        if self._config.partition:
+            raise StartError("an emulated engine holds the whole model, and no stage of it")
         try:
             engine = EmulatedEngine(
                 self._config, self._emulation, self._transfers, tell=self._outbox.send, wake=self.take

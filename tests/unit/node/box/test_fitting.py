@@ -26,7 +26,7 @@ from p2pserve.node.box.hardware import GPU_SHARE, Gpu, Hardware
 from p2pserve.node.box.shares import share_of
 from p2pserve.node.engine.backend import ServedModel
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import describe_length, engine_config
+from p2pserve.node.replica.hosting import describe_length, engine_configs
 from p2pserve.node.settings import BoxEngineSettings, FittingSettings
 
 GIB = 1 << 30
@@ -189,7 +189,7 @@ def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
 
     def started(hardware: Hardware, knobs: BoxEngineSettings) -> tuple[int | None, bool, str | None]:
         made = offer(hardware, knobs)
-        config = engine_config(made, hardware, knobs, log=None, codec="raw")  # type: ignore[arg-type]
+        config = engine_configs(made, hardware, knobs, log=None, codec="raw").most  # type: ignore[arg-type]
         return config.max_model_len, config.shorten_to_fit, describe_length(made, knobs)
 
     said = "Llama-3.1-8B: 36,864 of 131,072 tokens fit on this box; --max-model-len says otherwise"
@@ -200,6 +200,21 @@ def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
     assert started(cpu, BoxEngineSettings(max_model_len=2048)) == (2048, False, None)
     assert started(cpu, BoxEngineSettings(kv_cache_mib=64 * 1024)) == (None, False, None)  # 256 KiB a token in float32
     assert started(cpu, BoxEngineSettings(kv_cache_mib=1056))[:2] == (4096, True)
+
+
+def test_a_box_that_holds_the_model_takes_more_and_longer_requests_as_a_stage() -> None:
+    model, box, knobs = known_model("Llama-3.1-8B"), box_with(1, 24), BoxEngineSettings()
+    found: Any = type("Found", (), {"info": model, "folder": "/model"})()
+    made = ServedModel(model=found, text=None, share=share_of(model, box, knobs))  # type: ignore[arg-type]
+    configs = engine_configs(made, box, knobs, log=None, codec="raw")  # type: ignore[arg-type]
+    stage = configs.of_stage(model.layers // 2)
+    assert configs.most.max_model_len == 36_864
+    assert (stage.max_model_len, stage.shorten_to_fit) == (None, True)
+    assert stage.max_requests > configs.most.max_requests
+    assert configs.of_stage(model.layers).max_requests == configs.most.max_requests
+    owners = BoxEngineSettings(max_model_len=4096, max_requests=8)
+    as_wanted = engine_configs(made, box, owners, log=None, codec="raw").of_stage(16)  # type: ignore[arg-type]
+    assert (as_wanted.max_model_len, as_wanted.max_requests, as_wanted.shorten_to_fit) == (4096, 8, False)
 
 
 def replace_gpus(box: Hardware) -> Hardware:

@@ -1,0 +1,231 @@
+"""How a network gets from the groups of boxes that run to others: in which steps, and what follows from how those go.
+
+Groups change together where they share boxes: a pipeline that is made of two replicas takes both of
+their boxes at once, and what shares no box with it goes on undisturbed. One step loads at a time.
+A step that cannot be done is undone, and ends the regrouping there::
+
+    order ──> step 1 loads ──> all its boxes are ready ──> step 2 loads ──> ... ──> over
+                  │
+                  └── a box fails, refuses or takes too long ──> its old groups load ──> over
+
+What is to come is in the plan (`plan.Regrouping`), so a coordinator that is elected meanwhile goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
+
+import msgspec
+
+from ..capacity import BoxView
+from ..names import name_of
+from ..plan import Groups, GroupStages, Plan, PlanError, Regrouping, RegroupingStep, Stage
+
+FAILURES: Final = 2
+"""Starts that failed in a row until a box is taken to be unable: one may be somebody else's fault."""
+
+MAX_REASON: Final = 400
+"""Characters of a reason: most of it is another box's."""
+
+
+PAYBACK_S: Final = 3600.0
+"""Within so long a proposal has to win back what is lost while boxes load."""
+
+
+class RegroupProposal(msgspec.Struct, frozen=True, kw_only=True):
+    """Groups that would serve more. `regrouping`: the way there, with what is gained; `groups`: all of
+    them. Requests per second in time, when `rate` are asked for: `meanwhile`, while each step loads;
+    `light`, with new phases alone. `reload_s`: what each step's load takes; `pays`: whether all that
+    is won back within PAYBACK_S."""
+
+    regrouping: Regrouping
+    groups: Groups
+    rate: float
+    light: float
+    meanwhile: tuple[float, ...]
+    reload_s: tuple[float, ...]
+    pays: bool
+
+
+class BoxPart(NamedTuple):
+    """What a box says of its part of the plan: the `stages` of the replica that its engine is a part
+    of (none: it is alone), whether that is ready, how often in a row it could not be started, and
+    how far it is or why not, for people. `leaves`: it wants no work."""
+
+    stages: tuple[Stage, ...] = ()
+    is_ready: bool = False
+    failures: int = 0
+    detail: str = ""
+    leaves: bool = False
+
+    def follows(self, group: GroupStages) -> bool:
+        """Whether it has taken its part of this group, or tries to."""
+        return self.stages == (group if len(group) > 1 else ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """How long a step may take: `loads` times what it is expected to, and `least_s` at least, since a
+    box may have to finish its requests and to download layers first. Longer: slow disks are waited
+    for; shorter: boxes that hang are away for less."""
+
+    loads: float = 5.0
+    least_s: float = 900.0
+
+    def step_s(self, reload_s: float) -> float:
+        """For a step that is expected to take so long."""
+        return max(self.least_s, self.loads * reload_s)
+
+
+def make_regrouping(
+    plan: Plan, wanted: Groups, boxes: Iterable[BoxView], *, before: float, after: float, reload_s: float
+) -> Regrouping:
+    """From the plan that runs to these groups; a box that is in none of them and holds the model
+    becomes a replica by itself. Raises PlanError where it cannot be done, or is done already."""
+    usable = {box.peer: box for box in boxes if box.usable}
+    named = [stage.peer for group in wanted for stage in group]
+    for group in wanted:
+        for stage in group:
+            _check_stage(stage, usable.get(stage.peer))
+        if group[-1].last_layer != plan.layers:
+            raise PlanError(f"a group holds {group[-1].last_layer} layers, the model has {plan.layers}")
+    if len(named) != len(set(named)):
+        raise PlanError("a box is in two groups")
+    alone = tuple(
+        (Stage(peer=box.peer, tp=box.tp, first_layer=0, last_layer=box.layers),)
+        for box in usable.values()
+        if box.whole and box.peer not in named
+    )
+    steps = find_steps([replica.stages for replica in plan.replicas], (*wanted, *alone))
+    if not steps:
+        raise PlanError("the boxes are grouped like that already")
+    return Regrouping(steps=steps, before=before, after=after, reload_s=reload_s)
+
+
+def find_steps(running: Sequence[GroupStages], wanted: Sequence[GroupStages]) -> tuple[RegroupingStep, ...]:
+    """What changes from the running groups to these, those that share boxes together, the fewest
+    boxes first."""
+    new = [group for group in wanted if group not in running]
+    old = [group for group in running if group not in wanted]
+    steps = []
+    while new:
+        form, boxes = [new.pop(0)], set[str]()
+        while boxes != (boxes := boxes | {stage.peer for group in form for stage in group}):
+            touched = [group for group in old if not boxes.isdisjoint(stage.peer for stage in group)]
+            boxes |= {stage.peer for group in touched for stage in group}
+            joining = [group for group in new if not boxes.isdisjoint(stage.peer for stage in group)]
+            form += joining
+            new = [group for group in new if group not in joining]
+        undo = tuple(group for group in old if not boxes.isdisjoint(stage.peer for stage in group))
+        # A box that is new in the plan is not in any group to go back to; it waits then, or is alone.
+        steps.append(RegroupingStep(form=tuple(form), undo=undo))
+    return tuple(sorted(steps, key=lambda step: (len(step.boxes), step.boxes)))
+
+
+def find_failure(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> str:
+    """Why a step cannot be done, for people; "" where it may be."""
+    for group in step.form:
+        for stage in group:
+            part, name = parts.get(stage.peer), name_of(stage.peer)
+            if part is None:
+                return f"{name} is not here any more"
+            if part.leaves:
+                return f"{name} is draining"
+            if part.follows(group) and part.failures >= FAILURES:
+                return f"{name} cannot take its part: {part.detail}"[:MAX_REASON]
+    return ""
+
+
+def is_done(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> bool:
+    """Whether all boxes of a step serve in their new groups."""
+    return all(_is_in(parts.get(stage.peer), group) for group in step.form for stage in group)
+
+
+def describe_boxes(regrouping: Regrouping, parts: Mapping[str, BoxPart]) -> list[tuple[str, str]]:
+    """Each box whose part is still to change, and how far that is, for people."""
+    return [
+        (stage.peer, _describe_part(parts.get(stage.peer), group, is_now=number == 0))
+        for number, step in enumerate(regrouping.steps)
+        for group in step.form
+        for stage in group
+    ]
+
+
+def _describe_part(part: BoxPart | None, group: GroupStages, *, is_now: bool) -> str:
+    if not is_now:
+        return "waits for its turn"
+    if part is None:
+        return "is not here"
+    if not part.follows(group):
+        return "finishes its requests"
+    return "ready" if part.is_ready else part.detail or "begins to load"
+
+
+def _is_in(part: BoxPart | None, group: GroupStages) -> bool:
+    return part is not None and part.is_ready and part.follows(group)
+
+
+@final
+class RegroupingProgress:
+    """What the coordinator knows of the way to other groups, beside the plan. Times are seconds of one
+    clock, handed in; asked twice about the same, it says the same."""
+
+    def __init__(self, limits: StepLimits | None = None) -> None:
+        self._limits = limits or StepLimits()
+        self._ordered: Regrouping | None = None
+        self._step: tuple[RegroupingStep, str] | None = None  # the one that was under way at the last look
+        self._since = 0.0
+        self._ended = ""  # why the last regrouping did not come to its end
+
+    def __repr__(self) -> str:
+        return f"<RegroupingProgress ordered={self._ordered is not None} step={self._step is not None}>"
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether one is to begin with the next plan."""
+        return self._ordered is not None
+
+    def order(self, regrouping: Regrouping) -> None:
+        """Begin this one with the next plan."""
+        self._ordered, self._ended = regrouping, ""
+
+    def on_planned(self, regrouping: Regrouping | None) -> None:
+        """A plan has been published that is on its way to this."""
+        if regrouping is not None:
+            self._ordered = None
+
+    def advance(self, current: Regrouping | None, parts: Mapping[str, BoxPart], now: float) -> Regrouping | None:
+        """What the next plan is to be on its way to, from what the running one is, and what boxes say."""
+        if current is None:
+            self._step = None
+            return self._ordered
+        step = current.steps[0]
+        if self._step != (step, current.undoes):
+            self._step, self._since = (step, current.undoes), now
+        if is_done(step, parts):
+            rest = current.steps[1:]
+            return msgspec.structs.replace(current, steps=rest, done=current.done + 1) if rest else None
+        failure = find_failure(step, parts)
+        if not failure and now - self._since > self._limits.step_s(current.reload_s):
+            failure = f"its boxes were not ready after {now - self._since:.0f} s"
+        if not failure:
+            return current
+        self._ended = current.undoes or failure
+        if current.undoes or not step.undo:
+            return None
+        return msgspec.structs.replace(current, steps=(RegroupingStep(form=step.undo),), undoes=failure)
+
+    def explain(self, regrouping: Regrouping | None) -> tuple[str, ...]:
+        """A line for `status` where the last regrouping ended before its time."""
+        return (f"the last regrouping was given up: {self._ended}",) if self._ended and regrouping is None else ()
+
+
+def _check_stage(stage: Stage, box: BoxView | None) -> None:
+    if box is None:
+        raise PlanError(f"{name_of(stage.peer)} is not ready to take a part")
+    if stage.layers > box.fits:
+        raise PlanError(f"{name_of(stage.peer)} has room for {box.fits} layers, not for {stage.layers}")
+    if stage.tp != box.tp or stage.first_gpu:
+        raise PlanError(f"{name_of(stage.peer)} works with all of its {box.tp} GPUs or with none")
