@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +22,9 @@ import trio
 
 from ..demo.box import NodeGreeting, node_environment
 from ..errors import DemoFailed
+from .links import BoxPlace
 
+LIAR: Final = "p2pserve.sdk.chaos.liar"
 MARK: Final = "CHAOS_RUN"
 JOIN_S: Final = 90.0  # an agent asks members that do not answer for 60 s
 AGAIN_S: Final = 1.0  # between two attempts of an owner to start a box
@@ -39,10 +40,9 @@ class ChaosBox:
     """One box of the network. Number 0 is the bootstrap. `starts`: of its agent; `troubles`: what went wrong that no
     fault explains."""
 
-    def __init__(self, number: int, home: Path, command: Sequence[str], mark: str, port: int) -> None:
+    def __init__(self, number: int, home: Path, command: Sequence[str], mark: str) -> None:
         self.number = number
         self.home = home
-        self.port = port
         self.greeting: NodeGreeting | None = None
         self.starts = 0
         self.troubles: list[str] = []
@@ -170,16 +170,17 @@ class ChaosBox:
 class ChaosNetwork:
     """The boxes of one network on this machine, under one folder."""
 
-    def __init__(self, home: Path, options: Sequence[str], phases: Sequence[str]) -> None:
+    def __init__(self, home: Path, places: Sequence[BoxPlace], options: Sequence[Sequence[str]], codec: str) -> None:
         self.home = home
         self.mark = secrets.token_hex(8)
         (home / "tmp").mkdir()
-        ports = _find_free_ports(len(phases) + 1)
-        self.bootstrap = self._box(0, "bootstrap", ports[0], ())
+        self._codec = codec
+        self.bootstrap = self._box(0, "bootstrap", places[0], ())
         self.serving = [
-            self._box(number, "join", ports[number], (*options, "--phase", phase))
-            for number, phase in enumerate(phases, 1)
+            self._box(number, "join", place, its)
+            for number, (place, its) in enumerate(zip(places[1 : len(options) + 1], options, strict=True), 1)
         ]
+        self._liar_place = places[-1]
 
     def __repr__(self) -> str:
         return f"<ChaosNetwork {self.home} boxes={len(self.boxes)}>"
@@ -205,6 +206,16 @@ class ChaosNetwork:
         async with trio.open_nursery() as nursery:
             for box in self.serving:
                 nursery.start_soon(box.run, self.token_of(box))
+
+    async def run_liar(self, seed: int) -> None:
+        """One more box lies until this is cancelled; started again where it ends."""
+        place, log = self._liar_place, self.home / "liar.log"
+        command = [*place.prefix, sys.executable, "-m", LIAR, "--listen", place.listen, "--seed", str(seed)]
+        environment = {**node_environment(), MARK: self.mark, "P2PSERVE_TOKEN": self.tokens["worker"]}
+        while True:
+            with log.open("ab") as said:
+                await trio.run_process(command, check=False, env=environment, stdout=said, stderr=said)
+            await trio.sleep(AGAIN_S)
 
     async def leave(self) -> list[str]:
         """Let all leave, the bootstrap last; what did not end as it should."""
@@ -238,11 +249,11 @@ class ChaosNetwork:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def _box(self, number: int, verb: str, port: int, options: Iterable[str]) -> ChaosBox:
+    def _box(self, number: int, verb: str, place: BoxPlace, options: Iterable[str]) -> ChaosBox:
         home = self.home / f"box-{number}"
-        command = [sys.executable, "-m", "p2pserve.sdk.cli", verb, *options, "--home", os.fspath(home)]
-        command += ["--listen", f"127.0.0.1:{port}", "--format", "json", "--drain-s", "2", "--codec", "kv4"]
-        return ChaosBox(number, home, command, self.mark, port)
+        command = [*place.prefix, sys.executable, "-m", "p2pserve.sdk.cli", verb, *options, "--home", os.fspath(home)]
+        command += ["--listen", place.listen, "--format", "json", "--drain-s", "2", "--codec", self._codec]
+        return ChaosBox(number, home, command, self.mark)
 
 
 def find_marked(mark: str) -> list[psutil.Process]:
@@ -260,15 +271,3 @@ def _describe(process: psutil.Process) -> str:
         return " ".join(process.cmdline())[:LOG_LINE]
     except psutil.Error:
         return "it has ended now"
-
-
-def _find_free_ports(count: int) -> list[int]:
-    """Ports of the loopback address that nobody listens on now: boxes that start again have the same ones."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

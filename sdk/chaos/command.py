@@ -21,9 +21,10 @@ import msgspec
 import trio
 
 from ..failures import explain
+from .links import why_no_links
 from .report import table_lines
 from .running import run_chaos
-from .schedule import ChaosSettings, check_settings
+from .schedule import EMULATED, LOOPBACK, VLLM, WAN, ChaosSettings, check_settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,17 +35,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     default = ChaosSettings()
     parser.add_argument("--seed", type=int, help="of a run that is to be repeated (default: a new one)")
     for name in default.__struct_fields__:
-        if name != "seed":
+        if name not in ("seed", "links", "engine", "liar"):
             value = getattr(default, name)
             parser.add_argument(
                 f"--{name.replace('_', '-')}", type=type(value), default=value, help=f"default: {value}"
             )
+    parser.add_argument(
+        "--links",
+        choices=(LOOPBACK, WAN),
+        help="wan: links are emulated, cut and slowed, and disks filled, which needs root (default: where it can be)",
+    )
+    parser.add_argument(
+        "--engine", choices=(EMULATED, VLLM), default=EMULATED, help="vllm: real engines, with the bundled model"
+    )
+    parser.add_argument("--liar", action="store_true", help="one more box lies: about itself, plans and answers")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the report there, as JSON")
     given = vars(parser.parse_args(argv))
     form, path = given.pop("format"), given.pop("write")
     if given["seed"] is None:
         given["seed"] = random.SystemRandom().randrange(1_000_000)
+    if given["links"] is None:
+        given["links"] = WAN if why_no_links() is None else LOOPBACK
     logging.disable(logging.CRITICAL)
     began = time.monotonic()
     said = sys.stderr if form == "json" else sys.stdout
@@ -74,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def repeat_command(settings: ChaosSettings) -> str:
     """The command that runs the same schedule."""
     default = ChaosSettings()
-    given = {name: getattr(settings, name) for name in settings.__struct_fields__}
-    options = [
-        f"--{name}".replace("_", "-") + f" {value}" for name, value in given.items() if value != getattr(default, name)
-    ]
+    given = {name.replace("_", "-"): getattr(settings, name) for name in settings.__struct_fields__}
+    usual = {name.replace("_", "-"): getattr(default, name) for name in settings.__struct_fields__}
+    changed = {name: value for name, value in given.items() if value != usual[name] or name in ("seed", "links")}
+    options = [f"--{name}" if value is True else f"--{name} {value}" for name, value in changed.items()]
     return " ".join(["python -m p2pserve.sdk.chaos", *options])

@@ -11,8 +11,10 @@ import trio
 
 from ..errors import DemoFailed
 from .boxes import ChaosBox, ChaosNetwork, Say
+from .disks import fill_disk
+from .links import ChaosLinks
 from .looking import POLL_S, NetworkLook
-from .schedule import ENDING, FaultKind, PlannedFault, choose_victims
+from .schedule import ENDING, OF_LINKS, FaultKind, PlannedFault, choose_victims
 
 MOST_AWAY: Final = 2  # boxes at once that something was done to and that do not serve again; a further fault waits
 
@@ -30,13 +32,21 @@ class FaultInjector:
     """Does what is planned. `away`: numbers of the boxes that are not back from it; `away_s`: how long those were away
     whose agent had ended; `troubles`: boxes that did not come back."""
 
-    def __init__(self, network: ChaosNetwork, look: NetworkLook, now: Callable[[], float], say: Say) -> None:
+    def __init__(
+        self,
+        network: ChaosNetwork,
+        links: ChaosLinks | None,
+        look: NetworkLook,
+        now: Callable[[], float],
+        say: Say,
+    ) -> None:
         self.done: list[DoneFault] = []
         self.away: set[int] = set()
         self.away_s: list[float] = []
         self.troubles: list[str] = []
         self.kept = network.serving[-1]  # its agent never ends: what it holds at last tells of the whole run
         self._network = network
+        self._links = links
         self._look = look
         self._now = now
         self._say = say
@@ -53,6 +63,9 @@ class FaultInjector:
         self.done.append(DoneFault(self._now(), fault))
         names = " and ".join(f"box {box.number}" for box in victims)
         self._say(f"fault {fault.number}: {fault.kind.value}, {fault.victim.value}: {names}, {fault.lasts_s:.1f} s")
+        if fault.kind in OF_LINKS and self._links is not None:
+            harm = self._links.cut if fault.kind is FaultKind.CUT else self._links.slow
+            await harm([box.number for box in victims], fault.lasts_s)
         async with trio.open_nursery() as nursery:
             for box in victims:
                 nursery.start_soon(self._harm, fault, box, watchers)
@@ -77,7 +90,7 @@ class FaultInjector:
         self.away.discard(box.number)
 
     async def _do(self, fault: PlannedFault, box: ChaosBox) -> None:
-        """Do it, until the box may go on. Raises DemoFailed where it does not start again."""
+        """Do it to its processes, until the box may go on. Raises DemoFailed where it does not start again."""
         token = self._network.token_of(box)
         match fault.kind:
             case FaultKind.KILL | FaultKind.FLAP:
@@ -100,6 +113,8 @@ class FaultInjector:
                 box.send_signal(signal.SIGSTOP)
                 await trio.sleep(fault.lasts_s)
                 box.send_signal(signal.SIGCONT)
+            case FaultKind.FILL_DISK:
+                await fill_disk(box.home, fault.lasts_s)
             case FaultKind.KILL_ENGINE:
                 box.signal_engine(signal.SIGKILL, self._look.engine_pid(box))
             case FaultKind.STOP_ENGINE:

@@ -100,7 +100,7 @@ class NetworkLook:
     def _find_lacking(self, seen: list[Status], idle: bool) -> str:
         """What is not yet as it should be, as these see it."""
         numbers = {box.peer: box.number for box in self._network.boxes}
-        heads = {box.peer for box in self._network.serving}
+        serving = {box.peer for box in self._network.serving}
         self._seen = seen[0]
         for box, status in zip(self._network.boxes, seen, strict=True):
             alive = {node.peer for node in status.nodes if node.state == "alive"}
@@ -108,10 +108,10 @@ class NetworkLook:
                 return f"box {box.number} does not see box {missing[0]}"
             if status.plan != seen[0].plan or status.coordinator != seen[0].coordinator:
                 return f"box {box.number} has another plan or coordinator than the bootstrap"
-        planned = {replica.head for replica in seen[0].plan.replicas} if seen[0].plan is not None else set()
+        planned = set(seen[0].plan.peers) & serving if seen[0].plan is not None else set()
         # A box that has failed often is left out for a while: then a part of them is enough.
-        if not planned or not planned <= heads or not (planned == heads or idle):
-            return f"the plan has {len(planned)} of {len(heads)} boxes"
+        if not planned or not (planned == serving or idle):
+            return f"the plan has {len(planned)} of {len(serving)} boxes"
         for box in self._network.serving:
             if not self.is_ready(box):
                 return f"the engine of box {box.number} is not ready"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Final
 
 import msgspec
@@ -13,6 +13,9 @@ import numpy as np
 from .schedule import PlannedRequest
 
 NOTICED_S: Final = 1.0  # a stream may fall silent so long before the fault is written down that silenced it
+
+LIE: Final = 3
+"""The token that a box which lies always tells."""
 
 Expect = Callable[[tuple[int, ...], int], tuple[int, ...]]
 """A prompt and how many tokens are wanted: the right answer."""
@@ -89,6 +92,12 @@ def find_wrong(record: AnswerRecord, expected: Sequence[int]) -> str:
     if record.is_complete and len(record.tokens) < len(expected):
         return f"request {record.asked.number}: complete with {len(record.tokens)} of {len(expected)} tokens"
     return ""
+
+
+def is_lie(record: AnswerRecord, expected: Sequence[int]) -> bool:
+    """Whether the first token that is not right, or too many, is the liar's."""
+    wrong = (token for token, right in zip_longest(record.tokens, expected) if token not in (None, right))
+    return next(wrong, None) == LIE
 
 
 def find_recovery_s(record: AnswerRecord, faults: Sequence[float]) -> float | None:

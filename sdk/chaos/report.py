@@ -33,16 +33,17 @@ class AgentFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`faults`: how many of which kind hit whom. `requests` were asked, of which `moved` were gone on with elsewhere
-    and completed; `failed` says why others were not, and how many. `wrong`, `lost`, `left_over` and `troubles` say what
-    must not be. `recovery`: from a fault to the first token after it, of answers that were moved; `gap`: the longest in
-    each complete stream; `away`: from the end of a box until it serves again."""
+    """`faults`: how many of which kind hit whom. `requests` asked, `completed` with the right tokens, of which `moved`
+    were gone on with elsewhere; `lied`: by the liar; `failed`: why others were not, and how many. `wrong`, `lost`,
+    `left_over` and `troubles` say what must not be. `recovery`: from a fault to the first token after it, of answers
+    that were moved; `gap`: the longest in each stream; `away`: from the end of a box until it serves again."""
 
     seed: int
     seconds: float
     faults: dict[str, int]
     requests: int
     completed: int
+    lied: int
     moved: int
     failed: dict[str, int]
     wrong: tuple[str, ...]
@@ -67,7 +68,7 @@ def _problems(report: ChaosReport) -> Iterator[str]:
     yield from report.lost
     yield from report.left_over
     yield from report.troubles
-    if report.completed < COMPLETED * report.requests:
+    if report.completed + report.lied < COMPLETED * report.requests:
         yield f"{report.completed} of {report.requests} requests were completed, less than {COMPLETED:.1%}"
     if report.gap.p99_s > GAP_S:
         yield f"P99 of the longest gap in a stream is {report.gap.p99_s:.1f} s, more than {GAP_S:g} s"
@@ -88,6 +89,8 @@ def table_lines(report: ChaosReport) -> Iterator[str]:
     yield f"{'requests':<26}{report.requests:>7}"
     yield f"{'  complete, all right':<26}{report.completed:>7}   {report.completed / report.requests:.2%}"
     yield f"{'  of these moved':<26}{report.moved:>7}"
+    if report.lied:
+        yield f"{'  answered by the liar':<26}{report.lied:>7}"
     yield f"{'  ended with an error':<26}{sum(report.failed.values()):>7}"
     for reason, count in sorted(report.failed.items(), key=lambda item: -item[1]):
         yield f"    {count} x {reason}"[:WIDTH]

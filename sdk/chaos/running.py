@@ -10,25 +10,27 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final, final
 
+import msgspec
 import psutil
 import trio
 
-from ...node.engine.emulated.model import emulated_model, parse_cards
-from ...node.engine.emulated.tokens import EmulatedAnswer
 from .. import environment
 from ..errors import ClientError, DemoFailed
 from ..requests import TextDelta, build_request
 from ..session import Session, open_session
 from .boxes import ChaosNetwork, Say
+from .disks import open_disks
+from .engines import EngineSetup, choose_setup
 from .harming import FaultInjector
+from .links import ChaosLinks, find_loopback_places, open_links
 from .looking import NetworkLook
-from .records import AnswerRecord, Expect, find_recovery_s, find_wrong, spread_of
+from .records import AnswerRecord, find_recovery_s, find_wrong, is_lie, spread_of
 from .report import AgentFigures, ChaosReport
-from .schedule import ChaosSettings, PlannedFault, PlannedRequest, choose_phases, draw_schedule
+from .schedule import WAN, ChaosSettings, PlannedFault, PlannedRequest, draw_schedule
 
 WHOLE_S: Final = 90.0
 GRACE_S: Final = 5.0  # after its deadline, until a request that has not ended counts as lost
@@ -38,22 +40,20 @@ WARM_UP: Final = 24  # requests before memory and files are first counted
 
 async def run_chaos(settings: ChaosSettings, say: Say) -> ChaosReport:
     """Run the schedule of `settings.seed`. Raises DemoFailed or ClientError where there is no network to harm."""
-    cards = parse_cards(settings.cards)
-    emulation = emulated_model(settings.model, cards).emulation
-
-    def expect(prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
-        answer = EmulatedAnswer(prompt, emulation.vocabulary)
-        return tuple(answer.next() for _ in range(count))
-
-    schedule = draw_schedule(settings, emulation.vocabulary)
-    options = ("--emulate", settings.cards, "--model", settings.model)
-    with _folder() as home:
-        network = ChaosNetwork(home, options, [phase.value for phase in choose_phases(settings.boxes)])
+    setup = await trio.to_thread.run_sync(choose_setup, settings)
+    schedule = draw_schedule(settings, setup.draw_prompt)
+    with _folder() as home, ExitStack() as stack:
+        count = settings.boxes + 1 + settings.liar
+        links = stack.enter_context(open_links(count)) if settings.links == WAN else None
+        places = links.places() if links is not None else find_loopback_places(count)
+        network = ChaosNetwork(home, places, setup.options, setup.codec)
+        if links is not None:
+            stack.enter_context(open_disks([box.home for box in network.boxes]))
         try:
             say(f"seed {settings.seed}; starting a bootstrap and {settings.boxes} boxes")
             await network.start()
             async with _open_sessions(network.tokens["client"], settings.clients) as sessions:
-                run = _Run(settings, network, sessions, expect, say)
+                run = _Run(settings, setup, network, links, sessions, say)
                 await run.begin()
                 await run.inflict(schedule.faults, schedule.requests)
                 await run.settle()
@@ -93,18 +93,25 @@ class _Run:
     """What is done to a network that runs, and what comes of it."""
 
     def __init__(
-        self, settings: ChaosSettings, network: ChaosNetwork, sessions: list[Session], expect: Expect, say: Say
+        self,
+        settings: ChaosSettings,
+        setup: EngineSetup,
+        network: ChaosNetwork,
+        links: ChaosLinks | None,
+        sessions: list[Session],
+        say: Say,
     ) -> None:
         self._settings = settings
         self._network = network
         self._sessions = sessions
-        self._expect = expect
+        self._setup = setup
         self._say = say
         self._began = trio.current_time()
         self._look = NetworkLook(network, sessions)
-        self._injector = FaultInjector(network, self._look, self._now, say)
+        self._injector = FaultInjector(network, links, self._look, self._now, say)
         self._records: list[AnswerRecord] = []
         self._wrong: list[str] = []
+        self._lied: set[int] = set()
         self._before = self._after = (0.0, 0)
         self._took = 0.0
         self.left_over: list[str] = []
@@ -114,9 +121,9 @@ class _Run:
     async def begin(self) -> None:
         """Wait until the network is whole, and ask some requests."""
         await self._look.wait_whole(WHOLE_S)
-        warm = ChaosSettings(seed=-1, requests=WARM_UP, seconds=10.0, clients=len(self._sessions))
+        warm = msgspec.structs.replace(self._settings, seed=-1, requests=WARM_UP, faults=0)
         async with trio.open_nursery() as nursery:
-            for request in draw_schedule(warm, 1000).requests:
+            for request in draw_schedule(warm, self._setup.draw_prompt).requests:
                 nursery.start_soon(self._ask, request)
         failed = [record.error for record in self._records if record.error]
         if failed:
@@ -133,6 +140,8 @@ class _Run:
             watchers.start_soon(self._look.watch, self._injector.away)
             for box in self._network.boxes:
                 watchers.start_soon(box.watch)
+            if self._settings.liar:
+                watchers.start_soon(self._network.run_liar, self._settings.seed)
             async with trio.open_nursery() as nursery:
                 for request in requests:
                     nursery.start_soon(self._ask_at, request)
@@ -153,7 +162,7 @@ class _Run:
         """What there is to tell."""
         records, injector = self._records, self._injector
         done = injector.done
-        complete = [record for record in records if record.is_complete]
+        complete = [record for record in records if record.is_complete and record.asked.number not in self._lied]
         moments = [each.at for each in done]
         recovered = [find_recovery_s(record, moments) for record in complete]
         kinds = Counter(f"{each.planned.kind.value}: {each.planned.victim.value}" for each in done)
@@ -164,6 +173,7 @@ class _Run:
             faults=dict(kinds),
             requests=len(records),
             completed=len(complete),
+            lied=len(self._lied),
             moved=sum(record.was_moved for record in complete),
             failed=dict(Counter(record.error for record in records if record.error)),
             wrong=tuple(self._wrong),
@@ -198,7 +208,14 @@ class _Run:
         self._records.append(record)
         deadline_s = self._settings.deadline_s
         body = build_request(
-            None, None, {"prompt_token_ids": request.prompt, "max_tokens": request.output, "deadline_s": deadline_s}
+            None,
+            None,
+            {
+                "prompt_token_ids": request.prompt,
+                "max_tokens": request.output,
+                "deadline_s": deadline_s,
+                "ignore_eos": True,
+            },
         )
 
         def take(delta: TextDelta) -> None:
@@ -213,8 +230,11 @@ class _Run:
                 record.error = str(error)
         record.late = limit.cancelled_caught
         record.ended_at = self._now()
-        wrong = find_wrong(record, self._expect(request.prompt, request.output))
-        if wrong:
+        expected = self._setup.expect(request.prompt, request.output)
+        wrong = find_wrong(record, expected)
+        if wrong and self._settings.liar and is_lie(record, expected):
+            self._lied.add(request.number)
+        elif wrong:
             self._wrong.append(wrong)
             self._say(f"WRONG: {wrong}")
         if record.error:

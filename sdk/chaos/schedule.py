@@ -6,22 +6,29 @@ A schedule names the role of a victim, not a box: who has that role is known onl
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
 import msgspec
 
-from ...coordinator import Phase
 from ..errors import UsageError
 
 CALM_S: Final = 3.0  # before the first fault, for requests to begin
 FLAPS: Final = 3  # times that a box that flaps is killed
 MAX_BOXES: Final = 16
+EMULATED: Final = "emulated"
+VLLM: Final = "vllm"
+LOOPBACK: Final = "loopback"
+WAN: Final = "wan"
 STARTS_AGAIN_S: Final = (0.5, 3.0)  # from the end of a box until its owner starts it again
 FLAPS_S: Final = (0.3, 2.5)  # from a start of a box that flaps to its next end: before it has joined, or after
-STOPPED_S: Final = (0.5, 2.0, 5.0, 10.0)  # not noticed, found hung, suspected, found dead
+STOPPED_S: Final = (0.5, 2.0, 5.0, 10.0)  # not noticed, found hung, suspected, found dead; links are cut as long
+SLOW_S: Final = (5.0, 12.0)
+
+
+DrawPrompt = Callable[[random.Random], tuple[int, ...]]
 
 
 class FaultKind(Enum):
@@ -33,6 +40,9 @@ class FaultKind(Enum):
     LEAVE = "leave"  # SIGTERM to its agent, and started again
     KILL_ENGINE = "kill engine"  # SIGKILL to its engine alone, which its agent starts again
     STOP_ENGINE = "stop engine"  # SIGSTOP to its engine alone, and SIGCONT
+    CUT = "cut"  # nothing passes between it and all others; those that are hit together still hear each other
+    SLOW = "slow"  # all its links are thin and long
+    FILL_DISK = "fill disk"  # no room for its state, its logs and its plans
 
 
 class VictimRole(Enum):
@@ -47,17 +57,18 @@ class VictimRole(Enum):
     KV_ENDS = "both ends"  # a box that prefills and one that decodes, at once
 
 
-_BOXES: Final = tuple(VictimRole)
+Combination = tuple[FaultKind, VictimRole]
 _ENGINES: Final = (VictimRole.PREFILL, VictimRole.DECODE)
 
 ENDING: Final = frozenset({FaultKind.KILL, FaultKind.FLAP, FaultKind.LEAVE})
 """Those that end the agent of a box."""
 
 OF_ENGINES: Final = frozenset({FaultKind.KILL_ENGINE, FaultKind.STOP_ENGINE})
+OF_LINKS: Final = frozenset({FaultKind.CUT, FaultKind.SLOW})
 
-COMBINATIONS: Final[tuple[tuple[FaultKind, VictimRole], ...]] = (
-    *((FaultKind.KILL, role) for role in _BOXES),
-    *((FaultKind.STOP, role) for role in _BOXES),
+COMBINATIONS: Final[tuple[Combination, ...]] = (
+    *((FaultKind.KILL, role) for role in VictimRole),
+    *((FaultKind.STOP, role) for role in VictimRole),
     *((FaultKind.FLAP, role) for role in (VictimRole.ANY, VictimRole.BOOTSTRAP, VictimRole.GATEWAY)),
     *((FaultKind.LEAVE, role) for role in (VictimRole.ANY, VictimRole.GATEWAY)),
     *((FaultKind.KILL_ENGINE, role) for role in _ENGINES),
@@ -65,10 +76,19 @@ COMBINATIONS: Final[tuple[tuple[FaultKind, VictimRole], ...]] = (
 )
 """Which faults hit whom. Each comes as often as any other."""
 
+ROOT_COMBINATIONS: Final[tuple[Combination, ...]] = (
+    *((FaultKind.CUT, role) for role in VictimRole),
+    *((FaultKind.SLOW, role) for role in (VictimRole.COORDINATOR, VictimRole.GATEWAY, *_ENGINES, VictimRole.KV_ENDS)),
+    *((FaultKind.FILL_DISK, role) for role in (VictimRole.ANY, VictimRole.COORDINATOR, VictimRole.GATEWAY)),
+)
+"""Those that need root, since links are emulated and disks small."""
+
 
 class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`faults` and `requests` within `seconds`, of `boxes` that serve; one more is the bootstrap. Boxes have these
-    emulated GPUs. Tokens of prompts and answers at most; `deadline_s` of each request; `clients` that ask in turn."""
+    """`faults` and `requests` within `seconds`, of `boxes` that serve; one more is the bootstrap. `engine`: emulated,
+    with these `cards` and this `model`, or vllm, with the bundled model. `links`: loopback, or wan, where they are cut
+    and slowed too, and disks filled. Tokens of prompts and answers at most; `deadline_s` of each request; `clients`
+    that ask in turn. `liar`: there is one more box, which lies."""
 
     seed: int = 0
     faults: int = 200
@@ -76,9 +96,12 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 900.0
     boxes: int = 6
     clients: int = 3
+    engine: str = EMULATED
     cards: str = "1xA40"
     model: str = "qwen2.5-14b"
-    prompt: int = 384
+    links: str = LOOPBACK
+    liar: bool = False
+    prompt: int = 128
     output: int = 64
     deadline_s: float = 60.0
 
@@ -136,17 +159,21 @@ def check_settings(settings: ChaosSettings) -> None:
             raise UsageError(f"{name}: {getattr(settings, name)} is less than {low}")
     if settings.boxes > MAX_BOXES:
         raise UsageError(f"boxes: {settings.boxes} are more than {MAX_BOXES}, which one machine does not carry")
+    for name, known in (("links", (LOOPBACK, WAN)), ("engine", (EMULATED, VLLM))):
+        if getattr(settings, name) not in known:
+            raise UsageError(f"{name}: {getattr(settings, name)!r} is neither {known[0]} nor {known[1]}")
     if not CALM_S < settings.seconds <= 86_400:
         raise UsageError(f"seconds: {settings.seconds:g} is not between {CALM_S:g} and 86400")
     if not 1 <= settings.deadline_s <= 3600:
         raise UsageError(f"deadline_s: {settings.deadline_s:g} is not between 1 and 3600")
 
 
-def draw_schedule(settings: ChaosSettings, vocabulary: int) -> ChaosSchedule:
-    """The schedule of a seed. Prompts are of tokens in `[1, vocabulary)`."""
+def draw_schedule(settings: ChaosSettings, draw_prompt: DrawPrompt) -> ChaosSchedule:
+    """The schedule of a seed."""
     rng = random.Random(f"faults {settings.seed}")
     times = _spread(rng, settings.faults, CALM_S, settings.seconds)
-    kinds = _deal(rng, settings.faults)
+    combinations = COMBINATIONS if settings.links == LOOPBACK else (*COMBINATIONS, *ROOT_COMBINATIONS)
+    kinds = _deal(rng, combinations, settings.faults)
     faults = [_draw_fault(rng, number, at, *kinds[number]) for number, at in enumerate(times)]
     rng = random.Random(f"requests {settings.seed}")
     times = _spread(rng, settings.requests, 0.0, settings.seconds)
@@ -155,17 +182,12 @@ def draw_schedule(settings: ChaosSettings, vocabulary: int) -> ChaosSchedule:
             number=number,
             at_s=at,
             client=number % settings.clients,
-            prompt=tuple(rng.randrange(1, vocabulary) for _ in range(rng.randint(8, settings.prompt))),
+            prompt=draw_prompt(rng),
             output=rng.randint(settings.output // 2, settings.output),
         )
         for number, at in enumerate(times)
     ]
     return ChaosSchedule(faults=tuple(faults), requests=tuple(requests))
-
-
-def choose_phases(boxes: int) -> tuple[Phase, ...]:
-    """To what boxes are pinned, so that KV travels: in turn, beginning with decode."""
-    return tuple((Phase.DECODE, Phase.PREFILL)[number % 2] for number in range(boxes))
 
 
 def choose_victims(fault: PlannedFault, boxes: Sequence[BoxRoles], room: int) -> list[int]:
@@ -193,8 +215,10 @@ def _pick(boxes: Sequence[BoxRoles], pick: float) -> int:
 def _draw_fault(rng: random.Random, number: int, at: float, kind: FaultKind, victim: VictimRole) -> PlannedFault:
     pauses: tuple[float, ...] = ()
     lasts = rng.uniform(*STARTS_AGAIN_S)
-    if kind in (FaultKind.STOP, FaultKind.STOP_ENGINE):
+    if kind in (FaultKind.STOP, FaultKind.STOP_ENGINE, FaultKind.CUT):
         lasts = rng.choice(STOPPED_S)
+    elif kind in (FaultKind.SLOW, FaultKind.FILL_DISK):
+        lasts = rng.uniform(*SLOW_S)
     elif kind is FaultKind.FLAP:
         pauses = tuple(rng.uniform(*FLAPS_S) for _ in range(FLAPS - 1))
     return PlannedFault(
@@ -208,9 +232,9 @@ def _spread(rng: random.Random, count: int, begin: float, end: float) -> list[fl
     return [begin + (number + rng.random()) * each for number in range(count)]
 
 
-def _deal(rng: random.Random, count: int) -> list[tuple[FaultKind, VictimRole]]:
+def _deal(rng: random.Random, combinations: Sequence[Combination], count: int) -> list[Combination]:
     """So many combinations, each as often as any other, give or take one, in random order."""
-    dealt: list[tuple[FaultKind, VictimRole]] = []
+    dealt: list[Combination] = []
     while len(dealt) < count:
-        dealt += rng.sample(COMBINATIONS, len(COMBINATIONS))
+        dealt += rng.sample(combinations, len(combinations))
     return dealt[:count]

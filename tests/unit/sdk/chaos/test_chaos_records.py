@@ -2,7 +2,7 @@
 
 import pytest
 
-from p2pserve.sdk.chaos.records import AnswerRecord, Spread, find_recovery_s, find_wrong, spread_of
+from p2pserve.sdk.chaos.records import LIE, AnswerRecord, Spread, find_recovery_s, find_wrong, is_lie, spread_of
 from p2pserve.sdk.chaos.schedule import PlannedRequest
 
 ASKED = PlannedRequest(number=5, at_s=0.0, client=0, prompt=(1, 2), output=4)
@@ -35,6 +35,13 @@ def test_the_right_tokens_are_right_however_they_come() -> None:
 )
 def test_any_other_tokens_are_wrong(tokens: tuple[int, ...], message: str) -> None:
     assert find_wrong(answered((2.0, tokens)), RIGHT) == message
+
+
+@pytest.mark.parametrize("tokens", [(LIE,), (10, LIE, 77), (*RIGHT, LIE)])
+def test_the_liars_tokens_are_told_from_those_of_an_honest_box_that_is_wrong(tokens: tuple[int, ...]) -> None:
+    assert is_lie(answered((2.0, tokens)), RIGHT)
+    assert not is_lie(answered((2.0, (10, 77, LIE))), RIGHT)
+    assert not is_lie(answered((2.0, RIGHT[:2])), RIGHT)
 
 
 def test_an_answer_that_failed_may_be_short_but_not_wrong() -> None:

@@ -16,6 +16,7 @@ GOOD = ChaosReport(
     faults={"kill: gateway": 2, "stop: both ends": 1, "stop engine: decode": 1},
     requests=200,
     completed=199,
+    lied=0,
     moved=20,
     failed={"no gateway is left: " + "x" * 100: 1},
     wrong=(),
@@ -72,13 +73,18 @@ def test_the_table_fits_a_terminal_and_names_every_fault_and_failure() -> None:
     assert "PROBLEM: request 5" in "\n".join(table_lines(changed(lost=("request 5 did not end",))))
 
 
+def test_answers_of_the_liar_are_counted_by_themselves() -> None:
+    assert changed(completed=150, lied=49).problems == ()
+    assert any("answered by the liar" in line and "49" in line for line in table_lines(changed(lied=49)))
+
+
 def test_the_report_is_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     async def run(settings: ChaosSettings, say: object) -> ChaosReport:
-        assert settings == ChaosSettings(seed=3, faults=4)
+        assert settings == ChaosSettings(seed=3, faults=4, links="wan")
         return GOOD
 
     monkeypatch.setattr(command, "run_chaos", run)
-    assert command.main(["--seed", "3", "--faults", "4", "--format", "json"]) == 0
+    assert command.main(["--seed", "3", "--faults", "4", "--links", "wan", "--format", "json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=ChaosReport) == GOOD
 
 
