@@ -77,7 +77,9 @@ def find_clear_answers(longest: int, count: int) -> dict[tuple[int, ...], tuple[
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch  # seconds, for real engines alone
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     llm: Any = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     ids = TextModel(BUNDLED).encode(held_out_sources()["heapq"])

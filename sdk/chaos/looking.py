@@ -108,14 +108,16 @@ class NetworkLook:
                 return f"box {box.number} does not see box {missing[0]}"
             if status.plan != seen[0].plan or status.coordinator != seen[0].coordinator:
                 return f"box {box.number} has another plan or coordinator than the bootstrap"
-        planned = set(seen[0].plan.peers) & serving if seen[0].plan is not None else set()
+        plan = seen[0].plan
+        planned = set(plan.peers) & serving if plan is not None else set()
+        heads = {replica.head for replica in plan.replicas} if plan is not None else set()  # they tell for all stages
         # A box that has failed often is left out for a while: then a part of them is enough.
         if not planned or not (planned == serving or idle):
             return f"the plan has {len(planned)} of {len(serving)} boxes"
         for box in self._network.serving:
             if not self.is_ready(box):
                 return f"the engine of box {box.number} is not ready"
-            if idle and (busy := describe_busy(self._node(box))):
+            if idle and box.peer in heads and (busy := describe_busy(self._node(box))):
                 return f"box {box.number} {busy}"
         return ""
 

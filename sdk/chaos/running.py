@@ -174,6 +174,7 @@ class _Run:
             requests=len(records),
             completed=len(complete),
             lied=len(self._lied),
+            liar=self._settings.liar,
             moved=sum(record.was_moved for record in complete),
             failed=dict(Counter(record.error for record in records if record.error)),
             wrong=tuple(self._wrong),
