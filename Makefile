@@ -127,7 +127,7 @@ docs: setup
 mutants: setup
 	@$(PY) -m tests.mutants
 
-# A network of real processes that is harmed in every way under streams of clients (docs/chaos.md). A quarter of an hour.
+# A network of real processes that is harmed in every way under streams of clients (docs/chaos.md). Twenty minutes.
 chaos: setup
 	@$(PY) -m p2pserve.sdk.chaos $(CHAOS_ARGS)
 

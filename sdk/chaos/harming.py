@@ -45,6 +45,7 @@ class FaultInjector:
         self.away_s: list[float] = []
         self.troubles: list[str] = []
         self.kept = network.serving[-1]  # its agent never ends: what it holds at last tells of the whole run
+        self._turn = trio.Lock()
         self._network = network
         self._links = links
         self._look = look
@@ -57,9 +58,10 @@ class FaultInjector:
     async def inflict(self, fault: PlannedFault, watchers: trio.Nursery) -> None:
         """Do it, as soon as not too many boxes are away, until those that it hits are back. `watchers` is where agents
         that are started again are watched."""
-        while not (victims := self._choose(fault)):  # noqa: ASYNC110 (of other processes)
-            await trio.sleep(POLL_S)
-        self.away |= {box.number for box in victims}
+        async with self._turn:  # in their order: one that needs two boxes would otherwise wait for all that need one
+            while not (victims := self._choose(fault)):  # noqa: ASYNC110 (of other processes)
+                await trio.sleep(POLL_S)
+            self.away |= {box.number for box in victims}
         self.done.append(DoneFault(self._now(), fault))
         names = " and ".join(f"box {box.number}" for box in victims)
         self._say(f"fault {fault.number}: {fault.kind.value}, {fault.victim.value}: {names}, {fault.lasts_s:.1f} s")

@@ -108,16 +108,14 @@ class NetworkLook:
                 return f"box {box.number} does not see box {missing[0]}"
             if status.plan != seen[0].plan or status.coordinator != seen[0].coordinator:
                 return f"box {box.number} has another plan or coordinator than the bootstrap"
-        plan = seen[0].plan
-        planned = set(plan.peers) & serving if plan is not None else set()
-        heads = {replica.head for replica in plan.replicas} if plan is not None else set()  # they tell for all stages
+        planned = set(seen[0].plan.peers) & serving if seen[0].plan is not None else set()
         # A box that has failed often is left out for a while: then a part of them is enough.
         if not planned or not (planned == serving or idle):
             return f"the plan has {len(planned)} of {len(serving)} boxes"
         for box in self._network.serving:
             if not self.is_ready(box):
                 return f"the engine of box {box.number} is not ready"
-            if idle and box.peer in heads and (busy := describe_busy(self._node(box))):
+            if idle and (busy := describe_busy(self._node(box))):
                 return f"box {box.number} {busy}"
         return ""
 
@@ -128,10 +126,9 @@ class NetworkLook:
 
 
 def describe_busy(node: NodeStatus | None) -> str:
-    """What an engine has at rest that should have nothing; "" for nothing."""
+    """What an engine has at rest that should have nothing; "" for nothing. One that has not run a step since it was
+    started tells nothing of itself, as all stages of a replica but the first do."""
     stats = node.advert.stats if node is not None and node.advert is not None else None
-    if stats is None:
-        return "tells nothing of its engine"
-    if stats.running or stats.waiting or stats.kv_usage:
+    if stats is not None and (stats.running or stats.waiting or stats.kv_usage):
         return f"holds {stats.running} + {stats.waiting} requests and {stats.kv_usage:.1%} of its KV blocks"
     return ""

@@ -64,7 +64,7 @@ class AnswerRecord:
         return max((after - before for before, after in pairwise(self.times)), default=0.0)
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class TimeSpread(msgspec.Struct, frozen=True, kw_only=True):
     """Percentiles, in seconds, of so many values."""
 
     count: int
@@ -74,12 +74,12 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     worst_s: float = 0.0
 
 
-def spread_of(values: Sequence[float]) -> Spread:
+def spread_of(values: Sequence[float]) -> TimeSpread:
     """Percentiles of these; zeros of none."""
     if not values:
-        return Spread(count=0)
+        return TimeSpread(count=0)
     p50, p90, p99 = (float(np.percentile(values, percent)) for percent in (50, 90, 99))
-    return Spread(count=len(values), p50_s=p50, p90_s=p90, p99_s=p99, worst_s=max(values))
+    return TimeSpread(count=len(values), p50_s=p50, p90_s=p90, p99_s=p99, worst_s=max(values))
 
 
 def find_wrong(record: AnswerRecord, expected: Sequence[int]) -> str:

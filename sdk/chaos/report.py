@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from .records import Spread
+from .records import TimeSpread
 
 GAP_S: Final = 5.0
 """The P99 of the longest gaps in streams may not be longer."""
@@ -51,10 +51,10 @@ class ChaosReport(msgspec.Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...]
     left_over: tuple[str, ...]
     troubles: tuple[str, ...]
-    recovery: Spread
-    gap: Spread
-    ttft: Spread
-    away: Spread
+    recovery: TimeSpread
+    gap: TimeSpread
+    ttft: TimeSpread
+    away: TimeSpread
     starts: int
     agent: AgentFigures
 
@@ -69,7 +69,7 @@ def _problems(report: ChaosReport) -> Iterator[str]:
     yield from report.lost
     yield from report.left_over
     yield from report.troubles
-    # Whom the liar lets wait has an error by its deadline, and that is all that is promised.
+    # Whom the liar lets wait has an error by its deadline: no more can be asked for.
     if not report.liar and report.completed < COMPLETED * report.requests:
         yield f"{report.completed} of {report.requests} requests were completed, less than {COMPLETED:.1%}"
     if report.gap.p99_s > GAP_S:

@@ -93,7 +93,7 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
     faults: int = 200
     requests: int = 2000
-    seconds: float = 900.0
+    seconds: float = 1080.0
     boxes: int = 6
     clients: int = 3
     engine: str = EMULATED

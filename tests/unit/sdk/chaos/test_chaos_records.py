@@ -2,7 +2,7 @@
 
 import pytest
 
-from p2pserve.sdk.chaos.records import LIE, AnswerRecord, Spread, find_recovery_s, find_wrong, is_lie, spread_of
+from p2pserve.sdk.chaos.records import LIE, AnswerRecord, TimeSpread, find_recovery_s, find_wrong, is_lie, spread_of
 from p2pserve.sdk.chaos.schedule import PlannedRequest
 
 ASKED = PlannedRequest(number=5, at_s=0.0, client=0, prompt=(1, 2), output=4)
@@ -96,6 +96,6 @@ def test_a_request_that_another_box_went_on_with_was_moved() -> None:
 
 
 def test_percentiles() -> None:
-    assert spread_of([]) == Spread(count=0)
+    assert spread_of([]) == TimeSpread(count=0)
     found = spread_of([float(value) for value in range(101)])
-    assert found == Spread(count=101, p50_s=50.0, p90_s=90.0, p99_s=99.0, worst_s=100.0)
+    assert found == TimeSpread(count=101, p50_s=50.0, p90_s=90.0, p99_s=99.0, worst_s=100.0)

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from p2pserve.sdk.chaos import command
-from p2pserve.sdk.chaos.records import Spread
+from p2pserve.sdk.chaos.records import TimeSpread
 from p2pserve.sdk.chaos.report import WIDTH, AgentFigures, ChaosReport, table_lines
 from p2pserve.sdk.chaos.schedule import ChaosSettings
 from p2pserve.sdk.errors import DemoFailed
 
-SPREAD = Spread(count=9, p50_s=0.5, p90_s=1.0, p99_s=2.0, worst_s=3.0)
+SPREAD = TimeSpread(count=9, p50_s=0.5, p90_s=1.0, p99_s=2.0, worst_s=3.0)
 GOOD = ChaosReport(
     seed=3,
     seconds=60.0,
