@@ -1,4 +1,4 @@
-# make setup | demo | test | quick | docs | mutants | gpu-check | lint | format | clean
+# make setup | demo | test | quick | docs | mutants | chaos | gpu-check | lint | format | clean
 #
 #   PYTHON       the interpreter that makes .venv (python3)
 #   DEVICE       what engines compute on: cpu, cuda, or auto (what .venv is for, else cuda where there is a driver)
@@ -6,6 +6,7 @@
 #   TORCH_INDEX  where to find torch's CPU build (PyTorch's own index, if
 #                pip's configuration knows of no CPU build); empty: only pip's configuration
 #   PYTEST_ARGS  what pytest is to run instead of everything, e.g. PYTEST_ARGS="tests/unit -x"
+#   CHAOS_ARGS   options of `make chaos`, e.g. CHAOS_ARGS="--seed 7 --faults 20 --requests 200 --seconds 90"
 #   JOBS         tests that run at once, of those that may run beside others (a process for each core)
 #
 # Paths are relative to this file's folder, so the checkout may have spaces in its path.
@@ -15,6 +16,7 @@ DEVICE      ?= auto
 DRIVER      ?= now
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST_ARGS ?=
+CHAOS_ARGS  ?=
 JOBS        ?= auto
 
 SHELL := /bin/sh
@@ -36,7 +38,7 @@ KNOWN_TORCH = $(if $(filter file,$(origin TORCH_INDEX)),$(PIP) "$$(grep '^torch=
 # pytest's 1 is a failed test; whatever else ends it, such as a test that cannot be imported, counts at once.
 ONCE_MORE = test $$? = 1 && echo "test: what failed, once more by itself" && $(PY) -m pytest -q --last-failed --last-failed-no-failures none
 
-.PHONY: setup demo test quick docs mutants gpu-check lint format clean
+.PHONY: setup demo test quick docs mutants chaos gpu-check lint format clean
 .DEFAULT_GOAL := setup
 .NOTPARALLEL:
 
@@ -124,6 +126,10 @@ docs: setup
 # Whether unit tests notice small faults in the modules that decide (see tests/mutants.py). Some ten minutes on two cores.
 mutants: setup
 	@$(PY) -m tests.mutants
+
+# A network of real processes that is harmed in every way under streams of clients (docs/chaos.md). Twenty minutes.
+chaos: setup
+	@$(PY) -m p2pserve.sdk.chaos $(CHAOS_ARGS)
 
 # Half an hour on one GPU; writes gpu-check.json.
 gpu-check: DEVICE = cuda

@@ -147,7 +147,7 @@ class DemoBox:
 
     async def start_measurement(self, module: str, *options: str) -> trio.Process:
         """Run a module of ours at the lowest priority; it prints its result, and may fail."""
-        environment = {**_environment(), "OMP_NUM_THREADS": "1"}
+        environment = {**node_environment(), "OMP_NUM_THREADS": "1"}
         log = self.home / "measurement.log"
         child = await self._start("the measurement", [sys.executable, "-m", module, *options], environment, log, ())
         child.expected_to_end = True
@@ -198,7 +198,7 @@ class DemoBox:
         home = self.home / name.replace(" ", "-")
         command = [sys.executable, "-m", "p2pserve.sdk.cli", *arguments, "--home", str(home)]
         command += ["--listen", "127.0.0.1:0", "--format", "json", "--drain-s", "2"]
-        environment = {**_environment(), **environment}
+        environment = {**node_environment(), **environment}
         return await self._start(name, command, environment, home.with_suffix(".log"), descriptors)
 
     async def _start(
@@ -308,7 +308,7 @@ async def open_box(*, watch_memory: bool = True) -> AsyncIterator[DemoBox]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def _environment() -> dict[str, str]:
+def node_environment() -> dict[str, str]:
     """Ours, without what would tell a node otherwise than its arguments do: no variables, no config file."""
     found = {key: value for key, value in os.environ.items() if not key.startswith("P2PSERVE_")}
     return found | {CONFIG: os.devnull}

@@ -147,6 +147,13 @@ class EmulatedWan:
         self.address(box)
         return namespaces.command(self._ready.namespaces[box], argv) if self.kind == "tun" else list(argv)
 
+    def namespace(self, box: str) -> str:
+        """The network namespace that `box` is. Raises `WanError` where boxes are none."""
+        self.address(box)
+        if self.kind != "tun":
+            raise WanError("a box is a network namespace in a `tun` network alone")
+        return self._ready.namespaces[box]
+
     def popen(self, box: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """`subprocess.Popen` in `box`; the process is killed when the network goes."""
         child: subprocess.Popen[Any] = subprocess.Popen(self.command(box, argv), **options)

@@ -1,0 +1,134 @@
+"""What the boxes of a run say of their network: who has which role, and whether all is as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, final
+
+import trio
+
+from ...bootstrap import PeerId
+from ...node.messages import NodeStatus, Status, StatusQuery
+from ...node.methods import STATUS
+from ..errors import ClientError, DemoFailed
+from ..session import Session
+from .boxes import ChaosBox, ChaosNetwork
+from .schedule import BoxRoles, VictimRole
+
+ASK_S: Final = 3.0
+POLL_S: Final = 0.1
+WATCH_S: Final = 0.5
+BACK_S: Final = 90.0
+
+
+@final
+class NetworkLook:
+    """The latest that a box has said."""
+
+    def __init__(self, network: ChaosNetwork, sessions: list[Session]) -> None:
+        self._network = network
+        self._sessions = sessions
+        self._seen: Status | None = None
+
+    def __repr__(self) -> str:
+        return f"<NetworkLook coordinator={self._seen.coordinator if self._seen else None}>"
+
+    async def watch(self, away: Collection[int]) -> None:
+        """Ask a box that is not among these, again and again."""
+        while True:
+            here = [box for box in self._network.boxes if box.number not in away and box.peer]
+            with trio.move_on_after(ASK_S):
+                try:
+                    self._seen = await self._ask(here[0])
+                except ClientError:
+                    pass  # it was lost in this moment, or is hung: the next one is asked soon
+            await trio.sleep(WATCH_S)
+
+    async def wait_whole(self, limit_s: float, *, idle: bool = False) -> None:
+        """Wait until all see all and have one plan; `idle`: and nothing is under way. Raises DemoFailed."""
+        lacking = "nobody answers"
+        with trio.move_on_after(limit_s):
+            while True:
+                try:
+                    lacking = self._find_lacking([await self._ask(box) for box in self._network.boxes], idle)
+                except ClientError as error:
+                    lacking = str(error)
+                if not lacking:
+                    return
+                await trio.sleep(POLL_S)
+        raise DemoFailed(f"the network was not whole within {limit_s:g} s: {lacking}")
+
+    async def wait_back(self, box: ChaosBox) -> None:
+        """Wait until others see that it is alive and its engine ready. Raises DemoFailed."""
+        with trio.move_on_after(BACK_S):
+            await trio.sleep(WATCH_S)
+            while not self.is_ready(box):  # noqa: ASYNC110 (of other processes)
+                await trio.sleep(POLL_S)
+            return
+        raise DemoFailed(f"box {box.number} did not serve again within {BACK_S:g} s")
+
+    def is_ready(self, box: ChaosBox) -> bool:
+        """Whether it is alive, with an engine that is ready if it has one."""
+        node = self._node(box)
+        if node is None or node.state != "alive" or node.advert is None:
+            return False
+        if box is self._network.bootstrap:
+            return True
+        return node.advert.engine is not None and node.advert.engine.state == "ready"
+
+    def engine_pid(self, box: ChaosBox) -> int:
+        """Of its engine, 0 where nothing is known of it."""
+        node = self._node(box)
+        engine = node.advert.engine if node is not None and node.advert is not None else None
+        return engine.pid if engine is not None else 0
+
+    def roles_of(self, box: ChaosBox, *, is_kept: bool) -> BoxRoles:
+        """What it does just now."""
+        roles = {VictimRole.BOOTSTRAP} if box is self._network.bootstrap else set()
+        if self._seen is not None and box.peer == self._seen.coordinator:
+            roles.add(VictimRole.COORDINATOR)
+        if any(box.peer in session.asked for session in self._sessions):
+            roles.add(VictimRole.GATEWAY)
+        node = self._node(box)
+        if node is not None and node.advert is not None and node.advert.phase is not None:
+            roles.add(VictimRole(node.advert.phase.value))
+        return BoxRoles(number=box.number, roles=frozenset(roles), is_kept=is_kept)
+
+    async def _ask(self, box: ChaosBox) -> Status:
+        return await self._sessions[0].ask(STATUS, StatusQuery(), ASK_S, PeerId(box.peer))
+
+    def _find_lacking(self, seen: list[Status], idle: bool) -> str:
+        """What is not yet as it should be, as these see it."""
+        numbers = {box.peer: box.number for box in self._network.boxes}
+        serving = {box.peer for box in self._network.serving}
+        self._seen = seen[0]
+        for box, status in zip(self._network.boxes, seen, strict=True):
+            alive = {node.peer for node in status.nodes if node.state == "alive"}
+            if missing := sorted(numbers[peer] for peer in numbers.keys() - alive):
+                return f"box {box.number} does not see box {missing[0]}"
+            if status.plan != seen[0].plan or status.coordinator != seen[0].coordinator:
+                return f"box {box.number} has another plan or coordinator than the bootstrap"
+        planned = set(seen[0].plan.peers) & serving if seen[0].plan is not None else set()
+        # A box that has failed often is left out for a while: then a part of them is enough.
+        if not planned or not (planned == serving or idle):
+            return f"the plan has {len(planned)} of {len(serving)} boxes"
+        for box in self._network.serving:
+            if not self.is_ready(box):
+                return f"the engine of box {box.number} is not ready"
+            if idle and (busy := describe_busy(self._node(box))):
+                return f"box {box.number} {busy}"
+        return ""
+
+    def _node(self, box: ChaosBox) -> NodeStatus | None:
+        if self._seen is None:
+            return None
+        return next((node for node in self._seen.nodes if node.peer == box.peer), None)
+
+
+def describe_busy(node: NodeStatus | None) -> str:
+    """What an engine has at rest that should have nothing; "" for nothing. One that has not run a step since it was
+    started tells nothing of itself, as all stages of a replica but the first do."""
+    stats = node.advert.stats if node is not None and node.advert is not None else None
+    if stats is not None and (stats.running or stats.waiting or stats.kv_usage):
+        return f"holds {stats.running} + {stats.waiting} requests and {stats.kv_usage:.1%} of its KV blocks"
+    return ""
