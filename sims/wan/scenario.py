@@ -41,10 +41,12 @@ class ScenarioError(ValueError):
 
 
 class WanBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A box's access link in Gb/s of IP packets, shared by all its flows."""
+    """A box's access link in Gb/s of IP packets, shared by all its flows. `behind_nat`: its router forwards no port, so
+    that nobody can dial it."""
 
     up_gbps: float = 1.0
     down_gbps: float = 1.0
+    behind_nat: bool = False
 
     def __post_init__(self) -> None:
         _within("up_gbps", self.up_gbps, 1e-5, MAX_GBPS)
@@ -225,9 +227,12 @@ Value = TypeVar("Value", WanBox, WanPair)
 def changed(value: Value, changes: Mapping[str, float | None]) -> Value:
     """The value with some fields replaced, checked as a new one is; raises `ScenarioError`."""
     fields = msgspec.structs.asdict(value)
+    figures = [name for name, was in fields.items() if not isinstance(was, bool)]
     for name in changes:
-        if name not in fields:
-            raise ScenarioError(f"{type(value).__name__} has no field {name!r}; fields: {', '.join(fields)}")
+        if name not in figures:
+            raise ScenarioError(
+                f"{type(value).__name__} has no field {name!r} that can change; fields: {', '.join(figures)}"
+            )
     return type(value)(**{**fields, **changes})
 
 
