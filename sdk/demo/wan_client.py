@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from hashlib import sha256
 from typing import Final
 
 import msgspec
@@ -23,6 +24,7 @@ from ..errors import ClientError
 WORD: Final = " x"  # one token of the bundled tokenizer, however often it is repeated
 LOOK_S: Final = 0.25
 DEADLINE_S: Final = 60.0
+DIRECT: Final = "direct"  # as a KV path is called that leads through no other box
 ASK, STOP = b"ask", b"stop"
 
 
@@ -34,16 +36,16 @@ class ClientOrders(msgspec.Struct, frozen=True, kw_only=True):
     every_s: float
 
 
-class Looked(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
+class NetworkLook(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
     """The network as its nearest node saw it at `at`."""
 
     at: float
     status: Status
 
 
-class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered"):
-    """An answer that came to its end. `paths`: bytes of its KV by path; `attempts` beyond 1 and what was `recovered`:
-    boxes failed it, and others went on."""
+class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True, tag="answered"):
+    """An answer that came to its end. `digest`: of its tokens; `relayed`: its KV went through a third box; `attempts`
+    beyond 1 and what was `recovered`: boxes failed it, and others went on."""
 
     asked_at: float
     first_at: float
@@ -53,24 +55,25 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True, tag="answered"):
     decode: str
     attempts: int
     recovered: tuple[str, ...] = ()
-    paths: dict[str, int] = {}
+    relayed: bool = False
+    digest: str = ""
 
 
-class Lost(msgspec.Struct, frozen=True, kw_only=True, tag="lost"):
+class LostRequest(msgspec.Struct, frozen=True, kw_only=True, tag="lost"):
     """A request whose answer did not come to its end."""
 
     asked_at: float
     error: str
 
 
-class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag="stopped"):
+class ClientStopped(msgspec.Struct, frozen=True, kw_only=True, tag="stopped"):
     """All requests have ended, and no more will come."""
 
 
-Seen = Looked | Answered | Lost | Stopped
+ClientLine = NetworkLook | AnsweredRequest | LostRequest | ClientStopped
 
 
-def say(seen: Seen) -> None:
+def say(seen: ClientLine) -> None:
     """Print a line. In one write, so that lines of several tasks do not mix."""
     sys.stdout.buffer.write(msgspec.json.encode(seen) + b"\n")
     sys.stdout.buffer.flush()
@@ -81,7 +84,7 @@ async def _look(client: AsyncClient) -> None:
         with trio.move_on_after(DEADLINE_S):
             try:
                 status = await client.status()
-                say(Looked(at=time.monotonic(), status=status))
+                say(NetworkLook(at=time.monotonic(), status=status))
             except ClientError:
                 pass  # its gateway was lost: the next look finds another one
         await trio.sleep(LOOK_S)
@@ -92,9 +95,7 @@ async def _ask_one(client: AsyncClient, orders: ClientOrders) -> None:
     first_at = last_at = asked_at
     tokens = 0
     try:
-        stream = client.generate(
-            WORD * orders.prompt, stream=True, max_tokens=orders.output, deadline_s=DEADLINE_S
-        )
+        stream = client.generate(WORD * orders.prompt, stream=True, max_tokens=orders.output, deadline_s=DEADLINE_S)
         async with stream:
             async for delta in stream:
                 if delta.tokens:
@@ -103,13 +104,13 @@ async def _ask_one(client: AsyncClient, orders: ClientOrders) -> None:
                     tokens += len(delta.tokens)
             figures = stream.result.figures
     except ClientError as error:
-        say(Lost(asked_at=asked_at, error=str(error)))
+        say(LostRequest(asked_at=asked_at, error=str(error)))
         return
     if figures is None or tokens != orders.output:
-        say(Lost(asked_at=asked_at, error=f"{tokens} of {orders.output} tokens came"))
+        say(LostRequest(asked_at=asked_at, error=f"{tokens} of {orders.output} tokens came"))
         return
     say(
-        Answered(
+        AnsweredRequest(
             asked_at=asked_at,
             first_at=first_at,
             last_at=last_at,
@@ -118,7 +119,8 @@ async def _ask_one(client: AsyncClient, orders: ClientOrders) -> None:
             decode=figures.decode_node,
             attempts=figures.attempts,
             recovered=figures.recovered,
-            paths=figures.transfer.paths if figures.transfer is not None else {},
+            relayed=figures.transfer is not None and not figures.transfer.paths.keys() <= {DIRECT},
+            digest=sha256(repr(stream.result.tokens).encode()).hexdigest(),
         )
     )
 
@@ -131,7 +133,7 @@ async def _ask_on(client: AsyncClient, orders: ClientOrders, stopped: trio.Event
             due += orders.every_s
             with trio.move_on_at(due):
                 await stopped.wait()
-    say(Stopped())
+    say(ClientStopped())
 
 
 async def run(orders: ClientOrders) -> None:

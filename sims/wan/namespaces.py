@@ -148,8 +148,15 @@ class Namespaces:
         failed = self._set(namespace)
         _ip("-n", namespace, "link", "set", "lo", "up")
         inside = self.inside.get(name)
-        _ip("-n", namespace, "addr", "add", f"{self.addresses[name]}/16" if inside is None else f"{inside}/24",
-            "dev", DEVICE)
+        _ip(
+            "-n",
+            namespace,
+            "addr",
+            "add",
+            f"{self.addresses[name]}/16" if inside is None else f"{inside}/24",
+            "dev",
+            DEVICE,
+        )
         _ip("-n", namespace, "link", "set", DEVICE, "mtu", mtu, "txqueuelen", queue, "up")
         _ip("-n", namespace, "route", "add", "default", "dev", DEVICE)
         if number == 0:

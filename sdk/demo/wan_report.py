@@ -1,0 +1,347 @@
+"""What `p2pserve demo --wan` reports: values, and a table of 80 columns. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Final
+
+import msgspec
+
+from ...coordinator.plan import Deadlines
+from .ocean import BOXES, CLIENT_SITE, DEGRADED_GBPS, MODEL, PORT_GBPS, KvLink, kv_links
+from .wan_client import AnsweredRequest, ClientOrders, LostRequest
+from .wan_timeline import PlanSeen, WanTimeline
+
+LABEL_WIDTH: Final = 44
+CELL_WIDTH: Final = 7
+NOTHING: Final = "-"
+
+
+class KvLinkReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A link that KV can take. `gbps` is what it is set to, `found_gbps` what the network believed of it before the
+    first event; `shares` of the requests in the plans before, after the link, and after the box."""
+
+    prefill: str
+    decode: str
+    rtt_ms: float
+    gbps: float
+    found_gbps: float | None
+    shares: tuple[float, ...]
+
+
+class WanEventReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was done to the network, after how many seconds it was noticed and planned with, and the plan's number and
+    news."""
+
+    what: str
+    noticed_s: float | None
+    planned_s: float | None
+    plan: str = ""
+    news: str = ""
+
+
+class StretchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests of one stretch of time. `moved`: answers that went on at another box, `recomputed`: prompts whose KV
+    was late, and that were computed where they are decoded; `relayed`: whose KV went through a third box."""
+
+    name: str
+    seconds: float
+    asked: int
+    lost: int
+    moved: int
+    recomputed: int
+    relayed: int
+    ttft_median_s: float | None
+    ttft_worst_s: float | None
+    tpot_median_s: float | None
+    tpot_worst_s: float | None
+    in_time: int
+    goodput_s: float
+
+
+class WanReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a run found out. `emulated` says of what the figures are; `cannot_show`: of the emulated network."""
+
+    ok: bool
+    problems: tuple[str, ...]
+    emulated: str
+    cannot_show: tuple[str, ...]
+    model: str
+    prompt_tokens: int
+    output_tokens: int
+    coordinator: str
+    closed: tuple[str, ...]
+    links: tuple[KvLinkReport, ...]
+    degraded: tuple[str, str]
+    died: str
+    events: tuple[WanEventReport, ...]
+    stretches: tuple[StretchReport, ...]
+    deadlines: Deadlines
+    answers: int
+    late_ms_mean: float = 0.0
+    elapsed_s: float = 0.0
+    peak_memory_mib: float = 0.0
+
+
+class WanEvents(msgspec.Struct, frozen=True, kw_only=True):
+    """When the figures begin, what was done to the network and when, and when the last request was asked."""
+
+    began_at: float
+    degraded: KvLink
+    degraded_at: float
+    died: str
+    died_at: float
+    ended_at: float
+
+
+class _Stretch(msgspec.Struct, frozen=True):
+    """From `begin` to `end`; `disturbed`: between an event and the plan that answers it."""
+
+    name: str
+    begin: float
+    end: float
+    disturbed: bool
+
+
+def report_run(
+    timeline: WanTimeline, events: WanEvents, orders: ClientOrders, rates: Mapping[KvLink, tuple[float, float]]
+) -> WanReport:
+    """The report of a run on links of these `rates` (ms, Gb/s), without what only the machine knows."""
+    answered = (
+        timeline.planned_around(events.degraded, events.degraded_at),
+        timeline.planned_without(events.died, events.died_at),
+    )
+    stretches = _stretches(events, *answered)
+    before = timeline.plan_at(events.degraded_at)
+    plans = [before, *(timeline.plan_at(at) for at in (events.died_at, events.ended_at))]
+    deadlines = before.deadlines if before is not None else Deadlines()
+    link = WanEventReport(
+        what=f"{' -> '.join(events.degraded)} falls to {DEGRADED_GBPS:g} Gb/s",
+        **_reaction(
+            timeline, events.degraded_at, timeline.noticed_slow(events.degraded, events.degraded_at), answered[0]
+        ),
+    )
+    box = WanEventReport(
+        what=f"{events.died} loses its power and its network",
+        **_reaction(timeline, events.died_at, timeline.noticed_gone(events.died, events.died_at), answered[1]),
+    )
+    requests = [*timeline.answers, *timeline.lost]
+    problems = find_problems(timeline, events, (link, box))
+    return WanReport(
+        ok=not problems,
+        problems=problems,
+        emulated="links (real TCP over an emulated network) and GPUs (a model of their times)",
+        cannot_show=(),
+        model=MODEL,
+        prompt_tokens=orders.prompt,
+        output_tokens=orders.output,
+        coordinator=timeline.coordinator,
+        closed=tuple(sorted(timeline.closed)),
+        links=tuple(
+            KvLinkReport(
+                prefill=ends[0],
+                decode=ends[1],
+                rtt_ms=rates[ends][0],
+                gbps=rates[ends][1],
+                found_gbps=timeline.rate(ends, events.degraded_at),
+                shares=tuple(plan.shares.get(ends, 0.0) if plan is not None else 0.0 for plan in plans),
+            )
+            for ends in kv_links()
+        ),
+        degraded=events.degraded,
+        died=events.died,
+        events=(link, box),
+        stretches=tuple(
+            _report_stretch(
+                stretch, [each for each in requests if _stretch_of(each, stretches) is stretch], deadlines, orders
+            )
+            for stretch in stretches
+        ),
+        deadlines=deadlines,
+        answers=len(timeline.answers),
+    )
+
+
+def find_problems(timeline: WanTimeline, events: WanEvents, reactions: Sequence[WanEventReport]) -> tuple[str, ...]:
+    """What did not go as it should have."""
+    found = [f"a request was lost: {each.error}" for each in timeline.lost]
+    if len({each.digest for each in timeline.answers}) > 1:
+        found.append("the same prompt was answered differently")
+    for event in reactions:
+        if event.planned_s is None:
+            found.append(f"{event.what}: no plan came that does without it")
+    if not timeline.closed:
+        found.append("the network did not find that a box is behind NAT")
+    return tuple(found)
+
+
+def _stretches(events: WanEvents, around: float | None, without: float | None) -> tuple[_Stretch, ...]:
+    link_until = min(around or events.died_at, events.died_at)
+    box_until = min(without or events.ended_at, events.ended_at)
+    return (
+        _Stretch("before", events.began_at, events.degraded_at, False),
+        _Stretch("link: until the new plan", events.degraded_at, link_until, True),
+        _Stretch("link: after it", link_until, events.died_at, False),
+        _Stretch("box: until the new plan", events.died_at, box_until, True),
+        _Stretch("box: after it", box_until, events.ended_at, False),
+    )
+
+
+def _reaction(timeline: WanTimeline, since: float, noticed: float | None, planned: float | None) -> dict[str, object]:
+    """The fields of an event's report but what it was. What is planned with has been noticed."""
+    plan: PlanSeen | None = timeline.plan_at(planned) if planned is not None else None
+    moments = [at for at in (noticed, planned) if at is not None]
+    return {
+        "noticed_s": min(moments) - since if moments else None,
+        "planned_s": planned - since if planned is not None else None,
+        "plan": plan.number if plan is not None else "",
+        "news": plan.news if plan is not None else "",
+    }
+
+
+def _stretch_of(request: AnsweredRequest | LostRequest, stretches: Sequence[_Stretch]) -> _Stretch | None:
+    """The first disturbed stretch in which any of it fell, else the calm one in which it was asked."""
+    ended_at = request.last_at if isinstance(request, AnsweredRequest) else request.asked_at
+    if request.asked_at < stretches[0].begin:
+        return None
+    hit = [one for one in stretches if one.disturbed and request.asked_at < one.end and ended_at >= one.begin]
+    calm = [one for one in stretches if not one.disturbed and one.begin <= request.asked_at < one.end]
+    return next(iter((*hit, *calm)), None)
+
+
+def _report_stretch(
+    stretch: _Stretch, requests: Sequence[AnsweredRequest | LostRequest], deadlines: Deadlines, orders: ClientOrders
+) -> StretchReport:
+    answers = [each for each in requests if isinstance(each, AnsweredRequest)]
+    ttft = [each.first_at - each.asked_at for each in answers]
+    tpot = [_tpot_s(each) for each in answers]
+    in_time = sum(is_in_time(each, deadlines) for each in answers)
+    return StretchReport(
+        name=stretch.name,
+        seconds=stretch.end - stretch.begin,
+        asked=len(requests),
+        lost=len(requests) - len(answers),
+        moved=sum(each.attempts > 1 for each in answers),
+        recomputed=sum(each.attempts == 1 and bool(each.recovered) for each in answers),
+        relayed=sum(each.relayed for each in answers),
+        ttft_median_s=median(ttft) if ttft else None,
+        ttft_worst_s=max(ttft, default=None),
+        tpot_median_s=median(tpot) if tpot else None,
+        tpot_worst_s=max(tpot, default=None),
+        in_time=in_time,
+        # They come at a constant rate: those of a stretch took so long to come.
+        goodput_s=in_time / (len(requests) * orders.every_s) if requests else 0.0,
+    )
+
+
+def is_in_time(answer: AnsweredRequest, deadlines: Deadlines) -> bool:
+    """Whether an answer kept what the plan was made for."""
+    kept = (
+        (answer.first_at - answer.asked_at, deadlines.ttft_s),
+        (_tpot_s(answer), deadlines.tpot_s),
+        (answer.last_at - answer.asked_at, deadlines.e2e_s),
+    )
+    return all(not limit or took <= limit for took, limit in kept)
+
+
+def _tpot_s(answer: AnsweredRequest) -> float:
+    return (answer.last_at - answer.first_at) / max(1, answer.tokens - 1)
+
+
+# --- for people
+
+
+def box_lines(report: WanReport) -> list[str]:
+    """The boxes, a line for each."""
+    lines = []
+    for box in BOXES:
+        said = [
+            word
+            for word, holds in (("coordinator", box.name == report.coordinator), ("client beside it", False))
+            if holds
+        ]
+        if box.name in report.closed:
+            said.append("behind NAT: nobody can dial it")
+        lines.append(
+            f"{box.name:<12} {box.cards.removesuffix('-24GB'):<11} {box.phase.value:<8} {', '.join(said)}".rstrip()
+        )
+    return lines
+
+
+def table_lines(report: WanReport) -> list[str]:
+    """The one table: the plan's shares, and what the requests saw, before, during and after both events."""
+    first, second = report.events
+    moments = ["", _seconds(first.noticed_s), "", _seconds(second.noticed_s), ""]
+    plans = ["", _seconds(first.planned_s), "", _seconds(second.planned_s), ""]
+    return [
+        " " * LABEL_WIDTH + " " * CELL_WIDTH + "  a link degrades " + " a box is lost",
+        _row("", ["before", "during", "after", "during", "after"]),
+        _row("noticed after, s", moments),
+        _row("new plan after, s", plans),
+        _row("KV link: ms, Gb/s (found)", ["plan", "", "plan", "", "plan"]),
+        *(_row(_link_label(link), _link_cells(link, report)) for link in report.links),
+        _row("requests", [str(stretch.asked) for stretch in report.stretches]),
+        *_request_rows(report.stretches),
+    ]
+
+
+def closing_lines(report: WanReport) -> list[str]:
+    """What to know of the table."""
+    deadlines = report.deadlines
+    return [
+        f"in time: first token within {deadlines.ttft_s:.2f} s, then {1000 * deadlines.tpot_s:.0f} ms each,"
+        " which is what the plan is for",
+        f"emulated: {report.emulated}",
+        f"real: {len(BOXES)} nodes in network namespaces, their plans, routes, and every byte of KV",
+        f"a port carries {PORT_GBPS:g} Gb/s; other rates and round trips: sims/data/wan_links.csv",
+        f"took {report.elapsed_s:.0f} s and {report.peak_memory_mib / 1024:.2f} GiB at most; packets were "
+        f"{report.late_ms_mean:.1f} ms late on average",
+    ]
+
+
+def _request_rows(stretches: Sequence[StretchReport]) -> Iterable[str]:
+    rows: list[tuple[str, list[str]]] = [
+        ("  lost", [str(each.lost) for each in stretches]),
+        ("  went on at another box", [_count(each.moved) for each in stretches]),
+        ("  KV late: computed there instead", [_count(each.recomputed) for each in stretches]),
+        ("  KV through a third box", [_count(each.relayed) for each in stretches]),
+        ("  TTFT, s: median", [_seconds(each.ttft_median_s, 2) for each in stretches]),
+        ("           worst", [_seconds(each.ttft_worst_s, 2) for each in stretches]),
+        ("  TPOT, ms: median", [_milliseconds(each.tpot_median_s) for each in stretches]),
+        ("            worst", [_milliseconds(each.tpot_worst_s) for each in stretches]),
+        ("  in time", [f"{each.in_time}" for each in stretches]),
+        (
+            "  goodput, requests in time per s",
+            [f"{each.goodput_s:.2f}" if each.asked else NOTHING for each in stretches],
+        ),
+    ]
+    return [_row(label, cells) for label, cells in rows]
+
+
+def _link_label(link: KvLinkReport) -> str:
+    found = f" ({link.found_gbps:.2f})" if link.found_gbps is not None else ""
+    return f"{link.prefill} > {link.decode}".ljust(25) + f"{link.rtt_ms:>4.0f} {link.gbps:g}{found}"
+
+
+def _link_cells(link: KvLinkReport, report: WanReport) -> list[str]:
+    before, after, last = (f"{share:.0%}" if share >= 0.005 else NOTHING for share in link.shares)
+    thin = f"{DEGRADED_GBPS:g}" if (link.prefill, link.decode) == report.degraded else ""
+    gone = report.died in (link.prefill, link.decode)
+    return [before, thin, after, "lost" if gone else "", "" if gone else last]
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return (label.ljust(LABEL_WIDTH) + "".join(cell.rjust(CELL_WIDTH) for cell in cells)).rstrip()
+
+
+def _seconds(value: float | None, digits: int = 1) -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}"
+
+
+def _milliseconds(value: float | None) -> str:
+    return NOTHING if value is None else f"{1000 * value:.0f}"
+
+
+def _count(value: int) -> str:
+    return str(value) if value else NOTHING

@@ -1,0 +1,152 @@
+"""What became of the network of `p2pserve demo --wan`, gathered from what its client tells. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+from ...bootstrap import PeerId
+from ...coordinator import Plan
+from ...coordinator.names import name_of
+from ...coordinator.plan import Deadlines
+from ...node.links.planner_links import PlannerLinks
+from ...node.messages import NodeStatus
+from .ocean import KvLink
+from .wan_client import AnsweredRequest, LostRequest, NetworkLook
+
+AT_ONCE: Final = "planned at once: "
+FELL: Final = 0.5
+"""A figure below this part of what it was before has fallen: what network and report take for more than noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSeen:
+    """A plan when the client first saw it. `shares` of requests by KV link, `boxes` that are in it; `news`: why it was
+    made at once."""
+
+    at: float
+    number: str
+    shares: Mapping[KvLink, float]
+    boxes: frozenset[str]
+    deadlines: Deadlines
+    news: str = ""
+
+
+@final
+class WanTimeline:
+    """One run. Boxes are called as the demo calls them: `names` has those of all peers, and grows as they join."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        self.plans: list[PlanSeen] = []
+        self.answers: list[AnsweredRequest] = []
+        self.lost: list[LostRequest] = []
+        self.closed: frozenset[str] = frozenset()
+        """Boxes that nobody can dial."""
+        self.coordinator = ""
+        self._names = names
+        self._links = PlannerLinks()
+        self._rates: dict[KvLink, list[tuple[float, float]]] = {}  # as planned with, whenever they have changed
+        self._states: dict[str, list[tuple[float, str]]] = {}  # of each box, likewise
+        self._ready: frozenset[str] = frozenset()
+
+    def on_look(self, look: NetworkLook) -> list[str]:
+        """The network as it is now; returns what is new, for people."""
+        status = look.status
+        nodes = {self._names[node.peer]: node for node in status.nodes if node.peer in self._names}
+        self.closed = frozenset(box for box, node in nodes.items() if node.closed)
+        self._ready = frozenset(box for box, node in nodes.items() if _engine_state(node) == "ready")
+        self.coordinator = self._names.get(status.coordinator or "", "")
+        self._note_rates(look.at, nodes)
+        news = self._note_states(look.at, nodes)
+        plan = status.plan
+        if plan is not None and (not self.plans or self.plans[-1].number != _number(plan)):
+            self.plans.append(self._see(plan, look.at))
+            news.append(_plan_line(self.plans[-1]))
+        return news
+
+    def on_request(self, request: AnsweredRequest | LostRequest) -> None:
+        """A request has ended."""
+        if isinstance(request, LostRequest):
+            self.lost.append(request)
+        else:
+            self.answers.append(request)
+
+    def covers(self, boxes: frozenset[str]) -> bool:
+        """Whether all these boxes run and are in the plan."""
+        return bool(self.plans) and boxes <= self._ready and boxes <= self.plans[-1].boxes
+
+    def plan_at(self, at: float) -> PlanSeen | None:
+        """The plan that the client knew then."""
+        return next((plan for plan in reversed(self.plans) if plan.at <= at), None)
+
+    def rate(self, link: KvLink, at: float) -> float | None:
+        """The Gb/s of a link that plans rested on then; None: not known."""
+        return next((gbps for seen, gbps in reversed(self._rates.get(link, [])) if seen <= at), None)
+
+    def noticed_slow(self, link: KvLink, since: float) -> float | None:
+        """When what is known of a link had fallen, at the earliest after `since`."""
+        was = self.rate(link, since)
+        rates = self._rates.get(link, [])
+        return next((at for at, gbps in rates if at > since and was is not None and gbps < FELL * was), None)
+
+    def noticed_gone(self, box: str, since: float) -> float | None:
+        """When a box was seen to be other than alive, at the earliest after `since`."""
+        return next((at for at, state in self._states.get(box, []) if at > since and state != "alive"), None)
+
+    def planned_around(self, link: KvLink, since: float) -> float | None:
+        """When a plan came that sends much less over a link than the one at `since`."""
+        before = self.plan_at(since)
+        was = before.shares.get(link, 0.0) if before is not None else 0.0
+        return next(
+            (plan.at for plan in self.plans if plan.at > since and plan.shares.get(link, 0.0) < FELL * was), None
+        )
+
+    def planned_without(self, box: str, since: float) -> float | None:
+        """When a plan came that a box has no part in."""
+        return next((plan.at for plan in self.plans if plan.at > since and box not in plan.boxes), None)
+
+    def _note_rates(self, at: float, nodes: Mapping[str, NodeStatus]) -> None:
+        told = {PeerId(node.peer): node.links for node in nodes.values() if node.links is not None}
+        for view in self._links.between(told, told):
+            rates = self._rates.setdefault((self._names[view.source], self._names[view.target]), [])
+            if not rates or rates[-1][1] != view.gbps:
+                rates.append((at, view.gbps))
+
+    def _note_states(self, at: float, nodes: Mapping[str, NodeStatus]) -> list[str]:
+        news = []
+        for box in {*self._states, *nodes}:
+            state = nodes[box].state if box in nodes else "gone"
+            states = self._states.setdefault(box, [])
+            if states and states[-1][1] != state:
+                news.append(f"{box} is {state}")
+            if not states or states[-1][1] != state:
+                states.append((at, state))
+        return news
+
+    def _see(self, plan: Plan, at: float) -> PlanSeen:
+        shares = {
+            (self._names.get(pair.prefill, pair.prefill), self._names.get(pair.decode, pair.decode)): pair.weight
+            for pair in plan.pairings
+        }
+        news = next((line.removeprefix(AT_ONCE) for line in plan.why if line.startswith(AT_ONCE)), "")
+        for peer, box in self._names.items():
+            news = news.replace(name_of(peer), box)
+        boxes = frozenset(self._names.get(peer, peer) for peer in plan.peers)
+        return PlanSeen(at=at, number=_number(plan), shares=shares, boxes=boxes, deadlines=plan.deadlines, news=news)
+
+
+def _number(plan: Plan) -> str:
+    return f"{plan.epoch}.{plan.version}"
+
+
+def _plan_line(plan: PlanSeen) -> str:
+    said = (
+        plan.news.removeprefix("the link ")
+        or f"requests for {len({box for link in plan.shares for box in link})} boxes"
+    )
+    return f"plan {plan.number}: {said}"
+
+
+def _engine_state(node: NodeStatus) -> str:
+    return node.advert.engine.state if node.advert is not None and node.advert.engine is not None else ""
