@@ -51,6 +51,11 @@ class OceanBox:
     is_at_home: bool = False
 
     @property
+    def port_gbps(self) -> float:
+        """Of its line, both ways; its owner tells the node."""
+        return link_classes()[HOME_LINE].multi_stream_gbps if self.is_at_home else PORT_GBPS
+
+    @property
     def probed_as(self) -> str:
         """The site that its node tells: a home's line is none like those of the data centres of its city."""
         return self.name if self.is_at_home else self.site
@@ -104,8 +109,7 @@ def busiest_decode(shares: Mapping[KvLink, float], spared: Collection[str]) -> s
 
 
 def _access(box: OceanBox) -> WanBox:
-    gbps = link_classes()[HOME_LINE].multi_stream_gbps if box.is_at_home else PORT_GBPS
-    return WanBox(up_gbps=gbps, down_gbps=gbps, behind_nat=box.is_at_home)
+    return WanBox(up_gbps=box.port_gbps, down_gbps=box.port_gbps, behind_nat=box.is_at_home)
 
 
 def _pair(one: OceanBox, two: OceanBox) -> WanPair:

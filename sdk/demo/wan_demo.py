@@ -42,25 +42,27 @@ from .ocean import (
 )
 from .running import run_in_time
 from .wan_client import ASK, STOP, ClientLine, ClientOrders, ClientStopped, NetworkLook
-from .wan_report import WanEvents, WanReport, box_lines, closing_lines, report_run, table_lines
+from .wan_report import WanEvents, WanReport, picture_lines, report_run
 from .wan_timeline import WanTimeline
 
 PORT: Final = 4001
 POLL_S: Final = 0.1
 CLIENT_MODULE: Final = "p2pserve.sdk.demo.wan_client"
 FOREVER_S: Final = 1e6
+ORDERS: Final = ClientOrders(prompt=1200, output=50, every_s=0.7)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanDemoSettings:
     """How long each part takes, in seconds, and what is asked. Longer parts: more requests behind each figure."""
 
-    measure_s: float = 10.0  # without requests, in which nodes measure their links
-    learn_s: float = 18.0  # at most, with requests, until plans rest on what the links carry
+    measure_s: float = 14.0  # without requests, in which nodes measure their links
+    learn_s: float = 16.0  # at most, with requests, until plans rest on what the links carry
+    least_learn_s: float = 6.0
     steady_s: float = 4.0  # a plan has to stand for so long before the figures begin
     calm_s: float = 8.0  # before the first event, and after each plan that answers one
     answer_s: float = 16.0  # at most, for a plan to answer an event
-    orders: ClientOrders = ClientOrders(prompt=1200, output=50, every_s=0.7)
+    orders: ClientOrders = ORDERS
 
 
 def run_wan_demo(arguments: SimpleNamespace) -> int:
@@ -118,7 +120,7 @@ class WanDemo:
         scenario = build_scenario()
         self._stage = "the emulated network starts"
         async with open_wan(scenario) as wan, open_box() as box:
-            self._say("three sites are up: the links are emulated, the TCP over them is the kernel's")
+            self._say("three sites are up: round trips and rates are emulated, TCP is real")
             token = await self._start_boxes(box, wan)
             self._stage = "the client joins"
             settings = self._settings
@@ -190,7 +192,7 @@ class WanDemo:
         self._stage = "a link degrades"
         degraded_at = time.monotonic()
         wan.set_pair(*link, gbps=DEGRADED_GBPS)
-        self._say(f"EVENT: {link[0]} -> {link[1]} falls to {DEGRADED_GBPS:g} Gb/s")
+        self._say(f"LINK DEGRADES: {link[0]} -> {link[1]} falls to {DEGRADED_GBPS:g} Gb/s")
         await self._answered(lambda: timeline.planned_around(link, degraded_at))
 
         lost = busiest_decode(timeline.plans[-1].shares, {BOXES[0].name})
@@ -199,7 +201,7 @@ class WanDemo:
         self._stage = "a box is lost"
         lost_at = time.monotonic()
         self._cut_off(box, wan, lost)
-        self._say(f"EVENT: {lost} loses its power and its network")
+        self._say(f"BOX IS LOST: {lost} loses its power")
         await self._answered(lambda: timeline.planned_without(lost, lost_at))
         ended_at = time.monotonic()
         self._stage = "the last answers come"
@@ -214,6 +216,7 @@ class WanDemo:
         settings, timeline = self._settings, self._timeline
         with trio.move_on_after(settings.learn_s):
             began = time.monotonic()
+            await trio.sleep(settings.least_learn_s)
             await _until(lambda: time.monotonic() - max(began, timeline.plans[-1].at) > settings.steady_s)
 
     async def _answered(self, planned: Callable[[], float | None]) -> None:
@@ -273,7 +276,9 @@ async def open_wan(scenario: Scenario) -> AsyncIterator[EmulatedWan]:
 
 def _options(box: OceanBox) -> list[str]:
     """Of `bootstrap` and `join`."""
-    return ["--model", MODEL, "--emulate", box.cards, "--phase", box.phase.value, "--site", box.probed_as]
+    rates = [f"{box.port_gbps:g}"] * 2
+    what = ["--model", MODEL, "--emulate", box.cards, "--phase", box.phase.value]
+    return [*what, "--site", box.probed_as, "--up-gbps", rates[0], "--down-gbps", rates[1]]
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -283,17 +288,9 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 def show_wan_report(report: WanReport, console: Console) -> None:
     """The figures for people."""
-    lines = [
-        "",
-        f"{len(BOXES)} boxes at three sites serve {report.model}; prompts of {report.prompt_tokens} tokens, answers of "
-        f"{report.output_tokens}",
-        *box_lines(report),
-        "",
-        *table_lines(report),
-        "",
-        *closing_lines(report),
-        *(f"PROBLEM: {problem}" for problem in report.problems),
-        "everything worked" if report.ok else "not everything worked",
-    ]
-    for line in lines:
+    console.print()
+    for line in picture_lines(report):
         console.print(line)
+    for problem in report.problems:
+        console.print(f"PROBLEM: {problem}")
+    console.print("everything worked" if report.ok else "not everything worked")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Final
 
 import msgspec
 
 from ...coordinator.plan import Deadlines
-from .ocean import BOXES, CLIENT_SITE, DEGRADED_GBPS, MODEL, PORT_GBPS, KvLink, kv_links
+from .ocean import BOXES, DEGRADED_GBPS, MODEL, PLACES, KvLink, kv_links
 from .wan_client import AnsweredRequest, ClientOrders, LostRequest
 from .wan_timeline import PlanSeen, WanTimeline
 
-LABEL_WIDTH: Final = 44
+EMULATED: Final = "round trips and rates (of real links), GPUs (modelled step times)"
+LABEL_WIDTH: Final = 43
 CELL_WIDTH: Final = 7
 NOTHING: Final = "-"
+LEAST_SHARE: Final = 0.005  # of the requests, that is shown
 
 
 class KvLinkReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +81,7 @@ class WanReport(msgspec.Struct, frozen=True, kw_only=True):
     stretches: tuple[StretchReport, ...]
     deadlines: Deadlines
     answers: int
+    alike: bool
     late_ms_mean: float = 0.0
     elapsed_s: float = 0.0
     peak_memory_mib: float = 0.0
@@ -117,13 +120,13 @@ def report_run(
     plans = [before, *(timeline.plan_at(at) for at in (events.died_at, events.ended_at))]
     deadlines = before.deadlines if before is not None else Deadlines()
     link = WanEventReport(
-        what=f"{' -> '.join(events.degraded)} falls to {DEGRADED_GBPS:g} Gb/s",
+        what=f"{' > '.join(events.degraded)} falls to {DEGRADED_GBPS:g} Gb/s",
         **_reaction(
             timeline, events.degraded_at, timeline.noticed_slow(events.degraded, events.degraded_at), answered[0]
         ),
     )
     box = WanEventReport(
-        what=f"{events.died} loses its power and its network",
+        what=f"{events.died} loses its power",
         **_reaction(timeline, events.died_at, timeline.noticed_gone(events.died, events.died_at), answered[1]),
     )
     requests = [*timeline.answers, *timeline.lost]
@@ -131,7 +134,7 @@ def report_run(
     return WanReport(
         ok=not problems,
         problems=problems,
-        emulated="links (real TCP over an emulated network) and GPUs (a model of their times)",
+        emulated=EMULATED,
         cannot_show=(),
         model=MODEL,
         prompt_tokens=orders.prompt,
@@ -160,17 +163,16 @@ def report_run(
         ),
         deadlines=deadlines,
         answers=len(timeline.answers),
+        alike=are_alike(timeline.answers),
     )
 
 
 def find_problems(timeline: WanTimeline, events: WanEvents, reactions: Sequence[WanEventReport]) -> tuple[str, ...]:
     """What did not go as it should have."""
     found = [f"a request was lost: {each.error}" for each in timeline.lost]
-    if len({each.digest for each in timeline.answers}) > 1:
+    if not are_alike(timeline.answers):
         found.append("the same prompt was answered differently")
-    for event in reactions:
-        if event.planned_s is None:
-            found.append(f"{event.what}: no plan came that does without it")
+    found += [f"{event.what}: no plan came that does without it" for event in reactions if event.planned_s is None]
     if not timeline.closed:
         found.append("the network did not find that a box is behind NAT")
     return tuple(found)
@@ -235,6 +237,11 @@ def _report_stretch(
     )
 
 
+def are_alike(answers: Sequence[AnsweredRequest]) -> bool:
+    """Whether all answers are the same: all prompts are, and an answer that changed boxes goes on as it would have."""
+    return len({each.digest for each in answers}) <= 1
+
+
 def is_in_time(answer: AnsweredRequest, deadlines: Deadlines) -> bool:
     """Whether an answer kept what the plan was made for."""
     kept = (
@@ -252,87 +259,96 @@ def _tpot_s(answer: AnsweredRequest) -> float:
 # --- for people
 
 
-def box_lines(report: WanReport) -> list[str]:
-    """The boxes, a line for each."""
+def picture_lines(report: WanReport) -> list[str]:
+    """All of it: the boxes, what was done to them, the one table, and what to know of its figures."""
+    lengths = f"prompts of {report.prompt_tokens} tokens, answers of {report.output_tokens}"
+    return [
+        f"{len(BOXES)} boxes at {len(PLACES)} sites serve {report.model}: {lengths}",
+        *_box_lines(report),
+        "",
+        *_table_lines(report),
+        "",
+        *_event_lines(report),
+        *_closing_lines(report),
+    ]
+
+
+def _box_lines(report: WanReport) -> list[str]:
     lines = []
     for box in BOXES:
-        said = [
-            word
-            for word, holds in (("coordinator", box.name == report.coordinator), ("client beside it", False))
-            if holds
-        ]
+        said = "coordinator" if box.name == report.coordinator else ""
         if box.name in report.closed:
-            said.append("behind NAT: nobody can dial it")
-        lines.append(
-            f"{box.name:<12} {box.cards.removesuffix('-24GB'):<11} {box.phase.value:<8} {', '.join(said)}".rstrip()
-        )
+            said = "behind NAT: nobody can dial it"
+        lines.append(f"  {box.name:<13}{box.cards.removesuffix('-24GB'):<12}{box.phase.value:<9}{said}".rstrip())
     return lines
 
 
-def table_lines(report: WanReport) -> list[str]:
-    """The one table: the plan's shares, and what the requests saw, before, during and after both events."""
+def _table_lines(report: WanReport) -> list[str]:
+    """The plan's shares, and what the requests saw: before, during and after both events."""
     first, second = report.events
-    moments = ["", _seconds(first.noticed_s), "", _seconds(second.noticed_s), ""]
-    plans = ["", _seconds(first.planned_s), "", _seconds(second.planned_s), ""]
+    stretches = report.stretches
     return [
-        " " * LABEL_WIDTH + " " * CELL_WIDTH + "  a link degrades " + " a box is lost",
+        " " * (LABEL_WIDTH + CELL_WIDTH) + "link degrades".rjust(2 * CELL_WIDTH) + "box is lost".rjust(2 * CELL_WIDTH),
         _row("", ["before", "during", "after", "during", "after"]),
-        _row("noticed after, s", moments),
-        _row("new plan after, s", plans),
-        _row("KV link: ms, Gb/s (found)", ["plan", "", "plan", "", "plan"]),
-        *(_row(_link_label(link), _link_cells(link, report)) for link in report.links),
-        _row("requests", [str(stretch.asked) for stretch in report.stretches]),
-        *_request_rows(report.stretches),
+        _row("noticed after, s", ["", _seconds(first.noticed_s), "", _seconds(second.noticed_s)]),
+        _row("planned anew after, s", ["", _seconds(first.planned_s), "", _seconds(second.planned_s)]),
+        "",
+        _row(_link_label("KV link", "ms", "Gb/s", "found"), ["share", "", "share", "", "share"]),
+        *(_link_row(link, report) for link in report.links),
+        "",
+        _row("requests", [str(each.asked) for each in stretches]),
+        _row("  lost", [str(each.lost) for each in stretches]),
+        _row("  KV late: computed where it is decoded", [_count(each.recomputed) for each in stretches]),
+        _row("  KV through a third box", [_count(each.relayed) for each in stretches]),
+        _row("  went on at another box", [_count(each.moved) for each in stretches]),
+        _row("TTFT, s: median", [_seconds(each.ttft_median_s, 2) for each in stretches]),
+        _row("         worst", [_seconds(each.ttft_worst_s, 2) for each in stretches]),
+        _row("TPOT, ms: median", [_milliseconds(each.tpot_median_s) for each in stretches]),
+        _row("          worst", [_milliseconds(each.tpot_worst_s) for each in stretches]),
+        _row("goodput, requests in time per s", [_goodput(each) for each in stretches]),
     ]
 
 
-def closing_lines(report: WanReport) -> list[str]:
-    """What to know of the table."""
-    deadlines = report.deadlines
+def _event_lines(report: WanReport) -> list[str]:
+    names = ("link degrades", "box is lost")
     return [
-        f"in time: first token within {deadlines.ttft_s:.2f} s, then {1000 * deadlines.tpot_s:.0f} ms each,"
-        " which is what the plan is for",
+        f"{name}: {event.what}" + (f"; plan {event.plan} does without" if event.plan else "")
+        for name, event in zip(names, report.events, strict=True)
+    ]
+
+
+def _closing_lines(report: WanReport) -> list[str]:
+    deadlines = report.deadlines
+    late = f"packets were {report.late_ms_mean:.1f} ms late on average"
+    alike = "all alike, token for token, as one prompt's must be" if report.alike else "not all alike"
+    return [
+        f"in time: first token within {deadlines.ttft_s:.2f} s, each next within {1000 * deadlines.tpot_s:.0f} ms",
+        f"{report.answers} answers: {alike}",
         f"emulated: {report.emulated}",
-        f"real: {len(BOXES)} nodes in network namespaces, their plans, routes, and every byte of KV",
-        f"a port carries {PORT_GBPS:g} Gb/s; other rates and round trips: sims/data/wan_links.csv",
-        f"took {report.elapsed_s:.0f} s and {report.peak_memory_mib / 1024:.2f} GiB at most; packets were "
-        f"{report.late_ms_mean:.1f} ms late on average",
+        "real: six nodes in six network namespaces, their plans, TCP, every byte of KV",
+        f"took {report.elapsed_s:.0f} s and {report.peak_memory_mib / 1024:.2f} GiB; {late}",
     ]
 
 
-def _request_rows(stretches: Sequence[StretchReport]) -> Iterable[str]:
-    rows: list[tuple[str, list[str]]] = [
-        ("  lost", [str(each.lost) for each in stretches]),
-        ("  went on at another box", [_count(each.moved) for each in stretches]),
-        ("  KV late: computed there instead", [_count(each.recomputed) for each in stretches]),
-        ("  KV through a third box", [_count(each.relayed) for each in stretches]),
-        ("  TTFT, s: median", [_seconds(each.ttft_median_s, 2) for each in stretches]),
-        ("           worst", [_seconds(each.ttft_worst_s, 2) for each in stretches]),
-        ("  TPOT, ms: median", [_milliseconds(each.tpot_median_s) for each in stretches]),
-        ("            worst", [_milliseconds(each.tpot_worst_s) for each in stretches]),
-        ("  in time", [f"{each.in_time}" for each in stretches]),
-        (
-            "  goodput, requests in time per s",
-            [f"{each.goodput_s:.2f}" if each.asked else NOTHING for each in stretches],
-        ),
-    ]
-    return [_row(label, cells) for label, cells in rows]
-
-
-def _link_label(link: KvLinkReport) -> str:
-    found = f" ({link.found_gbps:.2f})" if link.found_gbps is not None else ""
-    return f"{link.prefill} > {link.decode}".ljust(25) + f"{link.rtt_ms:>4.0f} {link.gbps:g}{found}"
-
-
-def _link_cells(link: KvLinkReport, report: WanReport) -> list[str]:
-    before, after, last = (f"{share:.0%}" if share >= 0.005 else NOTHING for share in link.shares)
+def _link_row(link: KvLinkReport, report: WanReport) -> str:
+    found = NOTHING if link.found_gbps is None else f"{link.found_gbps:.2f}"
+    label = _link_label(f"{link.prefill} > {link.decode}", f"{link.rtt_ms:.0f}", f"{link.gbps:.2f}", found)
+    before, after, last = (f"{share:.0%}" if share >= LEAST_SHARE else NOTHING for share in link.shares)
     thin = f"{DEGRADED_GBPS:g}" if (link.prefill, link.decode) == report.degraded else ""
     gone = report.died in (link.prefill, link.decode)
-    return [before, thin, after, "lost" if gone else "", "" if gone else last]
+    return _row(label, [before, thin, after, "lost" if gone else "", "" if gone else last])
+
+
+def _link_label(name: str, rtt_ms: str, gbps: str, found_gbps: str) -> str:
+    return f"{name:<26}{rtt_ms:>4}{gbps:>6}{found_gbps:>7}"
 
 
 def _row(label: str, cells: Sequence[str]) -> str:
     return (label.ljust(LABEL_WIDTH) + "".join(cell.rjust(CELL_WIDTH) for cell in cells)).rstrip()
+
+
+def _goodput(stretch: StretchReport) -> str:
+    return f"{stretch.goodput_s:.2f}" if stretch.asked else NOTHING
 
 
 def _seconds(value: float | None, digits: int = 1) -> str:
