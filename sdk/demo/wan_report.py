@@ -11,7 +11,7 @@ import msgspec
 from ...coordinator.plan import Deadlines
 from .ocean import BOXES, DEGRADED_GBPS, MODEL, PLACES, KvLink, kv_links
 from .wan_client import AnsweredRequest, ClientOrders, LostRequest
-from .wan_timeline import PlanSeen, WanTimeline
+from .wan_timeline import WanTimeline
 
 EMULATED: Final = "round trips and rates (of real links), GPUs (modelled step times)"
 LABEL_WIDTH: Final = 43
@@ -119,18 +119,17 @@ def report_run(
     before = timeline.plan_at(events.degraded_at)
     plans = [before, *(timeline.plan_at(at) for at in (events.died_at, events.ended_at))]
     deadlines = before.deadlines if before is not None else Deadlines()
-    link = WanEventReport(
-        what=f"{' > '.join(events.degraded)} falls to {DEGRADED_GBPS:g} Gb/s",
-        **_reaction(
-            timeline, events.degraded_at, timeline.noticed_slow(events.degraded, events.degraded_at), answered[0]
-        ),
+    slow, gone = (
+        timeline.noticed_slow(events.degraded, events.degraded_at),
+        timeline.noticed_gone(events.died, events.died_at),
     )
-    box = WanEventReport(
-        what=f"{events.died} loses its power",
-        **_reaction(timeline, events.died_at, timeline.noticed_gone(events.died, events.died_at), answered[1]),
+    falls = f"{' > '.join(events.degraded)} falls to {DEGRADED_GBPS:g} Gb/s"
+    reactions = (
+        _report_event(timeline, falls, events.degraded_at, slow, answered[0]),
+        _report_event(timeline, f"{events.died} loses its power", events.died_at, gone, answered[1]),
     )
     requests = [*timeline.answers, *timeline.lost]
-    problems = find_problems(timeline, events, (link, box))
+    problems = find_problems(timeline, reactions)
     return WanReport(
         ok=not problems,
         problems=problems,
@@ -154,7 +153,7 @@ def report_run(
         ),
         degraded=events.degraded,
         died=events.died,
-        events=(link, box),
+        events=reactions,
         stretches=tuple(
             _report_stretch(
                 stretch, [each for each in requests if _stretch_of(each, stretches) is stretch], deadlines, orders
@@ -167,7 +166,7 @@ def report_run(
     )
 
 
-def find_problems(timeline: WanTimeline, events: WanEvents, reactions: Sequence[WanEventReport]) -> tuple[str, ...]:
+def find_problems(timeline: WanTimeline, reactions: Sequence[WanEventReport]) -> tuple[str, ...]:
     """What did not go as it should have."""
     found = [f"a request was lost: {each.error}" for each in timeline.lost]
     if not are_alike(timeline.answers):
@@ -190,16 +189,19 @@ def _stretches(events: WanEvents, around: float | None, without: float | None) -
     )
 
 
-def _reaction(timeline: WanTimeline, since: float, noticed: float | None, planned: float | None) -> dict[str, object]:
-    """The fields of an event's report but what it was. What is planned with has been noticed."""
-    plan: PlanSeen | None = timeline.plan_at(planned) if planned is not None else None
+def _report_event(
+    timeline: WanTimeline, what: str, since: float, noticed: float | None, planned: float | None
+) -> WanEventReport:
+    """What is planned with has been noticed."""
+    plan = timeline.plan_at(planned) if planned is not None else None
     moments = [at for at in (noticed, planned) if at is not None]
-    return {
-        "noticed_s": min(moments) - since if moments else None,
-        "planned_s": planned - since if planned is not None else None,
-        "plan": plan.number if plan is not None else "",
-        "news": plan.news if plan is not None else "",
-    }
+    return WanEventReport(
+        what=what,
+        noticed_s=min(moments) - since if moments else None,
+        planned_s=planned - since if planned is not None else None,
+        plan=plan.number if plan is not None else "",
+        news=plan.news if plan is not None else "",
+    )
 
 
 def _stretch_of(request: AnsweredRequest | LostRequest, stretches: Sequence[_Stretch]) -> _Stretch | None:

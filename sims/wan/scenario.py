@@ -228,12 +228,11 @@ Value = TypeVar("Value", WanBox, WanPair)
 def changed(value: Value, changes: Mapping[str, float | None]) -> Value:
     """The value with some fields replaced, checked as a new one is; raises `ScenarioError`."""
     fields = msgspec.structs.asdict(value)
-    figures = [name for name, was in fields.items() if not isinstance(was, bool)]
     for name in changes:
-        if name not in figures:
-            raise ScenarioError(
-                f"{type(value).__name__} has no field {name!r} that can change; fields: {', '.join(figures)}"
-            )
+        if name not in fields:
+            raise ScenarioError(f"{type(value).__name__} has no field {name!r}; fields: {', '.join(fields)}")
+        if isinstance(fields[name], bool):
+            raise ScenarioError(f"{type(value).__name__}: {name!r} stays as it was when the network was made")
     return type(value)(**{**fields, **changes})
 
 

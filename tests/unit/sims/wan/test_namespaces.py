@@ -145,6 +145,19 @@ def test_each_box_has_a_device_with_the_scenarios_mtu(ip: Ip, monkeypatch: pytes
     assert any("echo bbr >/proc/sys/net/ipv4/tcp_congestion_control" in line for line in first)
 
 
+def test_a_box_behind_nat_has_an_address_of_its_own_and_is_seen_at_its_routers(
+    ip: Ip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespaces, "running", dict)
+    boxes = {"paris": WanBox(), "home": WanBox(behind_nat=True)}
+    with Namespaces(Scenario(boxes=boxes, default=WanPair())) as made:
+        assert (made.addresses["home"], made.inside) == ("11.77.0.2", {"home": namespaces.PRIVATE})
+    me = f"p2pwan-{os.getpid()}-"
+    assert f"-n {me}home addr add {namespaces.PRIVATE}/24 dev wan0" in ip.ran
+    for box in boxes:
+        assert f"-n {me}{box} route add default dev wan0" in ip.ran
+
+
 def test_what_the_kernel_does_not_set_is_a_note_once(ip: Ip, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces, "running", dict)
     ip.said["netns exec"] = "ipv4/tcp_sack\nipv4/tcp_congestion_control\nreno\n"
