@@ -141,11 +141,8 @@ def _number(plan: Plan) -> str:
 
 
 def _plan_line(plan: PlanSeen) -> str:
-    said = (
-        plan.news.removeprefix("the link ")
-        or f"requests for {len({box for link in plan.shares for box in link})} boxes"
-    )
-    return f"plan {plan.number}: {said}"
+    links = sum(source != target for source, target in plan.shares)
+    return f"plan {plan.number}: {plan.news.removeprefix('the link ') or f'sends KV over {links} links'}"
 
 
 def _engine_state(node: NodeStatus) -> str:
