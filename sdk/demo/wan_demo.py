@@ -34,6 +34,7 @@ from .ocean import (
     CLIENT,
     DEGRADED_GBPS,
     MODEL,
+    KvLink,
     OceanBox,
     build_scenario,
     busiest_decode,
@@ -49,6 +50,7 @@ PORT: Final = 4001
 POLL_S: Final = 0.1
 CLIENT_MODULE: Final = "p2pserve.sdk.demo.wan_client"
 FOREVER_S: Final = 1e6
+TRIES: Final = 3
 ORDERS: Final = ClientOrders(prompt=1200, output=50, every_s=0.7)
 
 
@@ -56,11 +58,11 @@ ORDERS: Final = ClientOrders(prompt=1200, output=50, every_s=0.7)
 class WanDemoSettings:
     """How long each part takes, in seconds, and what is asked. Longer parts: more requests behind each figure."""
 
-    measure_s: float = 14.0  # without requests, in which nodes measure their links
+    measure_s: float = 20.0  # at most, without requests, in which nodes measure their links
     learn_s: float = 16.0  # at most, with requests, until plans rest on what the links carry
     least_learn_s: float = 6.0
     steady_s: float = 4.0  # a plan has to stand for so long before the figures begin
-    calm_s: float = 8.0  # before the first event, and after each plan that answers one
+    calm_s: float = 7.0  # before the first event, and after each plan that answers one
     answer_s: float = 16.0  # at most, for a plan to answer an event
     orders: ClientOrders = ORDERS
 
@@ -177,7 +179,8 @@ class WanDemo:
         await _until(lambda: timeline.covers(frozenset(one.name for one in BOXES)))
         self._stage = "the links are measured"
         self._say(f"all {len(BOXES)} are in the plan; they measure their links")
-        await trio.sleep(settings.measure_s)
+        with trio.move_on_after(settings.measure_s):
+            await _until(lambda: timeline.has_measured(kv_links()))
         await self._order(client, ASK)
         self._say("a client asks; transfers show what the links carry")
         await self._settle()
@@ -186,14 +189,8 @@ class WanDemo:
         self._say("the plan stands: from now on times are taken")
         await trio.sleep(settings.calm_s)
 
-        link = heaviest_link(timeline.plans[-1].shares)
-        if link is None:
-            raise DemoFailed("the plan sends no KV from box to box: there is no link to degrade")
-        self._stage = "a link degrades"
-        degraded_at = time.monotonic()
-        wan.set_pair(*link, gbps=DEGRADED_GBPS)
-        self._say(f"LINK DEGRADES: {link[0]} -> {link[1]} falls to {DEGRADED_GBPS:g} Gb/s")
-        await self._answered(lambda: timeline.planned_around(link, degraded_at))
+        began_at, link, degraded_at = await self._degrade_link(wan, began_at)
+        await trio.sleep(settings.calm_s)
 
         lost = busiest_decode(timeline.plans[-1].shares, {BOXES[0].name})
         if lost is None:
@@ -202,7 +199,9 @@ class WanDemo:
         lost_at = time.monotonic()
         self._cut_off(box, wan, lost)
         self._say(f"BOX IS LOST: {lost} loses its power")
-        await self._answered(lambda: timeline.planned_without(lost, lost_at))
+        with trio.move_on_after(settings.answer_s):
+            await _until(lambda: timeline.planned_without(lost, lost_at) is not None)
+        await trio.sleep(settings.calm_s)
         ended_at = time.monotonic()
         self._stage = "the last answers come"
         await self._order(client, STOP)
@@ -219,11 +218,34 @@ class WanDemo:
             await trio.sleep(settings.least_learn_s)
             await _until(lambda: time.monotonic() - max(began, timeline.plans[-1].at) > settings.steady_s)
 
-    async def _answered(self, planned: Callable[[], float | None]) -> None:
-        """Wait until a plan has answered an event, then for as long as figures are wanted of it."""
-        with trio.move_on_after(self._settings.answer_s):
-            await _until(lambda: planned() is not None)
-        await trio.sleep(self._settings.calm_s)
+    async def _degrade_link(self, wan: EmulatedWan, began_at: float) -> tuple[float, KvLink, float]:
+        """Degrade the KV link that the plan uses most, and wait until a plan has answered. Returns since when figures
+        count, which link, and when.
+
+        Plans also change for other reasons, and what is sent over no link is noticed by nobody: then it is another
+        link's turn."""
+        settings, timeline = self._settings, self._timeline
+        self._stage = "a link degrades"
+        for _ in range(TRIES):
+            link = heaviest_link(timeline.plans[-1].shares)
+            if link is None:
+                raise DemoFailed("the plan sends no KV from box to box: there is no link to degrade")
+            degraded_at = time.monotonic()
+            wan.set_pair(*link, gbps=DEGRADED_GBPS)
+            self._say(f"LINK DEGRADES: {link[0]} -> {link[1]} falls to {DEGRADED_GBPS:g} Gb/s")
+            is_over = partial(self._is_answered_or_left, link, degraded_at)
+            with trio.move_on_after(settings.answer_s):
+                await _until(is_over)
+            if not timeline.has_left(link, degraded_at):
+                break
+            self._say("plans have left that link for another reason: it is as before, another one is taken")
+            wan.set_pair(*link, gbps=wan.scenario.pair(*link).gbps)
+            began_at = time.monotonic()
+            await trio.sleep(settings.steady_s)
+        return began_at, link, degraded_at
+
+    def _is_answered_or_left(self, link: KvLink, since: float) -> bool:
+        return self._timeline.planned_around(link, since) is not None or self._timeline.has_left(link, since)
 
     def _cut_off(self, box: DemoBox, wan: EmulatedWan, name: str) -> None:
         """A box without power says no farewell: first its packets vanish, then its processes."""

@@ -128,7 +128,7 @@ def report_run(
         _report_event(timeline, falls, events.degraded_at, slow, answered[0]),
         _report_event(timeline, f"{events.died} loses its power", events.died_at, gone, answered[1]),
     )
-    requests = [*timeline.answers, *timeline.lost]
+    requests: list[AnsweredRequest | LostRequest] = [*timeline.answers, *timeline.lost]
     problems = find_problems(timeline, reactions)
     return WanReport(
         ok=not problems,
@@ -178,6 +178,7 @@ def find_problems(timeline: WanTimeline, reactions: Sequence[WanEventReport]) ->
 
 
 def _stretches(events: WanEvents, around: float | None, without: float | None) -> tuple[_Stretch, ...]:
+    # Where no plan answers, all that follows is disturbed.
     link_until = min(around or events.died_at, events.died_at)
     box_until = min(without or events.ended_at, events.ended_at)
     return (
@@ -192,12 +193,10 @@ def _stretches(events: WanEvents, around: float | None, without: float | None) -
 def _report_event(
     timeline: WanTimeline, what: str, since: float, noticed: float | None, planned: float | None
 ) -> WanEventReport:
-    """What is planned with has been noticed."""
     plan = timeline.plan_at(planned) if planned is not None else None
-    moments = [at for at in (noticed, planned) if at is not None]
     return WanEventReport(
         what=what,
-        noticed_s=min(moments) - since if moments else None,
+        noticed_s=noticed - since if noticed is not None else None,
         planned_s=planned - since if planned is not None else None,
         plan=plan.number if plan is not None else "",
         news=plan.news if plan is not None else "",
@@ -314,7 +313,7 @@ def _table_lines(report: WanReport) -> list[str]:
 def _event_lines(report: WanReport) -> list[str]:
     names = ("link degrades", "box is lost")
     return [
-        f"{name}: {event.what}" + (f"; plan {event.plan} does without" if event.plan else "")
+        f"{name}: {event.what}" + (f"; plan {event.plan} answers it" if event.plan else "")
         for name, event in zip(names, report.events, strict=True)
     ]
 
@@ -324,6 +323,7 @@ def _closing_lines(report: WanReport) -> list[str]:
     late = f"packets were {report.late_ms_mean:.1f} ms late on average"
     alike = "all alike, token for token, as one prompt's must be" if report.alike else "not all alike"
     return [
+        "ms, Gb/s: as emulated; found: as measured by nodes; share: of requests, by plan",
         f"in time: first token within {deadlines.ttft_s:.2f} s, each next within {1000 * deadlines.tpot_s:.0f} ms",
         f"{report.answers} answers: {alike}",
         f"emulated: {report.emulated}",

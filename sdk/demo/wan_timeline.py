@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -10,6 +10,7 @@ from ...bootstrap import PeerId
 from ...coordinator import Plan
 from ...coordinator.names import name_of
 from ...coordinator.plan import Deadlines
+from ...kvtransport.probing.figures import Source
 from ...node.links.planner_links import PlannerLinks
 from ...node.messages import NodeStatus
 from .ocean import KvLink
@@ -49,6 +50,8 @@ class WanTimeline:
         self._rates: dict[KvLink, list[tuple[float, float]]] = {}  # as planned with, whenever they have changed
         self._states: dict[str, list[tuple[float, str]]] = {}  # of each box, likewise
         self._ready: frozenset[str] = frozenset()
+        self._sites: dict[str, str] = {}
+        self._measured: set[frozenset[str]] = set()  # pairs of boxes
 
     def on_look(self, look: NetworkLook) -> list[str]:
         """The network as it is now; returns what is new, for people."""
@@ -57,6 +60,7 @@ class WanTimeline:
         self.closed = frozenset(box for box, node in nodes.items() if node.closed)
         self._ready = frozenset(box for box, node in nodes.items() if _engine_state(node) == "ready")
         self.coordinator = self._names.get(status.coordinator or "", "")
+        self._note_measured(nodes)
         self._note_rates(look.at, nodes)
         news = self._note_states(look.at, nodes)
         plan = status.plan
@@ -85,26 +89,48 @@ class WanTimeline:
         return next((gbps for seen, gbps in reversed(self._rates.get(link, [])) if seen <= at), None)
 
     def noticed_slow(self, link: KvLink, since: float) -> float | None:
-        """When what is known of a link had fallen, at the earliest after `since`."""
+        """When what is known of a link had fallen, or a plan said so, at the earliest after `since`."""
         was = self.rate(link, since)
-        rates = self._rates.get(link, [])
-        return next((at for at, gbps in rates if at > since and was is not None and gbps < FELL * was), None)
+        told = [at for at, gbps in self._rates.get(link, []) if at > since and was is not None and gbps < FELL * was]
+        news = [plan.at for plan in self.plans if plan.at > since and plan.news.startswith(_news_of(link))]
+        return min((*told[:1], *news[:1]), default=None)
 
     def noticed_gone(self, box: str, since: float) -> float | None:
         """When a box was seen to be other than alive, at the earliest after `since`."""
         return next((at for at, state in self._states.get(box, []) if at > since and state != "alive"), None)
 
     def planned_around(self, link: KvLink, since: float) -> float | None:
-        """When a plan came that sends much less over a link than the one at `since`."""
-        before = self.plan_at(since)
-        was = before.shares.get(link, 0.0) if before is not None else 0.0
-        return next(
-            (plan.at for plan in self.plans if plan.at > since and plan.shares.get(link, 0.0) < FELL * was), None
-        )
+        """When a plan came that sends much less over a link than the one at `since`, because that had been noticed."""
+        noticed = self.noticed_slow(link, since)
+        plans = [] if noticed is None else [plan for plan in self.plans if plan.at >= noticed]
+        return next((plan.at for plan in plans if self._is_left(plan, link, since)), None)
+
+    def has_left(self, link: KvLink, since: float) -> bool:
+        """Whether a plan sends much less over a link than the one at `since`, for another reason: it will not be
+        noticed what becomes of the link."""
+        is_left = any(self._is_left(plan, link, since) for plan in self.plans if plan.at > since)
+        return is_left and self.noticed_slow(link, since) is None
 
     def planned_without(self, box: str, since: float) -> float | None:
         """When a plan came that a box has no part in."""
         return next((plan.at for plan in self.plans if plan.at > since and box not in plan.boxes), None)
+
+    def has_measured(self, links: Iterable[KvLink]) -> bool:
+        """Whether each of these links has been measured in one of its directions; figures count for both, and for the
+        other boxes of their sites."""
+        measured = {frozenset(self._sites.get(box, box) for box in pair) for pair in self._measured}
+        return all(frozenset(self._sites.get(box, box) for box in link) in measured for link in links)
+
+    def _is_left(self, plan: PlanSeen, link: KvLink, since: float) -> bool:
+        before = self.plan_at(since)
+        return before is not None and plan.shares.get(link, 0.0) < FELL * before.shares.get(link, 0.0)
+
+    def _note_measured(self, nodes: Mapping[str, NodeStatus]) -> None:
+        for box, node in nodes.items():
+            if node.links is not None:
+                self._sites[box] = node.links.site
+                measured = (peer for peer, link in node.links.links.items() if link.source is Source.MEASURED)
+                self._measured |= {frozenset((box, self._names[peer])) for peer in measured if peer in self._names}
 
     def _note_rates(self, at: float, nodes: Mapping[str, NodeStatus]) -> None:
         told = {PeerId(node.peer): node.links for node in nodes.values() if node.links is not None}
@@ -134,6 +160,11 @@ class WanTimeline:
             news = news.replace(name_of(peer), box)
         boxes = frozenset(self._names.get(peer, peer) for peer in plan.peers)
         return PlanSeen(at=at, number=_number(plan), shares=shares, boxes=boxes, deadlines=plan.deadlines, news=news)
+
+
+def _news_of(link: KvLink) -> str:
+    """How the network begins what it says of a link."""
+    return f"the link {link[0]} -> {link[1]} "
 
 
 def _number(plan: Plan) -> str:
