@@ -93,10 +93,12 @@ def kv_links() -> tuple[KvLink, ...]:
     return tuple((source, box.name) for source in sources for box in BOXES if box.phase is Phase.DECODE)
 
 
-def heaviest_link(shares: Mapping[KvLink, float]) -> KvLink | None:
-    """The KV link that carries most of a plan's requests."""
+def heaviest_link(shares: Mapping[KvLink, float], scenario: Scenario) -> KvLink | None:
+    """The KV link that carries most of a plan's requests, of those that carry all that a port does: a thin one has
+    less to lose."""
     between = [link for link in shares if link[0] != link[1]]
-    return max(between, key=lambda link: (shares[link], link), default=None)
+    wide = [link for link in between if scenario.carried_gbps(*link) >= PORT_GBPS]
+    return max(wide or between, key=lambda link: (shares[link], link), default=None)
 
 
 def busiest_decode(shares: Mapping[KvLink, float], spared: Collection[str]) -> str | None:

@@ -227,7 +227,7 @@ class WanDemo:
         settings, timeline = self._settings, self._timeline
         self._stage = "a link degrades"
         for _ in range(TRIES):
-            link = heaviest_link(timeline.plans[-1].shares)
+            link = heaviest_link(timeline.plans[-1].shares, wan.scenario)
             if link is None:
                 raise DemoFailed("the plan sends no KV from box to box: there is no link to degrade")
             degraded_at = time.monotonic()

@@ -300,7 +300,6 @@ def _table_lines(report: WanReport) -> list[str]:
         _row("requests", [str(each.asked) for each in stretches]),
         _row("  lost", [str(each.lost) for each in stretches]),
         _row("  KV late: computed where it is decoded", [_count(each.recomputed) for each in stretches]),
-        _row("  KV through a third box", [_count(each.relayed) for each in stretches]),
         _row("  went on at another box", [_count(each.moved) for each in stretches]),
         _row("TTFT, s: median", [_seconds(each.ttft_median_s, 2) for each in stretches]),
         _row("         worst", [_seconds(each.ttft_worst_s, 2) for each in stretches]),

@@ -60,10 +60,21 @@ def test_kv_goes_from_each_box_that_prefills_to_each_that_decodes() -> None:
     assert min(rates) > 2 * DEGRADED_GBPS, "a link that has degraded is to be one that was better"
 
 
-def test_what_degrades_and_what_is_lost_is_what_the_plan_uses_most() -> None:
+def test_what_degrades_is_the_wide_link_that_the_plan_uses_most() -> None:
+    scenario = build_scenario()
+    shares = {
+        ("virginia-1", "virginia-1"): 0.4,
+        ("virginia-1", "mumbai-1"): 0.3,
+        ("virginia-1", "virginia-2"): 0.2,
+        ("frankfurt-1", "mumbai-1"): 0.1,
+    }
+    assert heaviest_link(shares, scenario) == ("virginia-1", "virginia-2")
+    assert heaviest_link({("virginia-1", "mumbai-1"): 1.0}, scenario) == ("virginia-1", "mumbai-1"), "no other is used"
+    assert heaviest_link({("virginia-1", "virginia-1"): 1.0}, scenario) is None
+
+
+def test_what_is_lost_is_the_box_that_decodes_most() -> None:
     shares = {("a", "a"): 0.5, ("a", "b"): 0.2, ("c", "b"): 0.1, ("c", "d"): 0.25}
-    assert heaviest_link(shares) == ("c", "d")
     assert busiest_decode(shares, set()) == "a"
     assert busiest_decode(shares, {"a"}) == "b", "0.2 and 0.1 together"
-    assert heaviest_link({("a", "a"): 1.0}) is None
     assert busiest_decode({("a", "a"): 1.0}, {"a"}) is None
