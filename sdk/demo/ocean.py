@@ -16,6 +16,7 @@ from itertools import combinations
 from typing import Final
 
 from ...coordinator import Phase
+from ...coordinator.plan import Deadlines
 from ...sims.wan import Scenario, WanBox, WanPair, link_classes, measured_link
 
 MODEL: Final = "qwen2-7b"
@@ -34,6 +35,10 @@ CLIENT: Final = "client"
 CLIENT_SITE: Final = "virginia"
 DEGRADED_GBPS: Final = 0.03
 """What a link carries after it has degraded."""
+
+SLO: Final = Deadlines(ttft_s=1.5, tpot_s=0.1)
+"""What is in time. Plans have deadlines of their own, which move with what is measured: figures of several plans are
+compared here."""
 
 
 KvLink = tuple[str, str]

@@ -50,7 +50,7 @@ PORT: Final = 4001
 POLL_S: Final = 0.1
 CLIENT_MODULE: Final = "p2pserve.sdk.demo.wan_client"
 FOREVER_S: Final = 1e6
-TRIES: Final = 3
+TRIES: Final = 2
 ORDERS: Final = ClientOrders(prompt=1200, output=50, every_s=0.7)
 
 
@@ -58,8 +58,8 @@ ORDERS: Final = ClientOrders(prompt=1200, output=50, every_s=0.7)
 class WanDemoSettings:
     """How long each part takes, in seconds, and what is asked. Longer parts: more requests behind each figure."""
 
-    measure_s: float = 20.0  # at most, without requests, in which nodes measure their links
-    learn_s: float = 16.0  # at most, with requests, until plans rest on what the links carry
+    measure_s: float = 18.0  # at most, without requests, in which nodes measure their links
+    learn_s: float = 12.0  # at most, with requests, until plans rest on what the links carry
     least_learn_s: float = 6.0
     steady_s: float = 4.0  # a plan has to stand for so long before the figures begin
     calm_s: float = 7.0  # before the first event, and after each plan that answers one

@@ -9,7 +9,6 @@ from typing import Final, final
 from ...bootstrap import PeerId
 from ...coordinator import Plan
 from ...coordinator.names import name_of
-from ...coordinator.plan import Deadlines
 from ...kvtransport.probing.figures import Source
 from ...node.links.planner_links import PlannerLinks
 from ...node.messages import NodeStatus
@@ -30,7 +29,6 @@ class PlanSeen:
     number: str
     shares: Mapping[KvLink, float]
     boxes: frozenset[str]
-    deadlines: Deadlines
     news: str = ""
 
 
@@ -159,7 +157,7 @@ class WanTimeline:
         for peer, box in self._names.items():
             news = news.replace(name_of(peer), box)
         boxes = frozenset(self._names.get(peer, peer) for peer in plan.peers)
-        return PlanSeen(at=at, number=_number(plan), shares=shares, boxes=boxes, deadlines=plan.deadlines, news=news)
+        return PlanSeen(at=at, number=_number(plan), shares=shares, boxes=boxes, news=news)
 
 
 def _news_of(link: KvLink) -> str:

@@ -6,7 +6,6 @@ import msgspec
 
 from p2pserve.coordinator import Pairing, Plan, Replica, Stage
 from p2pserve.coordinator.names import name_of
-from p2pserve.coordinator.plan import Deadlines
 from p2pserve.kvtransport.probing.figures import LinkFigures, Source, prior
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable, NodeStatus, Status
@@ -48,7 +47,6 @@ def plan(version: int, shares: dict[tuple[str, str], float], *, why: str = "") -
         ),
         codec="kv4",
         why=(why,) if why else (),
-        deadlines=Deadlines(ttft_s=1.0, tpot_s=0.05, e2e_s=20.0),
     )
 
 

@@ -18,8 +18,8 @@ from .ocean_run import BEFORE, DEAD, EVENTS, HOME, ORDERS, PEERS, RATES, SLOW, a
 EVERYONE = frozenset(box.name for box in BOXES)
 CALM = [answer(at) for at in (11.0, 12.0, 24.0, 25.0, 36.0)]
 HIT = [
-    answer(19.5, ttft=0.2, tpot=0.06),  # under way when the link degrades
-    answer(21.0, ttft=1.5, recovered="KV late"),
+    answer(19.5, ttft=0.2, tpot=0.11),  # under way when the link degrades
+    answer(21.0, ttft=1.6, recovered="KV late"),
     answer(22.0, relayed=True),
     answer(29.9, ttft=5.0, attempts=2, recovered="decode node: it did not answer"),
 ]
@@ -39,9 +39,9 @@ def test_a_calm_and_a_disturbed_stretch_have_the_requests_that_fell_into_them() 
     assert [each.in_time for each in found.stretches] == [2, 1, 2, 0, 1]
     assert found.stretches[0].goodput_s == pytest.approx(1.0), "both of a stretch in which one came each second"
     assert found.stretches[1].goodput_s == pytest.approx(1 / 3)
-    assert found.stretches[1].ttft_worst_s == pytest.approx(1.5)
+    assert found.stretches[1].ttft_worst_s == pytest.approx(1.6)
     assert found.stretches[1].ttft_median_s == pytest.approx(0.5)
-    assert found.stretches[1].tpot_worst_s == pytest.approx(0.06)
+    assert found.stretches[1].tpot_worst_s == pytest.approx(0.11)
     assert found.ok
     assert found.problems == ()
 
@@ -89,7 +89,7 @@ def test_an_answer_that_differs_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("ttft", "tpot", "is_kept"), [(0.5, 0.02, True), (1.1, 0.02, False), (0.5, 0.06, False), (0.9, 0.049, True)]
 )
-def test_in_time_is_what_the_plan_was_made_for(ttft: float, tpot: float, is_kept: bool) -> None:
+def test_in_time_is_as_fast_as_was_asked_for(ttft: float, tpot: float, is_kept: bool) -> None:
     deadlines = Deadlines(ttft_s=1.0, tpot_s=0.05, e2e_s=20.0)
     assert is_in_time(answer(0.0, ttft=ttft, tpot=tpot), deadlines) is is_kept
     assert is_in_time(answer(0.0, ttft=ttft, tpot=tpot), Deadlines()), "nothing was asked for"
