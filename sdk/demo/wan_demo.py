@@ -50,7 +50,6 @@ PORT: Final = 4001
 POLL_S: Final = 0.1
 CLIENT_MODULE: Final = "p2pserve.sdk.demo.wan_client"
 FOREVER_S: Final = 1e6
-TRIES: Final = 2
 ORDERS: Final = ClientOrders(prompt=1200, output=50, every_s=0.7)
 
 
@@ -224,28 +223,32 @@ class WanDemo:
 
         Plans also change for other reasons, and what is sent over no link is noticed by nobody: then it is another
         link's turn."""
-        settings, timeline = self._settings, self._timeline
+        settings = self._settings
         self._stage = "a link degrades"
-        for _ in range(TRIES):
-            link = heaviest_link(timeline.plans[-1].shares, wan.scenario)
-            if link is None:
-                raise DemoFailed("the plan sends no KV from box to box: there is no link to degrade")
-            degraded_at = time.monotonic()
-            wan.set_pair(*link, gbps=DEGRADED_GBPS)
-            self._say(f"LINK DEGRADES: {link[0]} -> {link[1]} falls to {DEGRADED_GBPS:g} Gb/s")
-            is_over = partial(self._is_answered_or_left, link, degraded_at)
-            with trio.move_on_after(settings.answer_s):
-                await _until(is_over)
-            if not timeline.has_left(link, degraded_at):
-                break
-            self._say("plans have left that link for another reason: it is as before, another one is taken")
-            wan.set_pair(*link, gbps=wan.scenario.pair(*link).gbps)
-            began_at = time.monotonic()
-            await trio.sleep(settings.steady_s)
-        return began_at, link, degraded_at
+        link, degraded_at = await self._degrade_heaviest(wan)
+        if not self._is_left(link, degraded_at):
+            return began_at, link, degraded_at
+        self._say("plans have left that link for another reason: it is as before, another one is taken")
+        wan.set_pair(*link, gbps=wan.scenario.pair(*link).gbps)
+        began_at = time.monotonic()
+        await trio.sleep(settings.steady_s)
+        return began_at, *await self._degrade_heaviest(wan)
 
-    def _is_answered_or_left(self, link: KvLink, since: float) -> bool:
-        return self._timeline.planned_around(link, since) is not None or self._timeline.has_left(link, since)
+    async def _degrade_heaviest(self, wan: EmulatedWan) -> tuple[KvLink, float]:
+        """Degrade a link and wait until something has been done about it, or it is not used any more."""
+        timeline = self._timeline
+        link = heaviest_link(timeline.plans[-1].shares, wan.scenario)
+        if link is None:
+            raise DemoFailed("the plan sends no KV from box to box: there is no link to degrade")
+        degraded_at = time.monotonic()
+        wan.set_pair(*link, gbps=DEGRADED_GBPS)
+        self._say(f"LINK DEGRADES: {link[0]} -> {link[1]} falls to {DEGRADED_GBPS:g} Gb/s")
+        with trio.move_on_after(self._settings.answer_s):
+            await _until(lambda: timeline.is_answered(link, degraded_at) or timeline.has_left(link, degraded_at))
+        return link, degraded_at
+
+    def _is_left(self, link: KvLink, since: float) -> bool:
+        return self._timeline.has_left(link, since) and not self._timeline.is_answered(link, since)
 
     def _cut_off(self, box: DemoBox, wan: EmulatedWan, name: str) -> None:
         """A box without power says no farewell: first its packets vanish, then its processes."""

@@ -34,11 +34,12 @@ class KvLinkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class WanEventReport(msgspec.Struct, frozen=True, kw_only=True):
     """What was done to the network, after how many seconds it was noticed and planned with, and the plan's number and
-    news."""
+    news. `routed_s`: after which gateways sent nothing over the link any more, with or without a plan."""
 
     what: str
     noticed_s: float | None
     planned_s: float | None
+    routed_s: float | None = None
     plan: str = ""
     news: str = ""
 
@@ -111,21 +112,19 @@ def report_run(
     timeline: WanTimeline, events: WanEvents, orders: ClientOrders, rates: Mapping[KvLink, tuple[float, float]]
 ) -> WanReport:
     """The report of a run on links of these `rates` (ms, Gb/s), without what only the machine knows."""
-    answered = (
-        timeline.planned_around(events.degraded, events.degraded_at),
-        timeline.planned_without(events.died, events.died_at),
-    )
-    stretches = _stretches(events, *answered)
+    around = timeline.planned_around(events.degraded, events.degraded_at)
+    routed = timeline.routed_around(events.degraded, events.degraded_at)
+    without = timeline.planned_without(events.died, events.died_at)
+    stretches = _stretches(events, around or routed, without)
     before = timeline.plan_at(events.degraded_at)
     plans = [before, *(timeline.plan_at(at) for at in (events.died_at, events.ended_at))]
-    slow, gone = (
-        timeline.noticed_slow(events.degraded, events.degraded_at),
-        timeline.noticed_gone(events.died, events.died_at),
-    )
+    slow = timeline.noticed_slow(events.degraded, events.degraded_at)
+    gone = timeline.noticed_gone(events.died, events.died_at)
     falls = f"{' > '.join(events.degraded)} falls to {DEGRADED_GBPS:g} Gb/s"
+    link = _report_event(timeline, falls, events.degraded_at, slow, around)
     reactions = (
-        _report_event(timeline, falls, events.degraded_at, slow, answered[0]),
-        _report_event(timeline, f"{events.died} loses its power", events.died_at, gone, answered[1]),
+        msgspec.structs.replace(link, routed_s=routed - events.degraded_at if routed is not None else None),
+        _report_event(timeline, f"{events.died} loses its power", events.died_at, gone, without),
     )
     requests: list[AnsweredRequest | LostRequest] = [*timeline.answers, *timeline.lost]
     problems = find_problems(timeline, reactions)
@@ -168,7 +167,8 @@ def find_problems(timeline: WanTimeline, reactions: Sequence[WanEventReport]) ->
     found = [f"a request was lost: {each.error}" for each in timeline.lost]
     if not are_alike(timeline.answers):
         found.append("the same prompt was answered differently")
-    found += [f"{event.what}: no plan came that does without it" for event in reactions if event.planned_s is None]
+    unanswered = (each for each in reactions if each.planned_s is None and each.routed_s is None)
+    found += [f"{each.what}: nothing was done about it" for each in unanswered]
     if not timeline.closed:
         found.append("the network did not find that a box is behind NAT")
     return tuple(found)
@@ -289,6 +289,7 @@ def _table_lines(report: WanReport) -> list[str]:
         " " * (LABEL_WIDTH + CELL_WIDTH) + "link degrades".rjust(2 * CELL_WIDTH) + "box is lost".rjust(2 * CELL_WIDTH),
         _row("", ["before", "during", "after", "during", "after"]),
         _row("noticed after, s", ["", _seconds(first.noticed_s), "", _seconds(second.noticed_s)]),
+        _row("gateways avoid it after, s", ["", _seconds(first.routed_s)]),
         _row("planned anew after, s", ["", _seconds(first.planned_s), "", _seconds(second.planned_s)]),
         "",
         _row(_link_label("KV link", "ms", "Gb/s", "found"), ["share", "", "share", "", "share"]),

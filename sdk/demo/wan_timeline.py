@@ -16,6 +16,8 @@ from .ocean import KvLink
 from .wan_client import AnsweredRequest, LostRequest, NetworkLook
 
 AT_ONCE: Final = "planned at once: "
+CHANCE: Final = 0.01
+"""What is as improbable as this is no chance."""
 FELL: Final = 0.5
 """A figure below this part of what it was before has fallen: what network and report take for more than noise."""
 
@@ -108,6 +110,27 @@ class WanTimeline:
         noticed what becomes of the link."""
         is_left = any(self._is_left(plan, link, since) for plan in self.plans if plan.at > since)
         return is_left and self.noticed_slow(link, since) is None
+
+    def routed_around(self, link: KvLink, since: float) -> float | None:
+        """When gateways gave up a link, whatever the plan says: the last request whose KV was sent over it was asked
+        then, and so many have gone elsewhere since that this is no chance."""
+        before = self.plan_at(since)
+        share = before.shares.get(link, 0.0) if before is not None else 0.0
+        later = sorted((each for each in self.answers if each.asked_at > since), key=lambda each: each.asked_at)
+        used = [each.asked_at for each in later if self.link_of(each) == link]
+        last = max(used, default=since)
+        elsewhere = sum(each.asked_at > last for each in later)
+        return last if share > 0.0 and (1.0 - share) ** elsewhere < CHANCE else None
+
+    def is_answered(self, link: KvLink, since: float) -> bool:
+        """Whether something was done about a link that degraded then."""
+        return self.planned_around(link, since) is not None or self.routed_around(link, since) is not None
+
+    def link_of(self, answer: AnsweredRequest) -> KvLink | None:
+        """The link that the KV of an answer was for."""
+        if answer.prefill is None:
+            return None
+        return self._names.get(answer.prefill, answer.prefill), self._names.get(answer.decode, answer.decode)
 
     def planned_without(self, box: str, since: float) -> float | None:
         """When a plan came that a box has no part in."""

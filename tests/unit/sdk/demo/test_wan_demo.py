@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trio
 
 from p2pserve.node.box.errors import NodeError
 from p2pserve.sdk.demo import wan_demo
@@ -49,7 +50,7 @@ def test_nothing_is_started_where_an_option_is_wrong(monkeypatch: pytest.MonkeyP
     def refuse(*given: Any) -> None:
         raise AssertionError(given)
 
-    monkeypatch.setattr(wan_demo.trio, "run", refuse)
+    monkeypatch.setattr(trio, "run", refuse)
     monkeypatch.setattr(wan_demo, "unavailable", refuse)
     with pytest.raises(UsageError):
         run_wan_demo(arguments("--nodes", "2"))

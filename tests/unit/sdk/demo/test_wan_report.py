@@ -70,13 +70,32 @@ def test_the_plans_shares_are_those_before_and_after_each_event() -> None:
     assert (found["virginia-1", "mumbai-1"].rtt_ms, found["virginia-1", "mumbai-1"].gbps) == (199.6, 0.58)
 
 
+def test_gateways_that_send_nothing_over_a_link_any_more_have_done_something_about_it() -> None:
+    timeline = WanTimeline({peer: name for name, peer in PEERS.items()})
+    timeline.on_look(look(9.0, plan(1, BEFORE)))
+    timeline.on_request(answer(21.0))
+    for second in range(4):
+        timeline.on_request(answer(22.0 + second, decode=PEERS[DEAD]))
+    assert timeline.routed_around(SLOW, 20.0) is None, "0.4 to the fourth is a chance of 2.6 %"
+    timeline.on_request(answer(26.0, decode=PEERS[DEAD]))
+    assert timeline.routed_around(SLOW, 20.0) is None, "1.02 %"
+    timeline.on_request(answer(27.0, decode=PEERS[DEAD]))
+    assert timeline.routed_around(SLOW, 20.0) == 21.0
+    assert timeline.routed_around(("frankfurt-1", "mumbai-1"), 20.0) is None, "the plan never sent anything there"
+    link, box = report_run(timeline, EVENTS, ORDERS, RATES).events
+    assert (link.routed_s, link.planned_s) == (1.0, None)
+    assert box.routed_s is None
+    timeline.on_request(answer(28.0))
+    assert timeline.routed_around(SLOW, 20.0) is None, "it is used again"
+
+
 def test_what_nobody_noticed_is_a_problem() -> None:
     timeline = WanTimeline({peer: name for name, peer in PEERS.items()})
     timeline.on_look(look(9.0, plan(1, BEFORE)))
     found = report_run(timeline, EVENTS, ORDERS, RATES)
     assert not found.ok
     assert len(found.problems) == 2
-    assert all("no plan came that does without it" in problem for problem in found.problems)
+    assert all("nothing was done about it" in problem for problem in found.problems)
     assert [(event.noticed_s, event.planned_s) for event in found.events] == [(None, None)] * 2
     assert all(len(line) <= 80 for line in picture_lines(found))
 

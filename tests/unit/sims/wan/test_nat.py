@@ -17,8 +17,8 @@ AT = len(OFFLOAD)
 
 def total(data: bytes) -> int:
     """The sum of 16-bit words in ones' complement, as RFC 1071 says it."""
-    words = struct.unpack(f"!{len(data) // 2}H", data)
-    found: int = sum(words)
+    words: tuple[int, ...] = struct.unpack(f"!{len(data) // 2}H", data)
+    found = sum(words)
     while found >> 16:
         found = (found & 0xFFFF) + (found >> 16)
     return found
