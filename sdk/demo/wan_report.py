@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from ...coordinator.plan import Deadlines
-from .ocean import BOXES, DEGRADED_GBPS, MODEL, PLACES, SLO, KvLink, kv_links
+from .ocean import BOXES, DEGRADED_GBPS, MODEL, PLACES, PORT_GBPS, SLO, KvLink, kv_links
 from .wan_client import AnsweredRequest, ClientOrders, LostRequest
 from .wan_timeline import WanTimeline
 
@@ -17,6 +17,7 @@ EMULATED: Final = "round trips and rates (of real links), GPUs (modelled step ti
 LABEL_WIDTH: Final = 43
 CELL_WIDTH: Final = 7
 NOTHING: Final = "-"
+THIN: Final = 0.5  # a link that carries less than this part of a port
 LEAST_SHARE: Final = 0.005  # of the requests, that is shown
 
 
@@ -309,9 +310,14 @@ def _table_lines(report: WanReport) -> list[str]:
 
 def _event_lines(report: WanReport) -> list[str]:
     names = ("link degrades", "box is lost")
+    thin = [link for link in report.links if link.gbps < THIN * PORT_GBPS]
+    share = sum(link.shares[0] for link in thin)
     return [
-        f"{name}: {event.what}" + (f"; plan {event.plan} answers it" if event.plan else "")
-        for name, event in zip(names, report.events, strict=True)
+        f"{len(thin)} of {len(report.links)} KV links are thin: the plan before sent {share:.0%} of requests over them",
+        *(
+            f"{name}: {event.what}" + (f"; plan {event.plan} answers it" if event.plan else "")
+            for name, event in zip(names, report.events, strict=True)
+        ),
     ]
 
 
