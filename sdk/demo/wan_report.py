@@ -114,7 +114,7 @@ def report_run(
 ) -> WanReport:
     """The report of a run on links of these `rates` (ms, Gb/s), without what only the machine knows."""
     around = timeline.planned_around(events.degraded, events.degraded_at)
-    routed = timeline.routed_around(events.degraded, events.degraded_at)
+    routed = timeline.routed_around(events.degraded, events.degraded_at, events.died_at)
     without = timeline.planned_without(events.died, events.died_at)
     stretches = _stretches(events, around or routed, without)
     before = timeline.plan_at(events.degraded_at)

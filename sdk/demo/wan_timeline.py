@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Final, final
 
 from ...bootstrap import PeerId
@@ -111,12 +112,12 @@ class WanTimeline:
         is_left = any(self._is_left(plan, link, since) for plan in self.plans if plan.at > since)
         return is_left and self.noticed_slow(link, since) is None
 
-    def routed_around(self, link: KvLink, since: float) -> float | None:
+    def routed_around(self, link: KvLink, since: float, until: float = inf) -> float | None:
         """When gateways gave up a link, whatever the plan says: the last request whose KV was sent over it was asked
-        then, and so many have gone elsewhere since that this is no chance."""
+        then, and so many have gone elsewhere since, `until` something else happened, that this is no chance."""
         before = self.plan_at(since)
         share = before.shares.get(link, 0.0) if before is not None else 0.0
-        later = sorted((each for each in self.answers if each.asked_at > since), key=lambda each: each.asked_at)
+        later = [each for each in self.answers if since < each.asked_at < until]
         used = [each.asked_at for each in later if self.link_of(each) == link]
         last = max(used, default=since)
         elsewhere = sum(each.asked_at > last for each in later)
