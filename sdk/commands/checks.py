@@ -10,16 +10,30 @@ from ..options.shared import codec_option, home_option, network_options, timeout
 from ..options.values import FILE, PORT, POSITIVE, SECONDS
 
 
-@command("demo", example="p2pserve demo --nodes 4 --codec kv4 --format json", formats=("table", "json"))
+@command(
+    "demo",
+    example=["p2pserve demo --nodes 4 --codec kv4 --format json", "p2pserve demo --wan"],
+    formats=("table", "json"),
+)
 @combine(
     option("--nodes", type=int, default=4, metavar="N", help="engines to start, 1 to 16 (default: 4)"),
     option("--prompt", metavar="TEXT", help="instead of Python code from the standard library"),
     codec_option,
     option("--max-tokens", type=POSITIVE, default=64, metavar="N", help="for each answer (default: 64)"),
     option("--model", default="bundled", metavar="MODEL", help="a folder, a Hugging Face id, or `bundled` (default)"),
+    option(
+        "--wan",
+        is_flag=True,
+        help="instead: six boxes with emulated GPUs at three sites, a link that degrades and a box that is lost; "
+        "needs root, for an emulated network",
+    ),
     option("--timeout-s", type=SECONDS, default=120.0, metavar="S", help="give up after this long (default: 120)"),
 )
 def demo(arguments: SimpleNamespace) -> int:
+    if arguments.wan:
+        from ..demo.wan_demo import run_wan_demo
+
+        return run_wan_demo(arguments)
     from ..demo.demo import run_demo
 
     return run_demo(arguments)

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,10 @@ MEMORY_INTERVAL_S = 1.0
 LEAVE_S = 8.0
 GONE_S = 2.0
 LOG_LINE = 300  # characters of a log's last line that go into an error
+ON_LOOPBACK = "127.0.0.1:0"
+
+Inside = Callable[[list[str]], list[str]]
+"""From a command to the one that runs it somewhere, such as in a network namespace, in the same process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +125,34 @@ class DemoBox:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]
             child = await self._start_node(f"node {number}", arguments, {"P2PSERVE_BOOTSTRAP": token}, (descriptor,))
-        greeting = await self._greeting(child)
-        child.peer = greeting.peer
-        return greeting
+        return await self._greeting(child)
+
+    async def start_elsewhere(
+        self, name: str, arguments: list[str], *, listen: str, token: str = "", inside: Inside
+    ) -> NodeGreeting:
+        """Start a node by `p2pserve` with these arguments where `inside` runs it, with an engine of its own."""
+        environment = {"P2PSERVE_BOOTSTRAP": token} if token else {}
+        child = await self._start_node(f"node {name}", arguments, environment, (), listen=listen, inside=inside)
+        return await self._greeting(child)
+
+    async def start_client(self, module: str, *options: str, token: str, inside: Inside) -> trio.Process:
+        """Run a module of ours where `inside` runs it, as a client of the network; it is told what to do on its
+        input."""
+        environment = {**node_environment(), "P2PSERVE_BOOTSTRAP": token}
+        command = inside([sys.executable, "-m", module, *options])
+        child = await self._start("the client", command, environment, self.home / "client.log", (), has_input=True)
+        return child.process
 
     def node_pid(self, peer: str) -> int:
         """The process of a node that has joined; it may end from now on."""
         child = next(child for child in self._children if child.peer == peer)
         child.expected_to_end = True
         return child.process.pid
+
+    def kill_node(self, peer: str) -> None:
+        """Kill a node that has joined, and all that it has started."""
+        process = psutil.Process(self.node_pid(peer))
+        _kill([process, *process.children(recursive=True)])
 
     def is_running(self, pid: int) -> bool:
         """Whether a process runs because of us."""
@@ -193,22 +216,36 @@ class DemoBox:
         return all(child.process.returncode == 0 for child in (*nodes, *rest))
 
     async def _start_node(
-        self, name: str, arguments: list[str], environment: dict[str, str], descriptors: tuple[int, ...]
+        self,
+        name: str,
+        arguments: list[str],
+        environment: dict[str, str],
+        descriptors: tuple[int, ...],
+        *,
+        listen: str = ON_LOOPBACK,
+        inside: Inside = list,
     ) -> _DemoProcess:
         home = self.home / name.replace(" ", "-")
         command = [sys.executable, "-m", "p2pserve.sdk.cli", *arguments, "--home", str(home)]
-        command += ["--listen", "127.0.0.1:0", "--format", "json", "--drain-s", "2"]
+        command += ["--listen", listen, "--format", "json", "--drain-s", "2"]
         environment = {**node_environment(), **environment}
-        return await self._start(name, command, environment, home.with_suffix(".log"), descriptors)
+        return await self._start(name, inside(command), environment, home.with_suffix(".log"), descriptors)
 
     async def _start(
-        self, name: str, command: list[str], environment: dict[str, str], log: Path, descriptors: tuple[int, ...]
+        self,
+        name: str,
+        command: list[str],
+        environment: dict[str, str],
+        log: Path,
+        descriptors: tuple[int, ...],
+        *,
+        has_input: bool = False,
     ) -> _DemoProcess:
         # Shielded: a process that was started must be in the list.
         with trio.CancelScope(shield=True), log.open("wb") as errors:
             process = await trio.lowlevel.open_process(
                 command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env=environment,
@@ -236,7 +273,9 @@ class DemoBox:
             if not data:
                 await trio.sleep_forever()  # its watcher says why it has ended
             line += data
-        return msgspec.json.decode(line, type=NodeGreeting)
+        greeting = msgspec.json.decode(line, type=NodeGreeting)
+        child.peer = greeting.peer
+        return greeting
 
     # ---- memory -------------------------------------------------------------------------------------------------
 
@@ -280,8 +319,9 @@ class DemoBox:
         _kill(tree)
         await self._wait(servers)
         for child in self._children:
-            if child.process.stdout is not None:
-                await child.process.stdout.aclose()
+            for pipe in (child.process.stdin, child.process.stdout):
+                if pipe is not None:
+                    await pipe.aclose()
 
     async def _wait(self, pids: set[int]) -> None:
         for child in self._children:

@@ -8,7 +8,6 @@ import heapq
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass, field
@@ -50,6 +49,7 @@ from .report import (
     report_request,
     request_table,
 )
+from .running import run_in_time
 
 MAX_NODES: Final = 16
 POLL_S: Final = 0.3
@@ -115,9 +115,10 @@ def run_demo(arguments: SimpleNamespace) -> int:
     return 0 if report.ok else 1
 
 
-def describe_timeout(timeout_s: float, stage: str) -> str:
-    """What to say of a demo that was not done in time: it may have been nothing but a busy machine."""
-    more = f"`p2pserve demo --timeout-s {2 * timeout_s:g}`"
+def describe_timeout(timeout_s: float, stage: str, options: str = "") -> str:
+    """What to say of a demo with these options that was not done in time: it may have been nothing but a busy
+    machine."""
+    more = f"`p2pserve demo {options}--timeout-s {2 * timeout_s:g}`"
     return f"not done after {timeout_s:g} s, while {stage}; a slow or busy machine takes longer: {more}"
 
 
@@ -172,26 +173,10 @@ class Demo:
 
     async def run(self) -> DemoReport | None:
         """Run to the end; None when interrupted. Raises DemoFailed and what the network raises."""
-        report: DemoReport | None = None
-        interrupted = False
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, signal.SIGHUP) as signals:
-            async with trio.open_nursery() as nursery:
-
-                async def watch() -> None:
-                    nonlocal interrupted
-                    async for _ in signals:
-                        if not interrupted:
-                            interrupted = True
-                            self._say("interrupted: ending everything that was started")
-                            nursery.cancel_scope.cancel()
-
-                nursery.start_soon(watch)
-                with trio.move_on_after(self._settings.timeout_s) as limit:
-                    report = await self._run()
-                if limit.cancelled_caught:
-                    raise DemoFailed(describe_timeout(self._settings.timeout_s, self._stage))
-                nursery.cancel_scope.cancel()
-        return None if interrupted else report
+        timeout_s = self._settings.timeout_s
+        return await run_in_time(
+            self._run, timeout_s, say=self._say, explain=lambda: describe_timeout(timeout_s, self._stage)
+        )
 
     async def _run(self) -> DemoReport:
         settings = self._settings

@@ -9,7 +9,7 @@ where the user is root, else with a proxy on loopback, and says which and what i
 from .control import WanStatistics
 from .emulated import EmulatedWan, Kind, unavailable
 from .errors import WanError, WanUnavailable
-from .scenario import LinkClass, Outage, Scenario, ScenarioError, WanBox, WanPair, link_classes
+from .scenario import LinkClass, Outage, Scenario, ScenarioError, WanBox, WanPair, link_classes, measured_link
 from .switch import BoxStatistics, LineStatistics
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "WanStatistics",
     "WanUnavailable",
     "link_classes",
+    "measured_link",
     "unavailable",
 ]

@@ -50,14 +50,14 @@ TUN_CANNOT = (
     "packets that overtake each other, duplicates, corruption",
     "single packets dropped at a full queue: it drops what a stream sends at a time, up to 64 KB (`loss` is by packet)",
     "links whose capacity is shared with strangers, and policers",
-    "more than one address, NAT or port mapping of a box; IPv6",
+    "more than one address or a mapped port of a box; IPv6",
 )
 PROXY_CANNOT = (
     "TCP over a long path (it ends at the proxy): no slow start, no congestion control, no real window",
     "one stream's limit, other than modelled: each connection has at most 2.7 MB under way",
     "packet loss: `loss` is ignored; an outage holds bytes back and loses none",
     "the round trip of connecting: a connect succeeds at once, a refusal comes later as a reset",
-    "UDP; addresses: a box is reached through `route`, which differs by the box that dials",
+    "UDP; NAT; addresses: a box is reached through `route`, which differs by the box that dials",
 )
 
 
@@ -131,7 +131,7 @@ class EmulatedWan:
         return (*TUN_CANNOT, *self._ready.notes)
 
     def address(self, box: str) -> str:
-        """The address at which servers in `box` listen."""
+        """The address at which servers in `box` listen; of one behind NAT, that of its router."""
         if box not in self.scenario.boxes:
             raise ScenarioError(f"there is no box {box!r}; boxes: {', '.join(self.scenario.boxes)}")
         if box not in self._ready.addresses:

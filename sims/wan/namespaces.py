@@ -29,7 +29,12 @@ IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 # Before each packet: flags, kind of segmentation, header bytes, segment bytes, where the checksum is and goes.
 VNET_HEADER = struct.Struct("=BBHHHH")
+NEEDS_CHECKSUM = 0x01  # of its flags: whoever takes the packet computes its checksum
 DEVICE = "wan0"
+# Addresses that programs take for public ones, as those of rented boxes are; no packet leaves the namespaces.
+PUBLIC = "11.77"
+# Of each box behind NAT: behind most routers it is an address of this kind, and the same as behind the next one.
+PRIVATE = "192.168.1.2"
 # Every drop is to be the emulated router's: the device's own queue holds more than TCP ever has under way.
 DEVICE_QUEUE = 50_000
 
@@ -86,13 +91,15 @@ def sweep(*, of: int | None = None) -> list[str]:
 
 
 class Namespaces:
-    """A scenario's boxes, as a context manager; `devices`: box -> its TUN descriptor."""
+    """A scenario's boxes, as a context manager; `devices`: box -> its TUN descriptor. `addresses` are what others see;
+    `inside`: the own ones of boxes behind NAT."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         names = list(scenario.boxes)
         self.namespaces = {name: f"{PREFIX}-{os.getpid()}-{name}" for name in names}
-        self.addresses = {name: f"10.77.{i // 250}.{i % 250 + 1}" for i, name in enumerate(names)}
+        self.addresses = {name: f"{PUBLIC}.{i // 250}.{i % 250 + 1}" for i, name in enumerate(names)}
+        self.inside = {name: PRIVATE for name, box in scenario.boxes.items() if box.behind_nat}
         self.devices: dict[str, int] = {}
         self.notes: list[str] = []
 
@@ -140,8 +147,18 @@ class Namespaces:
         mtu, queue = str(self._scenario.mtu), str(DEVICE_QUEUE)
         failed = self._set(namespace)
         _ip("-n", namespace, "link", "set", "lo", "up")
-        _ip("-n", namespace, "addr", "add", f"{self.addresses[name]}/16", "dev", DEVICE)
+        inside = self.inside.get(name)
+        _ip(
+            "-n",
+            namespace,
+            "addr",
+            "add",
+            f"{self.addresses[name]}/16" if inside is None else f"{inside}/24",
+            "dev",
+            DEVICE,
+        )
         _ip("-n", namespace, "link", "set", DEVICE, "mtu", mtu, "txqueuelen", queue, "up")
+        _ip("-n", namespace, "route", "add", "default", "dev", DEVICE)
         if number == 0:
             self.notes += failed
 

@@ -24,6 +24,7 @@ import msgspec
 
 LINKS = Path(__file__).parent.parent / "data" / "wan_links.csv"
 CLASS = "class:"
+FIGURES = ("rtt_ms", "single_stream_gbps", "multi_stream_gbps")  # columns of that table
 MAX_BOXES = 250
 MAX_GBPS = 400.0
 MAX_RTT_MS = 60_000.0
@@ -41,10 +42,12 @@ class ScenarioError(ValueError):
 
 
 class WanBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A box's access link in Gb/s of IP packets, shared by all its flows."""
+    """A box's access link in Gb/s of IP packets, shared by all its flows. `behind_nat`: its router forwards no port, so
+    that nobody can dial it."""
 
     up_gbps: float = 1.0
     down_gbps: float = 1.0
+    behind_nat: bool = False
 
     def __post_init__(self) -> None:
         _within("up_gbps", self.up_gbps, 1e-5, MAX_GBPS)
@@ -149,11 +152,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fastest_gbps(self) -> float:
         """The most that any pair can carry."""
-        rates = [
-            min(self.boxes[a].up_gbps, self.boxes[b].down_gbps, pair.gbps or MAX_GBPS)
-            for a, b, pair in self.directions()
-        ]
-        return max(rates, default=0.0)
+        return max((self.carried_gbps(a, b) for a, b, _ in self.directions()), default=0.0)
+
+    def carried_gbps(self, a: str, b: str) -> float:
+        """What `a` can send to `b` while nothing else flows."""
+        return min(self.boxes[a].up_gbps, self.boxes[b].down_gbps, self.pair(a, b).gbps or MAX_GBPS)
 
     @staticmethod
     def queue_bytes(gbps: float, rtt_ms: float) -> float:
@@ -228,25 +231,45 @@ def changed(value: Value, changes: Mapping[str, float | None]) -> Value:
     for name in changes:
         if name not in fields:
             raise ScenarioError(f"{type(value).__name__} has no field {name!r}; fields: {', '.join(fields)}")
+        if isinstance(fields[name], bool):
+            raise ScenarioError(f"{type(value).__name__}: {name!r} stays as it was when the network was made")
     return type(value)(**{**fields, **changes})
 
 
 def link_classes() -> dict[str, LinkClass]:
     """The table's `class:*` rows by name; one between two classes is `one:other`."""
-    with LINKS.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["a"].startswith(CLASS)]
     found = {}
-    for row in rows:
-        a, b = row["a"].removeprefix(CLASS), row["b"].removeprefix(CLASS)
-        name = a if a == b else f"{a}:{b}"
-        found[name] = LinkClass(
-            name=name,
-            rtt_ms=float(row["rtt_ms"]),
-            one_stream_gbps=float(row["single_stream_gbps"]),
-            multi_stream_gbps=float(row["multi_stream_gbps"]),
-            source=row["source"],
-        )
+    for row in _read_links():
+        if row["a"].startswith(CLASS):
+            a, b = row["a"].removeprefix(CLASS), row["b"].removeprefix(CLASS)
+            name = a if a == b else f"{a}:{b}"
+            found[name] = _link(name, row)
     return found
+
+
+def measured_link(a: str, b: str) -> LinkClass:
+    """The table's row between two places, such as `azure:eastus` and `aws:ap-south-1`, in either order. Raises
+    `ScenarioError` where there is none, or it lacks a figure."""
+    for row in _read_links():
+        if {row["a"], row["b"]} == {a, b} and all(row[name] for name in FIGURES):
+            return _link(f"{a} - {b}", row)
+    raise ScenarioError(f"{LINKS.name} has no row with all figures between {a!r} and {b!r}")
+
+
+def _read_links() -> list[dict[str, str]]:
+    with LINKS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _link(name: str, row: Mapping[str, str]) -> LinkClass:
+    rtt_ms, one_stream_gbps, multi_stream_gbps = (float(row[figure]) for figure in FIGURES)
+    return LinkClass(
+        name=name,
+        rtt_ms=rtt_ms,
+        one_stream_gbps=one_stream_gbps,
+        multi_stream_gbps=multi_stream_gbps,
+        source=row["source"],
+    )
 
 
 def _within(field: str, value: float, low: float, high: float, what: str = "") -> None:

@@ -17,7 +17,8 @@ import time
 from typing import Final
 
 from .control import Commands, EmulatorReady, run_emulator, say_ready
-from .namespaces import VNET_HEADER, Namespaces
+from .namespaces import NEEDS_CHECKSUM, VNET_HEADER, Namespaces
+from .nat import Nat
 from .scenario import Scenario
 from .switch import Switch
 
@@ -42,6 +43,7 @@ class TunEmulator:
         self._devices = namespaces.devices
         self._boxes = {descriptor: name for name, descriptor in namespaces.devices.items()}
         self._names = {socket.inet_aton(address): name for name, address in namespaces.addresses.items()}
+        self._nats = {name: Nat(inside, namespaces.addresses[name]) for name, inside in namespaces.inside.items()}
         self._commands = Commands(self._switch, self, time.monotonic)
         self.strays = 0
 
@@ -99,11 +101,28 @@ class TunEmulator:
             if b is None or b == a:
                 self.strays += 1
                 continue
+            if self._nats:
+                translated = self._translate(packet, a, b)
+                if translated is None:
+                    self.strays += 1
+                    continue
+                packet = translated
             size = len(packet) - start
             _, together, _, segment, _, _ = unpack(packet)
             if together:  # on a real wire each segment has headers of its own
                 size += (size - HEADERS - 1) // segment * HEADERS
             enter(a, b, size, packet, now)
+
+    def _translate(self, packet: bytes, a: str, b: str) -> bytes | None:
+        """A packet from `a` to `b` after the routers that are in front of them; None: one of them does not let it
+        through."""
+        start, partial = VNET_HEADER.size, bool(packet[0] & NEEDS_CHECKSUM)
+        found: bytes | None = packet
+        if a in self._nats:
+            found = self._nats[a].leave(packet, start, partial=partial)
+        if b in self._nats and found is not None:
+            found = self._nats[b].enter(found, start, partial=partial)
+        return found
 
 
 def main() -> int:

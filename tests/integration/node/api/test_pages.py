@@ -28,6 +28,7 @@ ELSEWHERE = {
     "docs/wan.md: scenario = ": "tests/integration/sims/test_wan.py",
     "docs/wan.md: python -m p2pserve.sims.wan run ": "tests/integration/sims/test_wan.py",
     "make demo": "tests/integration/sdk/test_demo.py",
+    ".venv/bin/p2pserve demo --wan": "tests/integration/sdk/test_wan_demo.py",
     "make gpu-check": "tests/integration/node/engine/test_gpu_check.py",
     "pip install .": "tests/integration/sdk/test_client_wheel.py",
     "rented/rent.sh": "tests/integration/test_rent_scripts.py",

@@ -20,15 +20,14 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
 from p2pserve.sims.wan.namespaces import IFF_NO_PI, IFF_TUN, PREFIX, TUN, TUNSETIFF, command, sweep
+from p2pserve.sims.wan.nat import CHECKSUM_AT, adjust_checksum
 
-TCP, UDP = 6, 17
-CHECKSUM_AT = {TCP: 16, UDP: 6}
 FIRST_PORT = 20_000
 LIMIT_S = 20.0
 
@@ -209,18 +208,5 @@ def _rewrite(packet: bytes, head: int, flow: Flow) -> bytes:
     found[12:20], found[head : head + 4] = new
     for at, changes in ((10, [0]), (head + CHECKSUM_AT[protocol], [0, 1])):
         (checksum,) = struct.unpack_from("!H", packet, at)
-        struct.pack_into("!H", found, at, _adjust(checksum, ((old[each], new[each]) for each in changes)))
+        struct.pack_into("!H", found, at, adjust_checksum(checksum, ((old[each], new[each]) for each in changes)))
     return bytes(found)
-
-
-def _adjust(checksum: int, changes: Iterable[tuple[bytes, bytes]]) -> int:
-    """RFC 1624: a checksum after bytes below it have changed."""
-    total = ~checksum & 0xFFFF
-    for old, new in changes:
-        words = len(old) // 2
-        total += sum(~word & 0xFFFF for word in struct.unpack(f"!{words}H", old)) + sum(
-            struct.unpack(f"!{words}H", new)
-        )
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return ~total & 0xFFFF

@@ -124,6 +124,7 @@ TOKENLESS = "127.0.0.1:1"
         (["demo", "--nodes", "17"], "nodes"),
         (["demo", "--max-tokens", "0"], "--max-tokens"),
         (["demo", "--model", "/no/such/model"], "/no/such/model"),
+        (["demo", "--wan", "--nodes", "3"], "--nodes"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(

@@ -135,14 +135,27 @@ def test_each_box_has_a_device_with_the_scenarios_mtu(ip: Ip, monkeypatch: pytes
     with Namespaces(TWO) as made:
         assert set(made.devices) == {"paris", "nyc"}
         assert "2 boxes" in repr(made)
-        assert made.addresses == {"paris": "10.77.0.1", "nyc": "10.77.0.2"}
+        assert made.addresses == {"paris": "11.77.0.1", "nyc": "11.77.0.2"}
     assert made.devices == {}
     first = [line for line in ip.ran if "paris" in line]
     me = f"p2pwan-{os.getpid()}-paris"
     assert first[0] == f"netns add {me}"
-    assert f"-n {me} addr add 10.77.0.1/16 dev wan0" in first
+    assert f"-n {me} addr add 11.77.0.1/16 dev wan0" in first
     assert f"-n {me} link set wan0 mtu 1400 txqueuelen 50000 up" in first
     assert any("echo bbr >/proc/sys/net/ipv4/tcp_congestion_control" in line for line in first)
+
+
+def test_a_box_behind_nat_has_an_address_of_its_own_and_is_seen_at_its_routers(
+    ip: Ip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(namespaces, "running", dict)
+    boxes = {"paris": WanBox(), "home": WanBox(behind_nat=True)}
+    with Namespaces(Scenario(boxes=boxes, default=WanPair())) as made:
+        assert (made.addresses["home"], made.inside) == ("11.77.0.2", {"home": namespaces.PRIVATE})
+    me = f"p2pwan-{os.getpid()}-"
+    assert f"-n {me}home addr add {namespaces.PRIVATE}/24 dev wan0" in ip.ran
+    for box in boxes:
+        assert f"-n {me}{box} route add default dev wan0" in ip.ran
 
 
 def test_what_the_kernel_does_not_set_is_a_note_once(ip: Ip, monkeypatch: pytest.MonkeyPatch) -> None:

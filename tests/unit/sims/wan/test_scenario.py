@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pserve.sims.wan import Outage, Scenario, ScenarioError, WanBox, WanPair, link_classes
+from p2pserve.sims.wan import Outage, Scenario, ScenarioError, WanBox, WanPair, link_classes, measured_link
 from p2pserve.sims.wan.scenario import LINKS, changed
 
 TWO = {"paris": WanBox(), "nyc": WanBox(up_gbps=2, down_gbps=2)}
@@ -40,6 +40,9 @@ BETWEEN = {("paris", "nyc"): WanPair(rtt_ms=90)}
         (lambda: Outage(a="paris", b="nyc", start_s=-1, seconds=1), "start_s"),
         (lambda: Scenario.from_classes({("a", "b"): "warp"}), "no class of links 'warp'; classes: thunderserve-high"),
         (lambda: changed(WanPair(), {"rtt": 5}), "WanPair has no field 'rtt'; fields: rtt_ms"),
+        (lambda: changed(WanBox(), {"behind_nat": 1.0}), "'behind_nat' stays as it was"),
+        (lambda: measured_link("azure:eastus", "atlantis"), "no row with all figures between 'azure:eastus' and 'atla"),
+        (lambda: measured_link("lambda:us-west-2", "lambda:us-east-1"), "with all figures"),
         (lambda: changed(WanBox(), {"up_gbps": -1}), "up_gbps"),
     ],
 )
@@ -138,3 +141,17 @@ def test_json_names_the_ends_of_a_pair() -> None:
     assert document["pairs"] == [
         {"rtt_ms": 90.0, "loss": 0.0, "jitter_ms": 0.0, "gbps": None, "a": "paris", "b": "nyc"}
     ]
+
+
+def test_a_measured_link_is_found_in_either_order() -> None:
+    one, other = measured_link("azure:eastus", "aws:ap-south-1"), measured_link("aws:ap-south-1", "azure:eastus")
+    assert (one.rtt_ms, one.multi_stream_gbps, one.source) == (other.rtt_ms, other.multi_stream_gbps, other.source)
+    assert (one.rtt_ms, one.one_stream_gbps, one.multi_stream_gbps) == (199.6, 0.104, 0.58)
+
+
+def test_what_a_pair_carries_is_bounded_by_both_boxes_and_the_path() -> None:
+    boxes = {"paris": WanBox(up_gbps=3, down_gbps=1), "nyc": WanBox(up_gbps=2, down_gbps=5)}
+    scenario = Scenario(boxes=boxes, pairs=BETWEEN)
+    assert (scenario.carried_gbps("paris", "nyc"), scenario.carried_gbps("nyc", "paris")) == (3, 1)
+    thin = Scenario(boxes=boxes, pairs={("paris", "nyc"): WanPair(gbps=0.5)})
+    assert thin.carried_gbps("paris", "nyc") == thin.fastest_gbps == 0.5
