@@ -36,7 +36,7 @@ class ClientOrders(msgspec.Struct, frozen=True, kw_only=True):
     every_s: float
 
 
-class NetworkLook(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
+class WanLook(msgspec.Struct, frozen=True, kw_only=True, tag="looked"):
     """The network as its nearest node saw it at `at`."""
 
     at: float
@@ -70,7 +70,7 @@ class ClientStopped(msgspec.Struct, frozen=True, kw_only=True, tag="stopped"):
     """All requests have ended, and no more will come."""
 
 
-ClientLine = NetworkLook | AnsweredRequest | LostRequest | ClientStopped
+ClientLine = WanLook | AnsweredRequest | LostRequest | ClientStopped
 
 
 def say(seen: ClientLine) -> None:
@@ -84,7 +84,7 @@ async def _look(client: AsyncClient) -> None:
         with trio.move_on_after(DEADLINE_S):
             try:
                 status = await client.status()
-                say(NetworkLook(at=time.monotonic(), status=status))
+                say(WanLook(at=time.monotonic(), status=status))
             except ClientError:
                 pass  # its gateway was lost: the next look finds another one
         await trio.sleep(LOOK_S)

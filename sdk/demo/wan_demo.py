@@ -42,7 +42,7 @@ from .ocean import (
     kv_links,
 )
 from .running import run_in_time
-from .wan_client import ASK, STOP, ClientLine, ClientOrders, ClientStopped, NetworkLook
+from .wan_client import ASK, STOP, ClientLine, ClientOrders, ClientStopped, WanLook
 from .wan_report import WanEvents, WanReport, picture_lines, report_run
 from .wan_timeline import WanTimeline
 
@@ -267,7 +267,7 @@ class WanDemo:
                 self._take(msgspec.json.decode(line, type=ClientLine))
 
     def _take(self, line: ClientLine) -> None:
-        if isinstance(line, NetworkLook):
+        if isinstance(line, WanLook):
             for news in self._timeline.on_look(line):
                 self._say(news)
         elif isinstance(line, ClientStopped):

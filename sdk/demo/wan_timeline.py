@@ -14,7 +14,7 @@ from ...kvtransport.probing.figures import Source
 from ...node.links.planner_links import PlannerLinks
 from ...node.messages import NodeStatus
 from .ocean import KvLink
-from .wan_client import AnsweredRequest, LostRequest, NetworkLook
+from .wan_client import AnsweredRequest, LostRequest, WanLook
 
 AT_ONCE: Final = "planned at once: "
 CHANCE: Final = 0.01
@@ -54,7 +54,7 @@ class WanTimeline:
         self._sites: dict[str, str] = {}
         self._measured: set[frozenset[str]] = set()  # pairs of boxes
 
-    def on_look(self, look: NetworkLook) -> list[str]:
+    def on_look(self, look: WanLook) -> list[str]:
         """The network as it is now; returns what is new, for people."""
         status = look.status
         nodes = {self._names[node.peer]: node for node in status.nodes if node.peer in self._names}

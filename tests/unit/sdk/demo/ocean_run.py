@@ -10,7 +10,7 @@ from p2pserve.kvtransport.probing.figures import LinkFigures, Source, prior
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable, NodeStatus, Status
 from p2pserve.sdk.demo.ocean import BOXES, build_scenario, kv_links
-from p2pserve.sdk.demo.wan_client import AnsweredRequest, ClientOrders, LostRequest, NetworkLook
+from p2pserve.sdk.demo.wan_client import AnsweredRequest, ClientOrders, LostRequest, WanLook
 from p2pserve.sdk.demo.wan_report import WanEvents
 from p2pserve.sdk.demo.wan_timeline import WanTimeline
 
@@ -70,7 +70,7 @@ def node(name: str, *, state: str = "alive", gbps: float = 1.0, engine: str = "r
     )
 
 
-def look(at: float, running: Plan | None, *, gbps: float = 1.0, dead: str = "", engine: str = "ready") -> NetworkLook:
+def look(at: float, running: Plan | None, *, gbps: float = 1.0, dead: str = "", engine: str = "ready") -> WanLook:
     """What the client sees at a moment."""
     nodes = tuple(
         node(box.name, state=dead if dead and box.name == DEAD else "alive", gbps=gbps, engine=engine) for box in BOXES
@@ -78,7 +78,7 @@ def look(at: float, running: Plan | None, *, gbps: float = 1.0, dead: str = "", 
     client = NodeStatus(peer="12D3client", role="client", state="alive", address="c:1", rtt_s=0.0, advert=None)
     first = PEERS[BOXES[0].name]
     status = Status(answered_by=first, coordinator=first, epoch=1, nodes=(*nodes, client), plan=running)
-    return NetworkLook(at=at, status=status)
+    return WanLook(at=at, status=status)
 
 
 def answer(
