@@ -19,6 +19,7 @@ from .deployments import deployments
 from .headline import headline
 from .links import links
 from .page import Page, write_index, write_page
+from .phases import phases
 from .ratios import ratios
 from .recovery import recovery
 from .rescheduling import rescheduling
@@ -26,7 +27,7 @@ from .setting import Scope
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment
-    for experiment in (links, ratios, ablation, rescheduling, recovery, deployments, baselines, convergence)
+    for experiment in (phases, links, ratios, ablation, rescheduling, recovery, deployments, baselines, convergence)
 }
 SUMMARY: Final = "headline"
 EPILOG: Final = """\

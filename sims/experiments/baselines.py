@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 import numpy as np
 
+from ...coordinator.planning.model.workload import Slo
 from ..replanning import describe_phases
 from ..results.outcomes import ServiceOutcome, attainment
 from .deployments import RATES
-from .page import Curves, Page, PageTable, ResultRow
+from .page import Curves, Page, PageTable, Picture, ResultRow
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, highest_rate, outcome, spread
 from .systems import IN_HOUSE, SYSTEMS, WHOLE, System, systems
 
 TITLE: Final = "Figure 9, and deadlines of figures 7 and 8"
+ATTAINMENT: Final = "Figures 7 and 8"
 SCALE: Final = 10.0
 LOADS: Final = (0.5, 0.8, 1.0)
 """Rates at which deadlines are compared, as parts of what the HexGen-like plan carries."""
 SHOWN: Final = 0.8
 TARGETS: Final = (TARGET, 0.99)
-SCALES: Final = np.linspace(1.0, 20.0, 39)
+DEADLINES: Final = {"TTFT": "ttft_s", "TPOT": "tpot_s", "end to end": "e2e_s"}
+SCALES: Final = np.geomspace(0.5, 64.0, 43)
 PAPER: Final = {
     ("coding", "HexGen-like"): ("1.5", "1.4 (1.8)"),
     ("conversation", "HexGen-like"): ("1.3", "1.3 (1.4)"),
@@ -70,14 +74,32 @@ class OverRow(ResultRow, frozen=True):
     paper_deadline: str
 
 
+class NeededScaleRow(ResultRow, frozen=True):
+    """One kind of deadline at one rate: the SLO scale at which 90 % of the requests meet it, by
+    system (`-`: so many never end)."""
+
+    column: str
+    workload: str
+    deadline: str
+    load: str
+    rate: float
+    ours: str
+    hexgen_like: str
+    hexgen_like_2048: str
+    distserve_like: str
+    vllm_like: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SystemContest:
-    """All systems on one workload and column; `curves`: attainment by deadline scale."""
+    """All systems on one workload and column; `curves`: attainment by deadline scale, for each load
+    and kind of deadline, by system."""
 
     case: PlannedCase
     rows: list[SystemRow]
     ratios: list[OverRow]
-    curves: dict[str, list[float]]
+    scales: list[NeededScaleRow]
+    curves: dict[tuple[float, str], dict[str, list[float]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,9 +117,10 @@ class _Measured:
         )
 
 
-def _quantile(run: ServiceOutcome, target: float) -> float:
-    e2e_s = np.sort(np.where(run.outcomes.completed, run.outcomes.e2e_s, np.inf))
-    return float(e2e_s[int(np.ceil(target * len(e2e_s))) - 1])
+def _quantile(run: ServiceOutcome, target: float, figure: str = "e2e_s") -> float:
+    """Seconds within which the target share is done; those that never end count as infinite."""
+    seconds = np.sort(np.where(run.outcomes.completed, getattr(run.outcomes, figure), np.inf))
+    return float(seconds[int(np.ceil(target * len(seconds))) - 1])
 
 
 @cache
@@ -124,14 +147,48 @@ def _contest(case: PlannedCase, scope: Scope) -> SystemContest:
     }
     rows = [_system_row(case, measured[name], SHOWN * common) for name in SYSTEMS]
     ratios = [_ratio_row(case, measured["ours"], measured[name]) for name in SYSTEMS[1:]]
+    parts = [(load, deadline) for load in LOADS for deadline in DEADLINES]
     curves = {
-        name: [
-            float(np.mean([attainment(run.outcomes, run.service.slo, scale / SCALE) for run in one.runs[SHOWN]]))
-            for scale in SCALES
-        ]
-        for name, one in measured.items()
+        (load, deadline): {name: attainment_curve(measured[name].runs[load], deadline) for name in SYSTEMS}
+        for load, deadline in parts
     }
-    return SystemContest(case, rows, ratios, curves)
+    scales = [_scale_row(case, measured, deadline, load, load * common) for load, deadline in parts]
+    return SystemContest(case, rows, ratios, scales, curves)
+
+
+def attainment_curve(runs: Sequence[ServiceOutcome], deadline: str) -> list[float]:
+    """At each of SCALES, the share of requests that meet this one deadline; mean over the runs."""
+    return [
+        float(np.mean([attainment(run.outcomes, _one_deadline(run, deadline), scale / SCALE) for run in runs]))
+        for scale in SCALES
+    ]
+
+
+def needed_scale(runs: Sequence[ServiceOutcome], deadline: str) -> float:
+    """The scale of this deadline at which the target share meets it, mean over the runs; infinite
+    where in one of them fewer requests end."""
+    return float(np.mean([_quantile(run, TARGET, DEADLINES[deadline]) / _lone_s(run, deadline) for run in runs]))
+
+
+def _one_deadline(run: ServiceOutcome, deadline: str) -> Slo:
+    field = DEADLINES[deadline]
+    return Slo(**{field: getattr(run.service.slo, field)})
+
+
+def _lone_s(run: ServiceOutcome, deadline: str) -> float:
+    """What a request takes that is alone on an A100."""
+    return float(getattr(run.service.slo, DEADLINES[deadline])) / SCALE
+
+
+def _scale_row(
+    case: PlannedCase, measured: Mapping[str, _Measured], deadline: str, load: float, rate: float
+) -> NeededScaleRow:
+    needed = [needed_scale(measured[name].runs[load], deadline) for name in SYSTEMS]
+    ours, hexgen, whole, distserve, vllm = (f"{scale:.3g}" if np.isfinite(scale) else "-" for scale in needed)
+    return NeededScaleRow(
+        column=case.specs.value, workload=case.workload, deadline=deadline, load=f"{load:.0%}", rate=rate,
+        ours=ours, hexgen_like=hexgen, hexgen_like_2048=whole, distserve_like=distserve, vllm_like=vllm,
+    )  # fmt: skip
 
 
 def _runs(system: System, scope: Scope, rate: float) -> list[ServiceOutcome]:
@@ -208,17 +265,39 @@ def baselines(scope: Scope) -> Page:
         tables=(
             PageTable(TITLE, [row for one in found for row in one.ratios]),
             PageTable("Systems", [row for one in found for row in one.rows]),
+            PageTable(
+                ATTAINMENT,
+                [row for one in found for row in one.scales],
+                f"The SLO scale that {TARGET:.0%} of the requests need, for each deadline alone, at three rates: "
+                "parts of HexGen-like's highest.",
+            ),
         ),
         remarks=REMARKS,
-        curves=tuple(
-            Curves(
-                f"baselines-{one.case.workload}-{one.case.specs.value}",
-                f"deadlines, as multiples of a lone request on an A100 ({one.case.workload}, {one.case.specs.value})",
-                f"in time at {SHOWN:.0%} of HexGen-like's highest rate",
-                {name: (SCALES.tolist(), line) for name, line in one.curves.items()},
-                marker="",
+        pictures=tuple(_picture(one) for one in found),
+    )
+
+
+def _picture(contest: SystemContest) -> Picture:
+    """Figures 7 and 8 for one workload and column: a row for each load, a column for each
+    deadline."""
+    workload, column = contest.case.workload, contest.case.specs.value
+    rates = {row.load: row.rate for row in contest.scales}
+    return Picture(
+        f"baselines-{workload}-{column}",
+        f"share of requests in time over SLO scale, at three rates, for TTFT, TPOT and end to end ({workload}, "
+        f"{column})",
+        tuple(
+            tuple(
+                Curves(
+                    f"{deadline} SLO scale, {rates[f'{load:.0%}']:.3g} requests/s",
+                    "in time",
+                    {name: (SCALES.tolist(), line) for name, line in contest.curves[load, deadline].items()},
+                    marker="",
+                    log_x=True,
+                )
+                for deadline in DEADLINES
             )
-            for one in found
+            for load in LOADS
         ),
     )
 

@@ -15,7 +15,7 @@ from p2pserve.sims.experiments.__main__ import EXPERIMENTS, main
 from p2pserve.sims.experiments.deployments import papers_solution
 from p2pserve.sims.experiments.headline import headline
 from p2pserve.sims.experiments.links import link_rows
-from p2pserve.sims.experiments.page import Curves, Page, PageTable, ResultRow, write_index, write_page
+from p2pserve.sims.experiments.page import Curves, Page, PageTable, Picture, ResultRow, write_index, write_page
 from p2pserve.sims.experiments.recovery import ANSWERS, DEAD_S, answer_loss, spans_of
 from p2pserve.sims.experiments.setting import (
     CLOUD,
@@ -90,9 +90,20 @@ def test_the_index_names_every_page(tmp_path: Path) -> None:
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    write_page(a_page(curves=(Curves("p", "x", "y", {"a line": ([0, 1], [1, 2])}),)), tmp_path)
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert "(p.png)" in (tmp_path / "x.md").read_text()
+    curves = Curves("x", "y", {"a line": ([0, 1], [1, 2])})
+    grid = Picture("q", "four of them", ((curves, curves), (curves, Curves("x", "y", {"a line": ([1, 9], [1, 99])}))))
+    write_page(a_page(pictures=(Picture.of("p", curves), grid)), tmp_path)
+    for name in ("p.png", "q.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "x.md").read_text()
+    assert "![y over x](p.png)" in text
+    assert "![four of them](q.png)" in text
+
+
+def test_a_page_of_another_command_names_that(tmp_path: Path) -> None:
+    text = a_page(command="python -m elsewhere x").markdown()
+    assert "\n    python -m elsewhere x\n" in text
+    assert "p2pserve.sims.experiments" not in text
 
 
 def test_an_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
