@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ScenarioError, Usage) as error:
         sys.stderr.write(f"wan: error: {error}\n")
         return 2
-    except (WanError, OSError) as error:
+    except (WanError, OSError, ImportError) as error:
         sys.stderr.write(f"wan: error: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -163,6 +163,7 @@ def _paths(arguments: argparse.Namespace) -> int:
 
 
 def _alpha_beta(arguments: argparse.Namespace) -> int:
+    arguments.out.mkdir(parents=True, exist_ok=True)  # that it cannot be written is told before minutes of measuring
     rows = []
     for row in alpha_beta.measure_links(arguments.kind):
         rows.append(row)
