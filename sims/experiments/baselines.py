@@ -9,9 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from ...coordinator.planning.model.workload import Slo
 from ..replanning import describe_phases
-from ..results.outcomes import ServiceOutcome, attainment
+from ..results.outcomes import Floats, ServiceOutcome, attainment
 from .deployments import RATES
 from .page import Curves, Page, PageTable, Picture, ResultRow
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, highest_rate, outcome, spread
@@ -24,7 +23,12 @@ LOADS: Final = (0.5, 0.8, 1.0)
 """Rates at which deadlines are compared, as parts of what the HexGen-like plan carries."""
 SHOWN: Final = 0.8
 TARGETS: Final = (TARGET, 0.99)
-DEADLINES: Final = {"TTFT": "ttft_s", "TPOT": "tpot_s", "end to end": "e2e_s"}
+DEADLINES: Final = {
+    "TTFT": ("ttft_s",),
+    "TPOT": ("tpot_s",),
+    "end to end": ("e2e_s",),
+    "all three": ("ttft_s", "tpot_s", "e2e_s"),
+}
 SCALES: Final = np.geomspace(0.5, 64.0, 43)
 PAPER: Final = {
     ("coding", "HexGen-like"): ("1.5", "1.4 (1.8)"),
@@ -113,14 +117,21 @@ class _Measured:
     def deadlines(self) -> np.ndarray:
         """End-to-end seconds within which the TARGETS are reached: [load, target, seed]."""
         return np.array(
-            [[[_quantile(run, target) for run in runs] for target in TARGETS] for runs in self.runs.values()]
+            [
+                [[_quantile(_sorted_e2e_s(run), target) for run in runs] for target in TARGETS]
+                for runs in self.runs.values()
+            ]
         )
 
 
-def _quantile(run: ServiceOutcome, target: float, figure: str = "e2e_s") -> float:
-    """Seconds within which the target share is done; those that never end count as infinite."""
-    seconds = np.sort(np.where(run.outcomes.completed, getattr(run.outcomes, figure), np.inf))
-    return float(seconds[int(np.ceil(target * len(seconds))) - 1])
+def _sorted_e2e_s(run: ServiceOutcome) -> Floats:
+    found: Floats = np.sort(np.where(run.outcomes.completed, run.outcomes.e2e_s, np.inf))
+    return found
+
+
+def _quantile(values: Floats, target: float) -> float:
+    """The least that the target share of these sorted ones does not exceed."""
+    return float(values[int(np.ceil(target * len(values))) - 1])
 
 
 @cache
@@ -156,28 +167,26 @@ def _contest(case: PlannedCase, scope: Scope) -> SystemContest:
     return SystemContest(case, rows, ratios, scales, curves)
 
 
-def attainment_curve(runs: Sequence[ServiceOutcome], deadline: str) -> list[float]:
-    """At each of SCALES, the share of requests that meet this one deadline; mean over the runs."""
-    return [
-        float(np.mean([attainment(run.outcomes, _one_deadline(run, deadline), scale / SCALE) for run in runs]))
-        for scale in SCALES
+def met_scales(run: ServiceOutcome, deadline: str) -> Floats:
+    """The SLO scale from which on each request is in time, sorted; infinite where it never ends."""
+    times_lone = [
+        np.asarray(getattr(run.outcomes, field)) / (getattr(run.service.slo, field) / SCALE)
+        for field in DEADLINES[deadline]
     ]
+    found: Floats = np.sort(np.where(run.outcomes.completed, np.max(times_lone, axis=0), np.inf))
+    return found
+
+
+def attainment_curve(runs: Sequence[ServiceOutcome], deadline: str) -> list[float]:
+    """At each of SCALES, the share of requests that are in time; mean over the runs."""
+    shares = [np.searchsorted(met := met_scales(run, deadline), SCALES, side="right") / len(met) for run in runs]
+    return [float(share) for share in np.mean(shares, axis=0)]
 
 
 def needed_scale(runs: Sequence[ServiceOutcome], deadline: str) -> float:
-    """The scale of this deadline at which the target share meets it, mean over the runs; infinite
-    where in one of them fewer requests end."""
-    return float(np.mean([_quantile(run, TARGET, DEADLINES[deadline]) / _lone_s(run, deadline) for run in runs]))
-
-
-def _one_deadline(run: ServiceOutcome, deadline: str) -> Slo:
-    field = DEADLINES[deadline]
-    return Slo(**{field: getattr(run.service.slo, field)})
-
-
-def _lone_s(run: ServiceOutcome, deadline: str) -> float:
-    """What a request takes that is alone on an A100."""
-    return float(getattr(run.service.slo, DEADLINES[deadline])) / SCALE
+    """The scale at which the target share is in time, mean over the runs; infinite where in one of
+    them fewer end."""
+    return float(np.mean([_quantile(met_scales(run, deadline), TARGET) for run in runs]))
 
 
 def _scale_row(
@@ -265,14 +274,31 @@ def baselines(scope: Scope) -> Page:
         tables=(
             PageTable(TITLE, [row for one in found for row in one.ratios]),
             PageTable("Systems", [row for one in found for row in one.rows]),
+        ),
+        remarks=REMARKS,
+    )
+
+
+def deadlines(scope: Scope) -> Page:
+    """The page of figures 7 and 8, from the same runs."""
+    found = contests(scope)
+    return Page(
+        name="deadlines",
+        title="Which deadlines are met, one by one, over rates",
+        assumes=(
+            f"The systems of [the page beside](baselines.md), LLaMA-30B on {CLOUD} and {IN_HOUSE}, at three rates: "
+            "half of the highest rate of HexGen-like, 0.8 of it, and all of it. Azure's lengths, Poisson arrivals for "
+            f"{scope.seconds:g} s, {len(scope.seeds)} seed(s). The SLO scale is what a deadline is as a multiple of "
+            "what a lone request takes on an A100; each request has the scale from which on it is in time."
+        ),
+        tables=(
             PageTable(
                 ATTAINMENT,
                 [row for one in found for row in one.scales],
-                f"The SLO scale that {TARGET:.0%} of the requests need, for each deadline alone, at three rates: "
-                "parts of HexGen-like's highest.",
+                f"The SLO scale that {TARGET:.0%} of the requests need, for each deadline alone and for all three.",
             ),
         ),
-        remarks=REMARKS,
+        remarks=DEADLINE_REMARKS,
         pictures=tuple(_picture(one) for one in found),
     )
 
@@ -283,13 +309,12 @@ def _picture(contest: SystemContest) -> Picture:
     workload, column = contest.case.workload, contest.case.specs.value
     rates = {row.load: row.rate for row in contest.scales}
     return Picture(
-        f"baselines-{workload}-{column}",
-        f"share of requests in time over SLO scale, at three rates, for TTFT, TPOT and end to end ({workload}, "
-        f"{column})",
+        f"deadlines-{workload}-{column}",
+        f"share of requests in time over SLO scale, at three rates, by deadline ({workload}, {column})",
         tuple(
             tuple(
                 Curves(
-                    f"{deadline} SLO scale, {rates[f'{load:.0%}']:.3g} requests/s",
+                    f"SLO scale of {deadline}, {rates[f'{load:.0%}']:.3g} requests/s",
                     "in time",
                     {name: (SCALES.tolist(), line) for name, line in contest.curves[load, deadline].items()},
                     marker="",
@@ -333,4 +358,8 @@ REMARKS: Final = """\
   conversations, and half as long for coding, where the loads are more than the A100 carry.
 - The router by queues is taken in all rows: in trials it carries as much as dispatch by the plan's
   shares, or more.
+"""
+
+DEADLINE_REMARKS: Final = """\
+- To be written.
 """

@@ -155,7 +155,7 @@ def _draw(picture: Picture, path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows, columns = len(picture.panels), max(map(len, picture.panels))
-    size = (7.0, 4.3) if rows == columns == 1 else (4.0 * columns, 0.5 + 2.6 * rows)
+    size = (7.0, 4.3) if rows == columns == 1 else (max(7.0, 3.5 * columns), 0.5 + 2.6 * rows)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False)

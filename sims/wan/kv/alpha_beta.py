@@ -28,6 +28,7 @@ LINKS: Final = ((0.5, 1.0), (30.0, 1.0), (90.0, 1.0), (180.0, 0.3))
 FRAMES: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 """Sizes of transfers, of 1 MiB each."""
 
+PROBES: Final = 3
 WARM_UP: Final = 40
 REPEATS: Final = 3
 
@@ -68,6 +69,8 @@ def measure_links(kind: Kind | None = None) -> Iterator[AlphaBetaRow]:
 
 def measure_link(network: KVNetwork) -> Iterator[AlphaBetaRow]:
     """All sizes over one link, connections warm, by the streams that path choice gives it."""
+    for _ in range(PROBES - 1):
+        network.measure(SOURCE, TARGET)
     figures = network.measure(SOURCE, TARGET)
     query = PathQuery(source=SOURCE, target=TARGET, bytes=FRAMES[-1] * FRAME_BYTES, relays=frozenset())
     paths = choose(query, network.known()).paths
@@ -114,11 +117,12 @@ def make_page(rows: Sequence[AlphaBetaRow]) -> Page:
         title="The alpha-beta model beside real transfers",
         command=f"python -m p2pserve.sims.wan {NAME}",
         assumes=(
-            f"Real bytes of made-up KV through `kvtransport` between two boxes of the emulated network, over "
-            f"connections that are warm. Each link is probed as nodes do it, with pings and a burst, and every "
-            f"estimate comes from those two figures: the round trip and the bytes at the rate. Sizes are of transfers; "
-            f"beside them how many tokens of a prompt of LLaMA-30B that is in kv4 ({KV_BITS:g} bits). Seconds are from "
-            f"the start to the receiver's acknowledgement, median of {REPEATS} (least-most: `spread`)."
+            "Real bytes of made-up KV through `kvtransport` between two boxes of the emulated network, over "
+            f"connections that are warm. Each link is probed as nodes do it, {PROBES} times with pings and a burst, "
+            "and every estimate comes from those two figures: the round trip and the bytes at the rate. Sizes are of "
+            "transfers; beside them how many tokens of a prompt of LLaMA-30B that is in kv4 "
+            f"({KV_BITS:g} bits). Seconds are from the start to the receiver's acknowledgement, median of {REPEATS} "
+            "(least-most: `spread`)."
         ),
         tables=(PageTable(TITLE, rows),),
         remarks=REMARKS,

@@ -113,6 +113,29 @@ def test_an_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "figure-99" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("option", "value"), [("--seeds", "0"), ("--seconds", "-1"), ("--seeds", "two")])
+def test_no_seeds_or_seconds_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["links", option, value])
+    assert refused.value.code == 2
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_the_scope_is_what_options_say_and_the_page_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[Scope] = []
+
+    def look(scope: Scope) -> Page:
+        scopes.append(scope)
+        return a_page(name="links", title="Links")
+
+    monkeypatch.setattr("p2pserve.sims.experiments.__main__.EXPERIMENTS", {**EXPERIMENTS, "links": look})
+    for options in ([], ["--seeds", "2", "--seconds", "30"], ["--quick", "--seeds", "1"]):
+        assert main(["links", "--out", str(tmp_path), *options]) == 0
+        command = " ".join(["python -m p2pserve.sims.experiments links", *options])
+        assert f"\n    {command}\n" in (tmp_path / "links.md").read_text()
+    assert scopes == [Scope(), Scope(seeds=(0, 1), seconds=30.0), Scope.quick()]
+
+
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["links", "--quick", "--out", str(tmp_path / "file")]) == 1

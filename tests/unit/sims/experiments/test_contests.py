@@ -223,9 +223,11 @@ def test_all_systems_are_shown_at_one_rate(contest: baselines.SystemContest) -> 
     assert by_name["HexGen-like"] == "0 (0-0)"
 
 
+KINDS = ("TTFT", "TPOT", "end to end", "all three")
+
+
 def test_curves_rise_with_the_deadline_at_every_rate(contest: baselines.SystemContest) -> None:
-    parts = [(load, deadline) for load in baselines.LOADS for deadline in ("TTFT", "TPOT", "end to end")]
-    assert list(contest.curves) == parts
+    assert list(contest.curves) == [(load, deadline) for load in baselines.LOADS for deadline in KINDS]
     for lines in contest.curves.values():
         assert list(lines) == list(SYSTEMS)
         for line in lines.values():
@@ -237,7 +239,7 @@ def test_each_deadline_is_met_by_itself() -> None:
     """Lone requests take 0.2 s, of which 0.02 until the first token; these take 2 s, one of ten twice as long."""
     slo = Slo(ttft_s=0.2, tpot_s=0.18, e2e_s=2.0, target=0.9)
     runs = [run_of([2.0] * 9 + [4.0], slo), run_of([2.0] * 9 + [np.nan], slo)]
-    for deadline in ("TTFT", "TPOT", "end to end"):
+    for deadline in KINDS:
         assert baselines.needed_scale(runs, deadline) == pytest.approx(10.0)
         by_scale = dict(zip(baselines.SCALES, baselines.attainment_curve(runs, deadline), strict=True))
         assert {share for scale, share in by_scale.items() if scale < 9.9} == {0.0}
@@ -245,14 +247,17 @@ def test_each_deadline_is_met_by_itself() -> None:
         assert {share for scale, share in by_scale.items() if scale > 20.1} == {0.95}, "one never ends"
     late = [run_of([1.0] * 8 + [np.nan] * 2, slo)]
     assert baselines.needed_scale(late, "TTFT") == np.inf, "a request that does not end has no first token in time"
-    tight = Slo(ttft_s=0.02, tpot_s=0.018, e2e_s=2.0, target=0.9)
-    assert baselines.needed_scale([run_of([2.0] * 10, tight)], "TTFT") == pytest.approx(100.0)
-    assert baselines.needed_scale([run_of([2.0] * 10, tight)], "end to end") == pytest.approx(10.0)
+
+
+def test_all_three_deadlines_are_met_from_the_last_scale_on() -> None:
+    tight = Slo(ttft_s=0.02, tpot_s=0.18, e2e_s=2.0, target=0.9)
+    needed = {deadline: baselines.needed_scale([run_of([2.0] * 10, tight)], deadline) for deadline in KINDS}
+    assert needed == pytest.approx({"TTFT": 100.0, "TPOT": 10.0, "end to end": 10.0, "all three": 100.0})
 
 
 def test_needed_scales_have_a_row_for_each_rate_and_deadline(contest: baselines.SystemContest) -> None:
     assert [(row.load, row.deadline) for row in contest.scales] == [
-        (load, deadline) for load in ("50%", "80%", "100%") for deadline in ("TTFT", "TPOT", "end to end")
+        (load, deadline) for load in ("50%", "80%", "100%") for deadline in KINDS
     ]
     first = contest.scales[0]
     # TIGHT is ten times 0.03 s; DistServe's first token takes 0.1 s, and the others' as much more as they are slower.
@@ -264,11 +269,12 @@ def test_the_picture_has_a_row_for_each_rate_and_a_column_for_each_deadline(
     contest: baselines.SystemContest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(baselines, "contests", lambda scope: (contest,))
-    (picture,) = baselines.baselines(Scope()).pictures
-    assert picture.file == f"baselines-coding-{Specs.TABLE1.value}"
+    page = baselines.deadlines(Scope())
+    assert page.tables[0].rows == contest.scales
+    (picture,) = page.pictures
+    assert picture.file == f"deadlines-coding-{Specs.TABLE1.value}"
     assert [[curves.x for curves in row] for row in picture.panels] == [
-        [f"{deadline} SLO scale, {rate} requests/s" for deadline in ("TTFT", "TPOT", "end to end")]
-        for rate in ("2.5", "4", "5")
+        [f"SLO scale of {deadline}, {rate} requests/s" for deadline in KINDS] for rate in ("2.5", "4", "5")
     ]
     assert all(list(curves.lines) == list(SYSTEMS) for row in picture.panels for curves in row)
 

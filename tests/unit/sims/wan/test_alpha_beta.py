@@ -10,6 +10,7 @@ from p2pserve.sims.wan.kv import orders
 from p2pserve.sims.wan.kv.alpha_beta import (
     FRAMES,
     LINKS,
+    PROBES,
     REPEATS,
     SOURCE,
     TARGET,
@@ -21,7 +22,7 @@ from p2pserve.sims.wan.kv.alpha_beta import (
 )
 from p2pserve.sims.wan.kv.kvbox import FRAME_BYTES
 
-from .fakes import FakeWan, kv_network, ordered
+from .fakes import FakeWan, kv_network
 
 
 def two(rtt_ms: float, gbps: float) -> FakeWan:
@@ -45,10 +46,12 @@ def test_an_estimate_is_a_round_trip_and_the_bytes_at_the_rate_of_all_streams(
     assert estimate_s(size, figures) == pytest.approx(seconds)
 
 
-def test_a_link_is_probed_once_and_its_figures_count_for_all_sizes() -> None:
+def test_a_link_is_probed_first_and_its_figures_count_for_all_sizes() -> None:
     wan = two(90.0, 1.0)
     rows = rows_of(wan)
-    assert len(ordered(wan, orders.SendBurst)) == 1
+    kinds = [type(order) for _, order in wan.orders]
+    assert kinds.count(orders.SendBurst) == PROBES
+    assert orders.SendBurst not in kinds[kinds.index(orders.Listen) :]
     assert [row.mib for row in rows] == list(FRAMES)
     assert {(row.emulated_by, row.rtt_ms, row.link_gbps) for row in rows} == {("proxy", 90.0, 1.0)}
     for row in rows:
