@@ -159,12 +159,12 @@ def convergence(scope: Scope) -> Page:
         assumes=(
             f"LLaMA-30B, conversations at {RATE_PER_GPU:g} requests/s for each GPU, Table 1's column, "
             f"{len(scope.seeds)} seeds. The 16 and 24 GPUs are subsets of the 32; the paper does not say which its "
-            f"are. Ours: up to {scope.long_steps} steps (solutions bounded or evaluated). {LETTER}: the paper's to "
+            f"are.\n\nOurs: up to {scope.long_steps} steps (solutions bounded or evaluated). {LETTER}: the paper's to "
             f"the letter, {algorithm_1.STEPS} steps, each to the best of {algorithm_1.NEIGHBOURS} random neighbours "
             f"(flip, split, merge, move) that is not among the last {algorithm_1.MEMORY} solutions, from a group for "
-            "each box in random phases, prefill or decode; then the same with mixed as a third phase, as ours has it. "
-            "All have the same lower level, whose estimates are what is compared. CPU seconds are of one shared, busy "
-            "core, and include all that the evaluator computes for the first time."
+            "each box in random phases, prefill or decode; then the same with mixed as a third phase, as ours has "
+            "it.\n\nAll have the same lower level, whose estimates are what is compared. CPU seconds are of one "
+            "shared, busy core, and include all that the evaluator computes for the first time."
         ),
         tables=(PageTable(TITLE, rows),),
         remarks=REMARKS,

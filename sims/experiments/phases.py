@@ -181,7 +181,7 @@ def _picture(rows: Sequence[BatchRow]) -> Picture:
 REMARKS: Final = """\
 - Agrees: of the two cards of figure 1 the A40 is the cheaper for prefill and the 3090Ti for decode,
   under both columns. By Table 1 the A40's prefill costs 0.67 of the 3090Ti's, by measured figures
-  0.88; the 3090Ti's decode costs 0.54 and 0.53 of the A40's.
+  0.89; the 3090Ti's decode costs 0.54 and 0.53 of the A40's.
 - The A5000, which figure 1 leaves out, is by measured figures the cheapest of the five for both
   phases. By Table 1, which has its shader rate, its prefill costs nearly twice the 3090Ti's.
 - Agrees: prefill gains nothing from more than 1,024 tokens (1 to 7 % up to 8,192). It is near its

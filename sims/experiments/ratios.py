@@ -138,10 +138,15 @@ def _solution(problem: Problem, prefill: int) -> Solution:
 
 
 REMARKS: Final = """\
-- Agrees by measured figures: 5:3 for coding and 3:5 for conversation are best, as in the paper, and
-  attainment falls off to both sides. For coding 6:2 carries nearly as much, with fewer requests in
-  time at the rate of the best.
-- By Table 1 the best are 7:1 and 6:2. There an A5000 has 27.8 TFLOPS, which is its shader rate;
+- Agrees by measured figures: of 16 GPUs 5:3 for coding and 3:5 for conversation are best, as in the
+  paper, and attainment falls off to both sides. For coding 6:2 carries nearly as much, with fewer
+  requests in time at the rate of the best.
+- Agrees in kind: the best ratio moves with the size of the cluster. By measured figures it is 3:1,
+  4:2 and 5:3 for coding, 2:2, 2:4 and 3:5 for conversation. The paper prints numbers for 16 GPUs
+  only.
+- For each GPU the best ratio of 8, 12 and 16 carries 17, 18 and 18 output tokens/s (coding) and 99,
+  115 and 116 (conversation): four replicas are divided less finely than eight.
+- By Table 1 the best of 16 GPUs are 7:1 and 6:2. There an A5000 has 27.8 TFLOPS, which is its shader rate;
   prompts take four times as long as its tensor cores need, and more replicas have to prefill. The
   paper's own ratios speak for tensor rates.
 - The planner's estimate is right about which side limits, but supposes the router that goes by

@@ -26,7 +26,7 @@ from p2pserve.sims.experiments.setting import PlannedCase
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
 
-ROADS: Mapping[str, Sequence[str]] = {"a": "bc", "b": "acd", "c": "ab", "d": "be", "e": "df", "f": "e"}
+NEXT: Mapping[str, Sequence[str]] = {"a": "bc", "b": "acd", "c": "ab", "d": "be", "e": "df", "f": "e"}
 HEIGHTS = {"a": 2.0, "b": 1.0, "c": 3.0, "d": 0.0, "e": 5.0, "f": 4.0}
 """From the hill c to the higher one e the way goes down over b and d."""
 
@@ -37,7 +37,7 @@ def walk(start: str, steps: int, memory: int) -> tuple[str, list[str]]:
 
     def construct(here: str) -> Sequence[str]:
         asked.append(here)
-        return ROADS[here]
+        return NEXT[here]
 
     return run_algorithm_1(start, construct, HEIGHTS.__getitem__, steps=steps, memory=memory), asked
 
@@ -72,7 +72,7 @@ def test_a_step_without_an_allowed_neighbour_stays_and_draws_again() -> None:
 
 
 def test_a_new_best_has_to_be_better_than_the_start() -> None:
-    assert run_algorithm_1("e", ROADS.__getitem__, HEIGHTS.__getitem__, steps=3) == "e"
+    assert run_algorithm_1("e", NEXT.__getitem__, HEIGHTS.__getitem__, steps=3) == "e"
 
 
 def test_the_numbers_are_the_papers() -> None:
