@@ -181,5 +181,5 @@ def _draw_lines(axes: Axes, curves: Curves) -> None:
     if curves.log_y:
         axes.set_yscale("log")
     if all(float(at).is_integer() for x, _ in curves.lines.values() for at in x) and not curves.log_x:
-        axes.xaxis.get_major_locator().set_params(integer=True)  # there is no replica and a half
+        axes.locator_params(axis="x", integer=True)  # there is no replica and a half
     axes.grid(alpha=0.3)

@@ -7,9 +7,9 @@ import pytest
 
 from p2pserve.coordinator.plan import Phase
 from p2pserve.sims.experiments import algorithm_1, convergence
-from p2pserve.sims.experiments.setting import Scope
+from p2pserve.sims.experiments.setting import PlannedCase, Scope
 
-SCRIPTS = {
+SCRIPTS: dict[str, dict[int, tuple[float, ...]]] = {
     "fast": {0: (0.5, 0.98, 0.97, 0.99, 1.0), 1: (0.995,)},
     "slow": {0: (0.1, 0.2, 0.3, 0.98, 0.99), 1: (0.9, 0.9)},
     "never": {0: (0.1, 0.2), 1: (0.1, 0.3)},
@@ -87,7 +87,7 @@ def test_algorithm_1_is_watched_with_the_planners_own_lower_level(
         return make_start(space, chosen, rng)
 
     monkeypatch.setattr(algorithm_1, "make_start", start)
-    problem = convergence.PlannedCase(cluster="thunderserve-cloud-16", workload="conversation", rate=4.0).problem()
+    problem = PlannedCase(cluster="thunderserve-cloud-16", workload="conversation", rate=4.0).problem()
     told: list[float] = []
     evaluations = convergence.SEARCHES[name](
         problem, np.random.default_rng(0), Scope(long_steps=2), lambda step, limit, best: told.append(best)
