@@ -74,6 +74,8 @@ class Sample:
             "perplexity": "measured on the bundled model, its held-out modules: K (after RoPE) and V of all layers "
             "sent",
             "divergence": "measured on the same tokens: mean of KL(prediction after `raw` || after the codec), nats",
+            "accuracy": "measured on the same tokens: how many a greedy answer gets right, each after what really came "
+            "before it",
             "rouge": f"measured on the bundled model: {self.continuation_tokens} greedy tokens after sent prompts of "
             f"{PROMPT_TOKENS}, against those after `raw`",
             "kv4_minus_kivi4": "measured on the same tokens and continuations, pair by pair",
@@ -97,6 +99,7 @@ class ModelReport:
 
     perplexity: dict[str, float]
     divergence: dict[str, float]
+    accuracy: dict[str, float]
     rouge: dict[str, Rouge]
     kv4_minus_kivi4: dict[str, Difference]
 
@@ -129,6 +132,7 @@ class Report:
             "perplexity": self.model.perplexity,
             "perplexity_change_percent": {codec: self.model.change(codec) for codec in self.model.perplexity},
             "divergence": self.model.divergence,
+            "accuracy": self.model.accuracy,
             "rouge": {codec: asdict(scores) for codec, scores in self.model.rouge.items()},
             "kv4_minus_kivi4": {figure: asdict(found) for figure, found in self.model.kv4_minus_kivi4.items()},
             "held_out_modules": self.sample.modules,
@@ -212,6 +216,7 @@ def measure_model(codecs: Sequence[str], sample: Sample) -> ModelReport:
     return ModelReport(
         {codec: scores.perplexity for codec, scores in tokens.items()},
         {codec: float(scores.divergence.mean()) for codec, scores in tokens.items()},
+        {codec: scores.accuracy for codec, scores in tokens.items()},
         {codec: mean_rouge(scores) for codec, scores in rouges.items()},
         _kv4_minus_kivi4(tokens, rouges),
     )
@@ -286,6 +291,7 @@ def _summary(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield "perplexity", [f"{value:.4f}" for value in model.perplexity.values()]
     yield "  change, %", [f"{model.change(codec):+.2f}" for codec in model.perplexity]
     yield "divergence, 0.001 nats a token", [f"{1000 * value:.2f}" for value in model.divergence.values()]
+    yield "next token right, %", [f"{100 * value:.2f}" for value in model.accuracy.values()]
     for figure, label in ROUGES.items():
         yield f"{label} of continuations", [f"{getattr(scores, figure):.3f}" for scores in model.rouge.values()]
 

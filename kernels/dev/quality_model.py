@@ -29,18 +29,24 @@ _ATTENTION = "p2pserve_codec"
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """A codec's effect on each scored token, in nats, fp64 `[tokens]`.
+    """A codec's effect on each scored token, `[tokens]`; losses and divergences in nats, fp64.
 
     `loss`: of the token that came. `divergence`: KL(prediction after `raw` || after the codec),
-    over all tokens that might have come."""
+    over all tokens that might have come. `right`: whether the token that came was the likeliest."""
 
     loss: torch.Tensor
     divergence: torch.Tensor
+    right: torch.Tensor
 
     @property
     def perplexity(self) -> float:
         """exp of the mean loss."""
         return math.exp(float(self.loss.mean()))
+
+    @property
+    def accuracy(self) -> float:
+        """The share of tokens that a greedy answer would have got right."""
+        return float(self.right.double().mean())
 
 
 class Window(NamedTuple):
@@ -89,15 +95,21 @@ class BundledModel:
         Window by window, so that only one window's `raw` predictions are kept."""
         losses: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         divergences: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
+        rights: dict[str, list[torch.Tensor]] = {codec: [] for codec in codecs}
         for window in windows:
             scored = window.first_scored - window.start - 1
             expected = self._predictions("raw", window.ids, scored)
             for codec in codecs:
                 found = expected if codec == "raw" else self._predictions(codec, window.ids, scored)
-                losses[codec].append(-found.gather(1, window.ids[scored + 1 :, None]).squeeze(1))
+                came = window.ids[scored + 1 :]
+                losses[codec].append(-found.gather(1, came[:, None]).squeeze(1))
+                rights[codec].append(found.argmax(1) == came)
                 divergences[codec].append(divergence(expected, found))
                 advance()
-        return {codec: TokenScores(torch.cat(losses[codec]), torch.cat(divergences[codec])) for codec in codecs}
+        return {
+            codec: TokenScores(*(torch.cat(parts[codec]) for parts in (losses, divergences, rights)))
+            for codec in codecs
+        }
 
     def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
         """`count` greedy tokens after each of `[prompts, tokens]`, from a cache coded and decoded."""

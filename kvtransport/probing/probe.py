@@ -98,6 +98,10 @@ class ProbeSettings:
         if not 0.0 < self.burst_s <= self.burst_limit_s <= MAX_BURST_S:
             raise FiguresError(f"probe.burst_s is {self.burst_s}; it must be in (0, burst_limit_s <= {MAX_BURST_S:g}]")
 
+    def burst_seconds(self, rtt_s: float) -> float:
+        """How long a burst is on a link with this round trip."""
+        return min(self.burst_s + self.burst_rtts * rtt_s, self.burst_limit_s)
+
     @classmethod
     def wan(cls) -> ProbeSettings:
         """Boxes in different places, whose traffic is billed."""
@@ -392,7 +396,7 @@ class ProbeScheduler:
             streams_for(2.0 * figures.capacity_gbps, figures.rtt_s, figures.one_stream_gbps),
             self.settings.least_streams,
         )
-        seconds = min(self.settings.burst_s + self.settings.burst_rtts * figures.rtt_s, self.settings.burst_limit_s)
+        seconds = self.settings.burst_seconds(figures.rtt_s)
         size = min(2.0 * bytes_per_s(figures.capacity_gbps) * seconds, self._affordable_bytes(one.link, now))
         if not activity.idle:
             seconds, size = seconds / 2.0, size / 2.0

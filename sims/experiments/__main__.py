@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from time import process_time
 from typing import Final
@@ -13,12 +14,13 @@ from typing import Final
 import msgspec
 
 from .ablation import ablation
-from .baselines import baselines
+from .baselines import baselines, deadlines
 from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
 from .links import links
-from .page import Page, write_index, write_page
+from .page import COMMAND, Page, write_index, write_page
+from .phases import phases
 from .ratios import ratios
 from .recovery import recovery
 from .rescheduling import rescheduling
@@ -26,13 +28,41 @@ from .setting import Scope
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment
-    for experiment in (links, ratios, ablation, rescheduling, recovery, deployments, baselines, convergence)
+    for experiment in (
+        phases,
+        links,
+        ratios,
+        ablation,
+        rescheduling,
+        recovery,
+        deployments,
+        baselines,
+        deadlines,
+        convergence,
+    )
 }
 SUMMARY: Final = "headline"
 EPILOG: Final = """\
 headline sums up the pages that are in the folder already
 
 exit codes: 0 written; 1 a page could not be read or written; 2 wrong input"""
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _scope(arguments: argparse.Namespace) -> tuple[Scope, list[str]]:
+    """How much of everything, and the options that say so, for the page to name."""
+    scope, options = (Scope.quick(), ["--quick"]) if arguments.quick else (Scope(), [])
+    if arguments.seeds is not None:
+        scope, options = replace(scope, seeds=tuple(range(arguments.seeds))), [*options, f"--seeds {arguments.seeds}"]
+    if arguments.seconds is not None:
+        scope = replace(scope, seconds=float(arguments.seconds))
+        options = [*options, f"--seconds {arguments.seconds}"]
+    return scope, options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,15 +76,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [*EXPERIMENTS, SUMMARY, "all"]
     parser.add_argument("name", nargs="*", choices=names, default="all", metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the pages (%(default)s)")
+    parser.add_argument("--seeds", type=_at_least_one, help=f"seeds of simulated runs ({len(Scope().seeds)})")
+    parser.add_argument("--seconds", type=_at_least_one, help=f"seconds of arrivals in each ({Scope().seconds:g})")
     parser.add_argument("--quick", action="store_true", help="a look at whether it works; the figures say little")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (%(default)s)")
     arguments = parser.parse_args(argv)
-    scope = Scope.quick() if arguments.quick else Scope()
+    scope, options = _scope(arguments)
     chosen = [*EXPERIMENTS, SUMMARY] if "all" in arguments.name else list(dict.fromkeys(arguments.name))
     try:
         for name in chosen:
             start = process_time()
             page = headline(arguments.out) if name == SUMMARY else EXPERIMENTS[name](scope)
+            if options and name != SUMMARY:
+                page = replace(page, command=" ".join([COMMAND, name, *options]))
             write_page(page, arguments.out)
             if arguments.format == "json":
                 sys.stdout.write(json.dumps(page.records()) + "\n")

@@ -11,11 +11,13 @@ from .ablation import SYSTEMS, AblationRow
 from .ablation import TITLE as ABLATION
 from .baselines import TITLE as BASELINES
 from .baselines import OverRow
+from .convergence import OURS, ConvergenceRow
 from .convergence import TITLE as CONVERGENCE
-from .convergence import ConvergenceRow
 from .links import PAPER_BASELINE, LinkRow
 from .links import TITLE as LINKS
 from .page import Page, PageTable, ResultRow, read_rows
+from .phases import FIGURE_1_CARDS, PriceRow
+from .phases import PRICES as PHASES
 from .ratios import TITLE as RATIOS
 from .ratios import RatioRow
 from .rescheduling import TITLE as RESCHEDULING
@@ -50,13 +52,15 @@ def headline(folder: Path) -> Page:
 
 def _rows(folder: Path) -> Iterator[HeadlineRow]:
     yield from _contests(folder)
+    yield from _phases(folder)
     yield from _ratios(folder)
     yield from _links(folder)
     yield from _ablation(folder)
     yield from _rescheduling(folder)
-    for search in read_rows(folder, "convergence", CONVERGENCE, ConvergenceRow):
-        spent = f"{search.cpu_s_to_1_percent:.1f} to within 1 %, {search.cpu_s:.1f} in all"
-        yield _row(f"s to plan {search.gpus} GPUs", str(search.paper_s), {Specs.TABLE1.value: spent}, "convergence")
+    for row in read_rows(folder, "convergence", CONVERGENCE, ConvergenceRow):
+        if row.search == OURS:
+            spent = f"{row.cpu_s_to_1_percent} to within 1 %, {row.cpu_s:.1f} in all"
+            yield _row(f"s to plan {row.gpus} GPUs", str(row.paper_s), {Specs.TABLE1.value: spent}, "convergence")
 
 
 def _contests(folder: Path) -> Iterator[HeadlineRow]:
@@ -72,10 +76,22 @@ def _contests(folder: Path) -> Iterator[HeadlineRow]:
         yield _row(title, first.paper_deadline, deadlines, "baselines")
 
 
+def _phases(folder: Path) -> Iterator[HeadlineRow]:
+    """The cheaper of the two cards of figure 1, for each phase."""
+    every = [row for row in read_rows(folder, "phases", PHASES, PriceRow) if row.gpu in FIGURE_1_CARDS]
+    for phase, field, paper in (("prefill", "prefill_usd", "A40"), ("decode", "decode_usd", "3090Ti")):
+        cheapest: dict[str, str] = {}
+        for column in {row.column for row in every}:
+            rows = sorted((row for row in every if row.column == column), key=lambda row: float(getattr(row, field)))
+            share = getattr(rows[0], field) / getattr(rows[-1], field)
+            cheapest[column] = f"{FIGURE_1_CARDS[rows[0].gpu]}, at {share:.2f} of the other"
+        yield _row(f"cheaper for {phase}: A40 or 3090Ti", paper, cheapest, "phases")
+
+
 def _ratios(folder: Path) -> Iterator[HeadlineRow]:
     every = read_rows(folder, "ratios", RATIOS, RatioRow)
     for workload in WORKLOADS:
-        rows = [row for row in every if row.workload == workload]
+        rows = [row for row in every if row.workload == workload and row.gpus == max(one.gpus for one in every)]
         paper = next(row.prefill_decode for row in rows if row.best_in_paper)
         best = {row.column: row.prefill_decode for row in rows if row.best_here}
         yield _row(f"best prefill:decode, {workload}", paper, best, "ratios")

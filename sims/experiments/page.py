@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
-COMMAND: Final = "python -m p2pserve.sims.experiments"
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
+COMMAND: Final = "python -m p2pserve.sims.experiments"
+DASHES: Final = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+"""Of a picture's lines, in turn."""
 
 RowT = TypeVar("RowT", bound="ResultRow")
 
@@ -42,31 +46,49 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """A picture: lines by name, as (x, y), on axes with labels. It is written as `<file>.png`."""
+    """Lines by name, as (x, y), on axes with labels; `log_x`, `log_y`: where decades are shown."""
 
-    file: str
     x: str
     y: str
-    lines: dict[str, tuple[Sequence[float], Sequence[float]]]
+    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
     marker: str = "."
+    log_x: bool = False
+    log_y: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Rows of axes, written as `<file>.png`. Lines have the same names on all of them: one legend is
+    for all. `about`: what it shows, for who cannot see it."""
+
+    file: str
+    about: str
+    panels: tuple[tuple[Curves, ...], ...]
+
+    @classmethod
+    def of(cls, file: str, curves: Curves) -> Picture:
+        """One with these alone."""
+        return cls(file, f"{curves.y} over {curves.x}", ((curves,),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """`assumes`: what went in; `remarks`: what agrees with the paper, what does not, why."""
+    """`assumes`: what went in; `remarks`: what agrees with the paper, what does not, why;
+    `command`: what makes the page again, if not `COMMAND` and its name."""
 
     name: str
     title: str
     assumes: str
     tables: tuple[PageTable, ...]
     remarks: str
-    curves: tuple[Curves, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    command: str = ""
 
     def markdown(self) -> str:
         """The page; it names the command that makes it again."""
-        blocks = [f"# {self.title}", _wrap(self.assumes), f"    {COMMAND} {self.name}"]
+        blocks = [f"# {self.title}", _wrap(self.assumes), f"    {self.command or f'{COMMAND} {self.name}'}"]
         blocks += [table.markdown() for table in self.tables]
-        blocks += [f"![{curve.y} over {curve.x}]({curve.file}.png)" for curve in self.curves]
+        blocks += [f"![{picture.about}]({picture.file}.png)" for picture in self.pictures]
         blocks += ["## What agrees, what does not, and why", _wrap(self.remarks)]
         return "\n\n".join(blocks) + "\n"
 
@@ -85,8 +107,8 @@ def write_page(page: Page, folder: Path) -> None:
     (folder / f"{page.name}.md").write_text(page.markdown(), encoding="utf-8")
     encoded = msgspec.json.format(msgspec.json.encode(page.records()), indent=1)
     (folder / f"{page.name}.json").write_bytes(encoded + b"\n")
-    for curve in page.curves:
-        _draw(curve, folder / f"{curve.file}.png")
+    for picture in page.pictures:
+        _draw(picture, folder / f"{picture.file}.png")
 
 
 def read_rows(folder: Path, name: str, title: str, kind: type[RowT]) -> list[RowT]:
@@ -128,16 +150,36 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def _draw(curves: Curves, path: Path) -> None:
+def _draw(picture: Picture, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # of the extra `plots`, and slow to import
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    rows, columns = len(picture.panels), max(map(len, picture.panels))
+    size = (7.0, 4.3) if rows == columns == 1 else (max(7.0, 3.5 * columns), 0.5 + 2.6 * rows)
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for name, (x, y) in curves.lines.items():
-        axes.plot(x, y, marker=curves.marker, label=name)
-    axes.set(xlabel=curves.x, ylabel=curves.y)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for axes_row, panels in zip(grid, picture.panels, strict=True):
+        for axes, curves in zip(axes_row, panels, strict=True):
+            _draw_lines(axes, curves)
+    handles, names = grid[0][0].get_legend_handles_labels()
+    # above the axes: inside them it would hide a line somewhere
+    figure.legend(handles, names, loc="outside upper center", ncols=min(2 * columns + 1, len(names)), fontsize="small")
     figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _draw_lines(axes: Axes, curves: Curves) -> None:
+    """Each line thinner than those below it and dashed in its own way, so that equal ones all
+    show."""
+    count = len(curves.lines)
+    for place, (name, (x, y)) in enumerate(curves.lines.items()):
+        width = 1.2 + 2.0 * (count - 1 - place) / max(1, count - 1)
+        axes.plot(x, y, marker=curves.marker, label=name, linewidth=width, linestyle=DASHES[place % len(DASHES)])
+    axes.set(xlabel=curves.x, ylabel=curves.y)
+    if curves.log_x:
+        axes.set_xscale("log")
+    if curves.log_y:
+        axes.set_yscale("log")
+    if all(float(at).is_integer() for x, _ in curves.lines.values() for at in x) and not curves.log_x:
+        axes.locator_params(axis="x", integer=True)  # there is no replica and a half
+    axes.grid(alpha=0.3)

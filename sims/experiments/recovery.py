@@ -21,7 +21,7 @@ from ..scenario import BoxLost, PlanChange, ServiceRun, SimSettings, Situation
 from ..workloads import Lengths, draw
 from ..world import simulate
 from .deployments import RATES, papers_solution
-from .page import Curves, Page, PageTable, ResultRow
+from .page import Curves, Page, PageTable, Picture, ResultRow
 from .rescheduling import LOAD, LOST
 from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, at_rate, highest_rate, spread
 
@@ -234,14 +234,16 @@ def _cost_row(found: CaseRuns, answer: LossAnswer, records: list[ReplanRecord], 
     )
 
 
-def recovery_curves(scope: Scope) -> tuple[Curves, ...]:
+def recovery_pictures(scope: Scope) -> tuple[Picture, ...]:
     """The share of requests in time by the moment of their arrival, all seeds together."""
     return tuple(
-        Curves(
+        Picture.of(
             f"recovery-{found.case.workload}-{found.case.specs.value}",
-            "simulated seconds",
-            f"requests in time ({found.case.workload}, {found.case.specs.value})",
-            {name: _in_time_by_arrival([run.outcome for run in runs], scope) for name, runs in found.runs.items()},
+            Curves(
+                "simulated seconds",
+                f"requests in time ({found.case.workload}, {found.case.specs.value})",
+                {name: _in_time_by_arrival([run.outcome for run in runs], scope) for name, runs in found.runs.items()},
+            ),
         )
         for found in recovery_runs(scope)
     )
@@ -278,7 +280,7 @@ def recovery(scope: Scope) -> Page:
             "measured, and not what is counted."
         ),
         tables=(PageTable(OVER_TIME, recovery_rows(scope)), PageTable(COST, cost_rows(scope))),
-        curves=recovery_curves(scope),
+        pictures=recovery_pictures(scope),
         remarks=REMARKS,
     )
 

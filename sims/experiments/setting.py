@@ -61,10 +61,12 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedCase:
-    """A problem by names. `scale`: deadlines over a lone request's times on A100s; `gbps`: between
-    boxes, instead of the file's; `mixed_only`: colocated."""
+    """A problem by names. `boxes`: only so many of the cluster's, from the first; `scale`: deadlines
+    over a lone request's times on A100s; `gbps`: between boxes, instead of the file's;
+    `mixed_only`: colocated."""
 
     cluster: str = CLOUD
+    boxes: int | None = None
     specs: Specs = Specs.TABLE1
     model: str = "llama-30b"
     workload: str
@@ -77,6 +79,8 @@ class PlannedCase:
     def problem(self) -> Problem:
         """What it names."""
         cluster = packaged_cluster(self.cluster, self.specs)
+        if self.boxes is not None:
+            cluster = cluster.without(frozenset(box.id for box in cluster.boxes[self.boxes :]))
         if self.gbps is not None:
             cluster = replace(cluster, gbps=np.where(cluster.gbps > 0.0, self.gbps, 0.0))
         drawn, model = lengths(self.workload), model_shape(self.model)

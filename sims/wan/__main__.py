@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -13,10 +14,11 @@ from typing import Any
 
 import msgspec
 
+from ..experiments.page import write_index, write_page
 from . import calibrate, namespaces
 from .emulated import EmulatedWan, Kind, unavailable
 from .errors import WanError
-from .kv import paths
+from .kv import alpha_beta, paths
 from .scenario import Scenario, ScenarioError, link_classes
 
 KINDS: tuple[Kind, ...] = ("tun", "proxy")
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ScenarioError, Usage) as error:
         sys.stderr.write(f"wan: error: {error}\n")
         return 2
-    except (WanError, OSError) as error:
+    except (WanError, OSError, ImportError) as error:
         sys.stderr.write(f"wan: error: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -83,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     cases.add_argument("--case", choices=sorted(paths.CASES), action="append", help="only this one; may be repeated")
     _add_kind(cases)
     _add_format(cases)
+    model = add(
+        alpha_beta.NAME, _alpha_beta, "move real KV of many sizes over four links, beside the planner's estimate of it"
+    )
+    model.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the page (%(default)s)")
+    _add_kind(model)
+    _add_format(model)
     run = add("run", _run, "hold a network until its input ends, or run one command in a box of it")
     run.add_argument("scenario", metavar="SCENARIO.json")
     _add_kind(run)
@@ -152,6 +160,20 @@ def _paths(arguments: argparse.Namespace) -> int:
         sys.stderr.write(f"({case.name}) {case.what}: {'as it must be' if case.ok else 'NOT as it must be'}\n")
     _say(msgspec.json.encode(cases).decode() if arguments.format == "json" else paths.table(cases))
     return 0 if all(case.ok for case in cases) else 1
+
+
+def _alpha_beta(arguments: argparse.Namespace) -> int:
+    arguments.out.mkdir(parents=True, exist_ok=True)  # that it cannot be written is told before minutes of measuring
+    rows = []
+    for row in alpha_beta.measure_links(arguments.kind):
+        rows.append(row)
+        size = f"{row.rtt_ms:g} ms, {row.link_gbps:g} Gb/s, {row.mib} MiB"
+        sys.stderr.write(f"{size}: {row.seconds:.3f} s, {row.over_estimate:.2f} of the estimate\n")
+    page = alpha_beta.make_page(rows)
+    write_page(page, arguments.out)
+    write_index(arguments.out)
+    _say(json.dumps(page.records()) if arguments.format == "json" else page.tables[0].markdown())
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ import msgspec
 from ....kvtransport.probing.burst_ticket import issue_burst
 from ....kvtransport.probing.estimates import LinkEstimator
 from ....kvtransport.probing.figures import BoxFigures, LinkFigures, prior, streams_for
+from ....kvtransport.probing.probe import ProbeSettings
 from ....kvtransport.routing.paths import KVPath, PathNetwork
 from ....kvtransport.wire.dial_path import DialPath
 from ....kvtransport.wire.permits import Permit
@@ -33,7 +34,9 @@ from . import orders
 from .orders import Bulk, Order, OrderReply, TransferState
 
 PINGS: Final = 3
-BURST_S: Final = 1.5
+PROBING: Final = ProbeSettings.wan()
+"""Bursts are as long as those of nodes, and have as many streams at least."""
+
 BURST_BYTES: Final = 400_000_000
 DEADLINE_S: Final = 30.0
 POLL_S: Final = 0.05
@@ -150,9 +153,10 @@ class KVNetwork:
         for rtt_s in self.ask(a, orders.PingOrder(host, port, PINGS)).rtt_s:
             estimator.on_ping(rtt_s, now=self.clock())
         rtt_s = estimator.figures(self.clock()).rtt_s
-        streams = streams_for(self.wan.scenario.fastest_gbps, rtt_s)
+        streams = max(streams_for(self.wan.scenario.fastest_gbps, rtt_s), PROBING.least_streams)
+        seconds = PROBING.burst_seconds(rtt_s)
         ticket = issue_burst(
-            streams=streams, seconds=BURST_S, max_bytes=BURST_BYTES, rtt_s=rtt_s, random=secrets.token_bytes
+            streams=streams, seconds=seconds, max_bytes=BURST_BYTES, rtt_s=rtt_s, random=secrets.token_bytes
         )
         self.ask(b, orders.ExpectBurst(ticket))
         sample = self.ask(a, orders.SendBurst(ticket, host, port)).burst

@@ -15,7 +15,7 @@ from p2pserve.sims.experiments.__main__ import EXPERIMENTS, main
 from p2pserve.sims.experiments.deployments import papers_solution
 from p2pserve.sims.experiments.headline import headline
 from p2pserve.sims.experiments.links import link_rows
-from p2pserve.sims.experiments.page import Curves, Page, PageTable, ResultRow, write_index, write_page
+from p2pserve.sims.experiments.page import Curves, Page, PageTable, Picture, ResultRow, write_index, write_page
 from p2pserve.sims.experiments.recovery import ANSWERS, DEAD_S, answer_loss, spans_of
 from p2pserve.sims.experiments.setting import (
     CLOUD,
@@ -90,9 +90,20 @@ def test_the_index_names_every_page(tmp_path: Path) -> None:
 
 def test_a_picture_is_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    write_page(a_page(curves=(Curves("p", "x", "y", {"a line": ([0, 1], [1, 2])}),)), tmp_path)
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert "(p.png)" in (tmp_path / "x.md").read_text()
+    curves = Curves("x", "y", {"a line": ([0, 1], [1, 2])})
+    grid = Picture("q", "four of them", ((curves, curves), (curves, Curves("x", "y", {"a line": ([1, 9], [1, 99])}))))
+    write_page(a_page(pictures=(Picture.of("p", curves), grid)), tmp_path)
+    for name in ("p.png", "q.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "x.md").read_text()
+    assert "![y over x](p.png)" in text
+    assert "![four of them](q.png)" in text
+
+
+def test_a_page_of_another_command_names_that(tmp_path: Path) -> None:
+    text = a_page(command="python -m elsewhere x").markdown()
+    assert "\n    python -m elsewhere x\n" in text
+    assert "p2pserve.sims.experiments" not in text
 
 
 def test_an_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +111,29 @@ def test_an_unknown_experiment_is_refused(capsys: pytest.CaptureFixture[str]) ->
         main(["figure-99"])
     assert refused.value.code == 2
     assert "figure-99" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--seeds", "0"), ("--seconds", "-1"), ("--seeds", "two")])
+def test_no_seeds_or_seconds_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["links", option, value])
+    assert refused.value.code == 2
+    assert "is not a whole number of at least 1" in capsys.readouterr().err
+
+
+def test_the_scope_is_what_options_say_and_the_page_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[Scope] = []
+
+    def look(scope: Scope) -> Page:
+        scopes.append(scope)
+        return a_page(name="links", title="Links")
+
+    monkeypatch.setattr("p2pserve.sims.experiments.__main__.EXPERIMENTS", {**EXPERIMENTS, "links": look})
+    for options in ([], ["--seeds", "2", "--seconds", "30"], ["--quick", "--seeds", "1"]):
+        assert main(["links", "--out", str(tmp_path), *options]) == 0
+        command = " ".join(["python -m p2pserve.sims.experiments links", *options])
+        assert f"\n    {command}\n" in (tmp_path / "links.md").read_text()
+    assert scopes == [Scope(), Scope(seeds=(0, 1), seconds=30.0), Scope.quick()]
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -169,6 +169,8 @@ class TestModel:
         assert not raw.divergence.any()
         assert 0 < fp8.divergence.mean() < kivi4.divergence.mean() < 0.1
         assert float(fp8.divergence.min()) > -1e-9
+        assert 0.2 < raw.accuracy < 0.9
+        assert raw.loss[raw.right].mean() < raw.loss[~raw.right].mean()
 
     def test_a_codec_that_changes_nothing_is_raw(
         self, model: quality_model.BundledModel, monkeypatch: pytest.MonkeyPatch
@@ -222,8 +224,12 @@ class _Told:
     ) -> dict[str, TokenScores]:
         losses = {"raw": [1.0, 2.0, 3.0], "kv4": [1.5, 2.5, 3.5], "kivi4": [1.0, 1.0, 2.5]}
         divergences = {"raw": 0.0, "kv4": 0.25, "kivi4": 0.75}
+        rights = {"raw": [True, True, False], "kv4": [True, False, False], "kivi4": [True, True, True]}
         return {
-            codec: TokenScores(torch.tensor(losses[codec]), torch.full((3,), divergences[codec])) for codec in codecs
+            codec: TokenScores(
+                torch.tensor(losses[codec]), torch.full((3,), divergences[codec]), torch.tensor(rights[codec])
+            )
+            for codec in codecs
         }
 
     def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
@@ -239,6 +245,7 @@ def test_what_the_model_says_is_put_together(monkeypatch: pytest.MonkeyPatch) ->
     assert found.perplexity == pytest.approx({"raw": math.exp(2), "kv4": math.exp(2.5), "kivi4": math.exp(1.5)})
     assert found.change("kv4") == pytest.approx(100 * (math.exp(0.5) - 1))
     assert found.divergence == {"raw": 0.0, "kv4": 0.25, "kivi4": 0.75}
+    assert found.accuracy == pytest.approx({"raw": 2 / 3, "kv4": 1 / 3, "kivi4": 1.0})
     assert found.rouge["raw"] == Rouge(1.0, 1.0, 1.0)
     assert found.rouge["kv4"] == Rouge(0.75, 0.5, 0.75)
     apart = found.kv4_minus_kivi4
@@ -256,6 +263,7 @@ class TestReport:
         model = ModelReport(
             {"raw": 10.0, "kv4": 10.04, "fp8": 10.01, "kivi4": 10.08},
             {"raw": 0.0, "kv4": 0.00321, "fp8": 0.001, "kivi4": 0.00432},
+            {"raw": 0.6123, "kv4": 0.6078, "fp8": 0.6123, "kivi4": 0.6},
             {codec: Rouge(0.9, 0.8, 0.85) for codec in CODECS},
             {
                 "loss": Difference(-0.00123, 0.000456),
@@ -277,6 +285,7 @@ class TestReport:
         assert found["divergence"] == {"raw": 0.0, "kv4": 0.00321, "fp8": 0.001, "kivi4": 0.00432}
         assert found["kv4_minus_kivi4"].keys() == {"loss", "divergence", "rouge1", "rouge2", "rouge_l"}
         assert found["kv4_minus_kivi4"]["loss"] == {"mean": -0.00123, "standard_error": 0.000456}
+        assert found["accuracy"]["kv4"] == 0.6078
         assert found["rouge"]["fp8"] == {"rouge1": 0.9, "rouge2": 0.8, "rouge_l": 0.85}
 
     def test_the_table_shows_every_codec_and_kind(self) -> None:
@@ -286,6 +295,7 @@ class TestReport:
     def test_the_table_shows_divergences_and_differences(self) -> None:
         lines = [line.split() for line in render(self.report()).splitlines()]
         assert ["divergence,", "0.001", "nats", "a", "token", "0.00", "3.21", "1.00", "4.32"] in lines
+        assert ["next", "token", "right,", "%", "61.23", "60.78", "61.23", "60.00"] in lines
         assert ["loss,", "0.001", "nats", "a", "token", "-1.230", "±", "0.456"] in lines
         assert ["divergence,", "0.001", "nats", "a", "token", "-1.110", "±", "0.222"] in lines
         assert ["ROUGE-1", "of", "continuations", "+0.0125", "±", "0.0256"] in lines

@@ -11,7 +11,7 @@ from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.model.problem import Solution
 from p2pserve.coordinator.planning.model.workload import Slo
-from p2pserve.sims.experiments import ablation, baselines, convergence, ratios, setting, systems
+from p2pserve.sims.experiments import ablation, baselines, ratios, setting, systems
 from p2pserve.sims.experiments.setting import PlannedCase, Scope, spread
 from p2pserve.sims.experiments.systems import SYSTEMS, WHOLE
 from p2pserve.sims.policies import PLAN, RANDOM, SHARES
@@ -112,35 +112,44 @@ def test_the_best_ratio_is_the_one_with_most_in_time_at_the_highest_rate_of_all(
 ) -> None:
     runs = RatioRuns(monkeypatch, best=3)
     rows = ratios.ratio_rows(Scope(seeds=(0, 1), seconds=3.25))
-    assert len(rows) == 2 * 2 * 7, "columns, workloads, ratios"
-    assert [row.prefill_decode for row in rows[:7]] == ["1:7", "2:6", "3:5", "4:4", "5:3", "6:2", "7:1"]
-    assert [row.highest_rate for row in rows[:7]] == [8, 9, 10, 9, 8, 7, 6]
-    assert [row.expected_rate for row in rows[:7]] == [1, 2, 3, 4, 5, 6, 7]
-    assert rows[2].attainment == "0.95 (0.9-1)"
-    assert {row.prefill_decode for row in rows if row.best_here} == {"3:5"}
+    assert len(rows) == 2 * 2 * (3 + 5 + 7), "columns, workloads, ratios of 4, 6 and 8 replicas"
+    assert [(row.gpus, row.prefill_decode) for row in rows[:8]] == [
+        (8, "1:3"), (8, "2:2"), (8, "3:1"), (12, "1:5"), (12, "2:4"), (12, "3:3"), (12, "4:2"), (12, "5:1"),
+    ]  # fmt: skip
+    whole = rows[8:15]
+    assert [row.prefill_decode for row in whole] == ["1:7", "2:6", "3:5", "4:4", "5:3", "6:2", "7:1"]
+    assert [row.highest_rate for row in whole] == [8, 9, 10, 9, 8, 7, 6]
+    assert [row.expected_rate for row in whole] == [1, 2, 3, 4, 5, 6, 7]
+    assert whole[2].attainment == "0.95 (0.9-1)"
+    mean_output = setting.lengths("coding").output.mean()
+    assert [row.tokens_per_s for row in whole] == pytest.approx([row.highest_rate * mean_output for row in whole])
+    assert {(row.gpus, row.prefill_decode) for row in rows if row.best_here} == {(8, "3:1"), (12, "3:3"), (16, "3:5")}
     assert runs.rates == {10.0}, "all ratios meet the rate that the best of them carries"
-    papers = {(row.workload, row.prefill_decode) for row in rows if row.best_in_paper}
-    assert papers == {("coding", "5:3"), ("conversation", "3:5")}
+    papers = {(row.workload, row.gpus, row.prefill_decode) for row in rows if row.best_in_paper}
+    assert papers == {("coding", 16, "5:3"), ("conversation", 16, "3:5")}
 
 
 def test_every_box_has_both_phases_as_soon_as_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = RatioRuns(monkeypatch, best=3)
     ratios.ratio_rows(Scope(seeds=(0,), seconds=3.5))
-    half = runs.solutions[3]
-    for box in range(4):
-        phases = [part.phase for part in half if part.slices[0].box == box]
-        assert sorted(phases) == sorted([Phase.PREFILL, Phase.DECODE])
-    assert all(sum(part.slices[0].gpus for part in solution) == 16 for solution in runs.solutions)
+    for boxes, half in ((2, runs.solutions[1]), (3, runs.solutions[5]), (4, runs.solutions[11])):
+        for box in range(boxes):
+            phases = [part.phase for part in half if part.slices[0].box == box]
+            assert sorted(phases) == sorted([Phase.PREFILL, Phase.DECODE])
+    sizes = [sum(part.slices[0].gpus for part in solution) for solution in runs.solutions[:15]]
+    assert sizes == [8] * 3 + [12] * 5 + [16] * 7
 
 
 def test_the_picture_has_a_line_for_each_workload_and_column(monkeypatch: pytest.MonkeyPatch) -> None:
     RatioRuns(monkeypatch, best=5)
     page = ratios.ratios(Scope(seeds=(0,), seconds=3.75))
-    (curves,) = page.curves
-    assert len(curves.lines) == 4
-    for places, rates in curves.lines.values():
-        assert list(places) == [1, 2, 3, 4, 5, 6, 7]
-        assert list(rates) == [6, 7, 8, 9, 10, 9, 8]
+    (panels,) = page.pictures[0].panels
+    assert [len(curves.lines) for curves in panels] == [4, 4, 4]
+    for curves, most in zip(panels, (3, 5, 7), strict=True):
+        for name, (places, tokens) in curves.lines.items():
+            assert list(places) == list(range(1, most + 1))
+            mean_output = setting.lengths(name.partition(",")[0]).output.mean()
+            assert list(tokens) == pytest.approx([mean_output * rate for rate in (6, 7, 8, 9, 10, 9, 8)[:most]])
 
 
 # ---- systems and baselines -----------------------------------------------------------------------------------------
@@ -214,12 +223,60 @@ def test_all_systems_are_shown_at_one_rate(contest: baselines.SystemContest) -> 
     assert by_name["HexGen-like"] == "0 (0-0)"
 
 
-def test_curves_rise_with_the_deadline(contest: baselines.SystemContest) -> None:
-    assert set(contest.curves) == set(SYSTEMS)
-    for line in contest.curves.values():
-        assert len(line) == len(baselines.SCALES)
-        assert line == sorted(line)
-    assert contest.curves["DistServe-like"][-1] == 1.0
+KINDS = ("TTFT", "TPOT", "end to end", "all three")
+
+
+def test_curves_rise_with_the_deadline_at_every_rate(contest: baselines.SystemContest) -> None:
+    assert list(contest.curves) == [(load, deadline) for load in baselines.LOADS for deadline in KINDS]
+    for lines in contest.curves.values():
+        assert list(lines) == list(SYSTEMS)
+        for line in lines.values():
+            assert len(line) == len(baselines.SCALES)
+            assert line == sorted(line)
+
+
+def test_each_deadline_is_met_by_itself() -> None:
+    """Lone requests take 0.2 s, of which 0.02 until the first token; these take 2 s, one of ten twice as long."""
+    slo = Slo(ttft_s=0.2, tpot_s=0.18, e2e_s=2.0, target=0.9)
+    runs = [run_of([2.0] * 9 + [4.0], slo), run_of([2.0] * 9 + [np.nan], slo)]
+    for deadline in KINDS:
+        assert baselines.needed_scale(runs, deadline) == pytest.approx(10.0)
+        by_scale = dict(zip(baselines.SCALES, baselines.attainment_curve(runs, deadline), strict=True))
+        assert {share for scale, share in by_scale.items() if scale < 9.9} == {0.0}
+        assert {share for scale, share in by_scale.items() if 10.1 < scale < 19.9} == {0.9}
+        assert {share for scale, share in by_scale.items() if scale > 20.1} == {0.95}, "one never ends"
+    late = [run_of([1.0] * 8 + [np.nan] * 2, slo)]
+    assert baselines.needed_scale(late, "TTFT") == np.inf, "a request that does not end has no first token in time"
+
+
+def test_all_three_deadlines_are_met_from_the_last_scale_on() -> None:
+    tight = Slo(ttft_s=0.02, tpot_s=0.18, e2e_s=2.0, target=0.9)
+    needed = {deadline: baselines.needed_scale([run_of([2.0] * 10, tight)], deadline) for deadline in KINDS}
+    assert needed == pytest.approx({"TTFT": 100.0, "TPOT": 10.0, "end to end": 10.0, "all three": 100.0})
+
+
+def test_needed_scales_have_a_row_for_each_rate_and_deadline(contest: baselines.SystemContest) -> None:
+    assert [(row.load, row.deadline) for row in contest.scales] == [
+        (load, deadline) for load in ("50%", "80%", "100%") for deadline in KINDS
+    ]
+    first = contest.scales[0]
+    # TIGHT is ten times 0.03 s; DistServe's first token takes 0.1 s, and the others' as much more as they are slower.
+    assert (first.rate, first.distserve_like) == (2.5, "3.33")
+    assert (first.ours, first.hexgen_like, first.hexgen_like_2048, first.vllm_like) == ("6.67", "13.3", "26.7", "6.67")
+
+
+def test_the_picture_has_a_row_for_each_rate_and_a_column_for_each_deadline(
+    contest: baselines.SystemContest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baselines, "contests", lambda scope: (contest,))
+    page = baselines.deadlines(Scope())
+    assert page.tables[0].rows == contest.scales
+    (picture,) = page.pictures
+    assert picture.file == f"deadlines-coding-{Specs.TABLE1.value}"
+    assert [[curves.x for curves in row] for row in picture.panels] == [
+        [f"SLO scale of {deadline}, {rate} requests/s" for deadline in KINDS] for rate in ("2.5", "4", "5")
+    ]
+    assert all(list(curves.lines) == list(SYSTEMS) for row in picture.panels for curves in row)
 
 
 @pytest.fixture
@@ -268,7 +325,7 @@ def test_every_split_uses_all_eight_gpus_once(in_house: list[Solution]) -> None:
     assert len([solution for solution in whole if solution[0].phase is Phase.MIXED]) == 4
 
 
-# ---- ablation, convergence -----------------------------------------------------------------------------------------
+# ---- ablation ------------------------------------------------------------------------------------------------------
 
 
 def test_each_system_is_told_as_multiples_of_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,23 +354,3 @@ def test_each_system_is_told_as_multiples_of_everything_on(monkeypatch: pytest.M
     assert {(bits, dispatch) for _, bits, dispatch in asked[:10]} == {
         (4.5, SHARES), (16.0, SHARES), (16.0, RANDOM), (4.5, RANDOM), (4.5, PLAN),
     }  # fmt: skip
-
-
-def test_a_search_has_converged_when_it_is_within_a_percent_of_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    spent = iter(range(1000))
-
-    def search(problem: Any, evaluator: Any, *, rng: Any, settings: Any, progress: Any) -> Any:
-        for step, objective in enumerate((0.5, 0.98, 0.97, 0.99, 1.0)):
-            progress(step, settings.steps, objective)
-        return SimpleNamespace(steps=5, score=SimpleNamespace(objective=1.0))
-
-    monkeypatch.setattr(convergence, "search", search)
-    monkeypatch.setattr(convergence, "LowerLevel", lambda problem: None)
-    monkeypatch.setattr(convergence, "process_time", lambda: float(next(spent)))
-    rows = convergence.convergence_rows(Scope(long_steps=9))
-    assert [(row.gpus, row.paper_s) for row in rows] == [(16, 21), (24, 36), (32, 54)]
-    row = rows[0]
-    assert row.curve == [(1.0, 0.5), (2.0, 0.98), (3.0, 0.99), (4.0, 1.0), (5.0, 1.0)], "only what is better"
-    assert (row.cpu_s_to_1_percent, row.cpu_s, row.steps, row.objective) == (3.0, 5.0, 5, 1.0)
-    (curves,) = convergence.convergence(Scope(long_steps=9)).curves
-    assert list(curves.lines) == ["16 GPUs", "24 GPUs", "32 GPUs"]

@@ -10,12 +10,14 @@ from p2pserve.sims.experiments.ablation import TITLE as ABLATION
 from p2pserve.sims.experiments.ablation import AblationRow
 from p2pserve.sims.experiments.baselines import TITLE as BASELINES
 from p2pserve.sims.experiments.baselines import OverRow
+from p2pserve.sims.experiments.convergence import LETTER, OURS, ConvergenceRow
 from p2pserve.sims.experiments.convergence import TITLE as CONVERGENCE
-from p2pserve.sims.experiments.convergence import ConvergenceRow
 from p2pserve.sims.experiments.headline import HeadlineRow, headline
 from p2pserve.sims.experiments.links import TITLE as LINKS
 from p2pserve.sims.experiments.links import LinkRow
 from p2pserve.sims.experiments.page import Page, PageTable, ResultRow, read_rows, write_page
+from p2pserve.sims.experiments.phases import PRICES as PHASES
+from p2pserve.sims.experiments.phases import PriceRow
 from p2pserve.sims.experiments.ratios import TITLE as RATIOS
 from p2pserve.sims.experiments.ratios import RatioRow
 from p2pserve.sims.experiments.rescheduling import TITLE as RESCHEDULING
@@ -31,10 +33,17 @@ def over(column: str, workload: str, throughput: str, deadline: float) -> OverRo
     )  # fmt: skip
 
 
-def ratio(column: str, workload: str, shape: str, *, here: bool, paper: bool) -> RatioRow:
+def ratio(column: str, workload: str, shape: str, *, here: bool, paper: bool, gpus: int = 16) -> RatioRow:
     return RatioRow(
-        column=column, workload=workload, prefill_decode=shape, attainment="1", highest_rate=1.0, expected_rate=1.0,
-        best_here=here, best_in_paper=paper,
+        column=column, workload=workload, gpus=gpus, prefill_decode=shape, attainment="1", highest_rate=1.0,
+        tokens_per_s=1.0, expected_rate=1.0, best_here=here, best_in_paper=paper,
+    )  # fmt: skip
+
+
+def price(column: str, gpu: str, prefill: float, decode: float) -> PriceRow:
+    return PriceRow(
+        column=column, gpu=gpu, usd_per_h=1.0, prefill_ms=1.0, decode_ms=1.0, prefill_usd=prefill, decode_usd=decode,
+        both_usd=prefill + decode,
     )  # fmt: skip
 
 
@@ -74,7 +83,13 @@ ROWS: dict[tuple[str, str], Sequence[ResultRow]] = {
             ratio(PRINTED, workload, paper, here=False, paper=True),
             ratio(MEASURED, workload, paper, here=True, paper=True),
             ratio(MEASURED, workload, "4:4", here=False, paper=False),
+            ratio(PRINTED, workload, "3:1", here=True, paper=False, gpus=8),
         )
+    ],
+    ("phases", PHASES): [
+        price(PRINTED, "RTX-3090TI-24GB", 4.0, 2.0), price(PRINTED, "A40-48GB", 1.0, 8.0),
+        price(PRINTED, "RTX-A5000-24GB", 0.1, 0.1),
+        price(MEASURED, "RTX-3090TI-24GB", 1.0, 2.0), price(MEASURED, "A40-48GB", 2.0, 4.0),
     ],
     ("links", LINKS): [
         link(PRINTED, 40, "4 bit", 1.0, "1610", "baseline"), link(PRINTED, 40, "4 bit", 1.4, "3292"),
@@ -95,8 +110,12 @@ ROWS: dict[tuple[str, str], Sequence[ResultRow]] = {
         for what in ("before", "none", "lightweight", "full")
     ],
     ("convergence", CONVERGENCE): [
-        ConvergenceRow(gpus=gpus, steps=9, objective=1.0, cpu_s_to_1_percent=0.14, cpu_s=7.25, paper_s=54, curve=[])
+        ConvergenceRow(
+            gpus=gpus, search=search, objective="1", evaluations=9.0, near="1 of 1", cpu_s_to_1_percent=seconds,
+            cpu_s=7.25, paper_s=54, curves=[],
+        )
         for gpus in (24, 32)
+        for search, seconds in ((OURS, "0.14"), (LETTER, "-"))
     ],
 }  # fmt: skip
 
@@ -136,6 +155,15 @@ def test_the_best_ratio_stands_beside_the_papers(found: dict[str, HeadlineRow]) 
     assert ours(found["best prefill:decode, conversation"]) == ("3:5", "7:1", "3:5")
 
 
+def test_the_cheaper_card_for_each_phase_is_one_of_the_papers_two(found: dict[str, HeadlineRow]) -> None:
+    assert ours(found["cheaper for prefill: A40 or 3090Ti"]) == (
+        "A40", "A40, at 0.25 of the other", "3090Ti, at 0.50 of the other"
+    )  # fmt: skip
+    assert ours(found["cheaper for decode: A40 or 3090Ti"]) == (
+        "3090Ti", "3090Ti, at 0.25 of the other", "3090Ti, at 0.50 of the other"
+    )  # fmt: skip
+
+
 def test_links_are_those_that_the_paper_has_a_figure_for(found: dict[str, HeadlineRow]) -> None:
     rows = {name: row for name, row in found.items() if row.page == "[links](links.md)"}
     title = "tokens/s over each box for itself: apart, 40 Gb/s, "
@@ -160,7 +188,7 @@ def test_only_lightweight_rescheduling_is_told(found: dict[str, HeadlineRow]) ->
 
 
 def test_searches_are_of_the_papers_column(found: dict[str, HeadlineRow]) -> None:
-    assert ours(found["s to plan 32 GPUs"]) == ("54", "0.1 to within 1 %, 7.2 in all", "-")
+    assert ours(found["s to plan 32 GPUs"]) == ("54", "0.14 to within 1 %, 7.2 in all", "-")
     assert "s to plan 24 GPUs" in found
 
 
@@ -175,4 +203,4 @@ def test_rows_of_another_form_are_refused(tmp_path: Path) -> None:
     write_all(tmp_path)
     with pytest.raises(ValueError, match="missing required field"):
         read_rows(tmp_path, "convergence", CONVERGENCE, LinkRow)
-    assert [row.gpus for row in read_rows(tmp_path, "convergence", CONVERGENCE, ConvergenceRow)] == [24, 32]
+    assert [row.gpus for row in read_rows(tmp_path, "convergence", CONVERGENCE, ConvergenceRow)] == [24, 24, 32, 32]

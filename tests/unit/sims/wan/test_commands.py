@@ -25,7 +25,7 @@ from p2pserve.sims.wan import (
 from p2pserve.sims.wan import __main__ as command
 from p2pserve.sims.wan.__main__ import main
 from p2pserve.sims.wan.control import LineRow
-from p2pserve.sims.wan.kv import paths
+from p2pserve.sims.wan.kv import alpha_beta, paths
 
 TWO = Scenario(boxes={"paris": WanBox(), "nyc": WanBox()}, default=WanPair(rtt_ms=50))
 LINE = LineStatistics(
@@ -254,6 +254,42 @@ def test_paths_tell_of_each_case_as_it_is_done(
     assert ("(b) w: NOT as it must be" in said.err) is not second
     assert main(["paths"]) == code
     assert asked == [["b", "a"], tuple(paths.CASES)]
+
+
+@pytest.mark.parametrize("shape", ["table", "json"])
+def test_the_alpha_beta_model_is_told_row_by_row_and_becomes_a_page(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    row = alpha_beta.AlphaBetaRow(
+        emulated_by="proxy", rtt_ms=90.0, link_gbps=1.0, probed_rtt_ms=90.0, probed_gbps=0.9, streams=7, mib=16,
+        prompt_tokens=37, seconds=0.25, estimated_s=0.2, over_estimate=1.25, spread="0.25-0.25",
+    )  # fmt: skip
+    asked: list[Kind | None] = []
+
+    def measure_links(kind: Kind | None) -> list[alpha_beta.AlphaBetaRow]:
+        asked.append(kind)
+        return [row]
+
+    monkeypatch.setattr(alpha_beta, "measure_links", measure_links)
+    folder = tmp_path / "results"
+    assert main(["alpha-beta", "--kind", "proxy", "--out", str(folder), "--format", shape]) == 0
+    said = capsys.readouterr()
+    assert asked == ["proxy"]
+    assert "90 ms, 1 Gb/s, 16 MiB: 0.250 s, 1.25 of the estimate" in said.err
+    assert (json.loads(said.out)["experiment"] == "alpha-beta") if shape == "json" else ("| proxy | 90 |" in said.out)
+    assert {path.name for path in folder.iterdir()} == {
+        "README.md", "alpha-beta.md", "alpha-beta.json", "alpha-beta.png",
+    }  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(alpha_beta, "measure_links", lambda kind: pytest.fail("measured"))
+    (tmp_path / "file").write_text("")
+    assert main(["alpha-beta", "--out", str(tmp_path / "file" / "results")]) == 1
+    assert capsys.readouterr().err.startswith("wan: error: ")
 
 
 def test_what_fails_at_run_time_ends_with_1(

@@ -59,7 +59,8 @@ def test_a_link_is_pinged_and_then_filled_by_as_many_streams_as_the_fastest_pair
     assert isinstance(expect, orders.ExpectBurst)
     assert isinstance(send, orders.SendBurst)
     assert expect.ticket == send.ticket
-    assert send.ticket.streams >= 2, "one window over 50 ms carries half of it"
+    assert send.ticket.streams >= 4, "as many as a node's burst has at least"
+    assert send.ticket.seconds == pytest.approx(0.5 + 10 * 0.05), "a node's burst is as long"
     assert [box for box, _ in wan.orders] == ["paris", "nyc", "paris"], "the receiver expects it first"
 
 
