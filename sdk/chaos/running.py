@@ -53,7 +53,7 @@ async def run_chaos(settings: ChaosSettings, say: Say) -> ChaosReport:
             say(f"seed {settings.seed}; starting a bootstrap and {settings.boxes} boxes")
             await network.start()
             async with _open_sessions(network.tokens["client"], settings.clients) as sessions:
-                run = _Run(settings, setup, network, links, sessions, say)
+                run = _ChaosRun(settings, setup, network, links, sessions, say)
                 await run.begin()
                 await run.inflict(schedule.faults, schedule.requests)
                 await run.settle()
@@ -89,7 +89,7 @@ async def _open_sessions(token: str, count: int) -> AsyncIterator[list[Session]]
 
 
 @final
-class _Run:
+class _ChaosRun:
     """What is done to a network that runs, and what comes of it."""
 
     def __init__(
