@@ -11,6 +11,7 @@ import trio
 
 from ...bootstrap import PeerId, RemoteError, Role
 from ...coordinator import Plan, PlanError
+from ...coordinator.names import count_of, name_of
 from ..joined import Joined
 from ..methods import PLAN_REGROUP
 from ..observing.values import EventKind
@@ -100,7 +101,7 @@ class PlanningDesk:
             return
         if begun is not None:
             joined.say(
-                f"regroups boxes in {len(begun.steps)} steps: {begun.before:.3g} -> {begun.after:.3g} requests/s of "
+                f"regroups boxes in {count_of(len(begun.steps), 'step')}: {begun.before:.3g} -> {begun.after:.3g} requests/s of "
                 "those asked for are expected to be in time"
             )
 
@@ -122,7 +123,8 @@ class PlanningDesk:
         except PlanError as error:
             raise RemoteError("invalid", f"groups: {error}") from error
         boxes = sum(len(step.boxes) for step in found.steps)
-        joined.say(f"regroups {boxes} boxes in {len(found.steps)} steps, as {peer} wants, an admin of the network")
+        steps = count_of(len(found.steps), "step")
+        joined.say(f"regroups {count_of(boxes, 'box')} in {steps}, as {name_of(peer)} wants, an admin of the network")
         self.look()
         return RegroupBegun(steps=len(found.steps), boxes=boxes)
 
