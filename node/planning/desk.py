@@ -100,9 +100,10 @@ class PlanningDesk:
             joined.say(f"boxes are not regrouped: {error}")
             return
         if begun is not None:
+            steps = count_of(len(begun.steps), "step")
             joined.say(
-                f"regroups boxes in {count_of(len(begun.steps), 'step')}: {begun.before:.3g} -> {begun.after:.3g} requests/s of "
-                "those asked for are expected to be in time"
+                f"regroups boxes in {steps}: {begun.before:.3g} -> {begun.after:.3g} requests/s of those asked for are "
+                "expected to be in time"
             )
 
     def _hurry_outdated(self, planner: Planner, task: PlanningTask) -> None:
