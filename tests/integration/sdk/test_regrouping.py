@@ -22,7 +22,7 @@ from p2pserve.node.planning.messages import RegroupOrder
 from ..conftest import WAIT_LIMIT_S, Answer, Cluster, open_client, open_cluster
 from ..node.engine.answers.answers import prompts, regrets
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.beside, pytest.mark.timeout(500)]
 
 TOKENS = 24
 MIXED = (Phase.MIXED,)
