@@ -9,7 +9,7 @@ from typing import Final, final
 
 from ...bootstrap import PeerId
 from ...coordinator import Plan
-from ...coordinator.names import name_of
+from ...coordinator.names import count_of, name_of
 from ...kvtransport.probing.figures import Source
 from ...node.links.planner_links import PlannerLinks
 from ...node.messages import NodeStatus
@@ -195,7 +195,8 @@ def _number(plan: Plan) -> str:
 
 def _plan_line(plan: PlanSeen) -> str:
     links = sum(source != target for source, target in plan.shares)
-    return f"plan {plan.number}: {plan.news.removeprefix('the link ') or f'sends KV over {links} links'}"
+    news = plan.news.removeprefix("the link ") or f"sends KV over {count_of(links, 'link')}"
+    return f"plan {plan.number}: {news}"
 
 
 def _engine_state(node: NodeStatus) -> str:
