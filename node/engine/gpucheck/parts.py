@@ -43,6 +43,8 @@ REPLACED_ON_CPUS: Final = (
     "Tensor.pin_memory",
     "Tensor.record_stream",
 )
+# vLLM remembers the stream that is set, on any device, and then calls torch's own.
+WRAPPED_BY_VLLM: Final = {"torch.cuda.set_stream": "vllm.utils.torch_utils"}
 
 
 # ---- the box --------------------------------------------------------------------------------------------------------
@@ -85,7 +87,12 @@ def watched_names() -> dict[str, object]:
 def patched(names: Mapping[str, object]) -> dict[str, str]:
     """Those that are not torch's own, with the module that they are from. What is written in C names none."""
     owners = {name: str(getattr(value, "__module__", None) or "torch") for name, value in names.items()}
-    return {name: owner for name, owner in owners.items() if owner.partition(".")[0] not in ("torch", "builtins")}
+    own = ("torch", "builtins")
+    return {
+        name: owner
+        for name, owner in owners.items()
+        if owner.partition(".")[0] not in own and WRAPPED_BY_VLLM.get(name) != owner
+    }
 
 
 def look_at_fork_server() -> dict[str, Any]:

@@ -238,6 +238,9 @@ def test_what_is_not_torchs_own_is_named() -> None:
     names = {"torch.cuda.Stream": torch.cuda.Stream, "torch.Tensor.pin_memory": torch.Tensor.pin_memory}
     assert parts.patched(names) == {}
     assert parts.patched({**names, "torch.cuda.Event": noop}) == {"torch.cuda.Event": __name__}
+    assert parts.patched({"torch.cuda.set_stream": noop}) == {"torch.cuda.set_stream": __name__}
+    noop.__module__ = "vllm.utils.torch_utils"  # vLLM wraps this one on every device
+    assert parts.patched({"torch.cuda.set_stream": noop}) == {}
 
 
 def test_a_box_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
