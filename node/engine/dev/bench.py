@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -44,7 +45,7 @@ from ....coordinator.profile import LatencyProfile, PhaseFit, StepSample
 from ....coordinator.profile_fit import SampleBook, fit
 from ....kvtransport.dev.bench import open_plain_link
 from ....kvtransport.errors import TransferError
-from ...models import ModelError, OpenedModel, open_model
+from ...models import BUNDLED, ModelError, OpenedModel, open_model
 from .. import protocol
 from ..agent_side.engine_link import EngineError
 from ..agent_side.fork_server import fork_server_command, open_fork_server
@@ -434,9 +435,11 @@ def _measure(model: OpenedModel, repeats: int, config: protocol.EngineConfig, *,
 
 @contextmanager
 def _random_model() -> Iterator[str]:
-    """A folder with a model that is some work for a GPU."""
+    """A folder with a model that is some work for a GPU, and the bundled one's words."""
     with tempfile.TemporaryDirectory(prefix="p2pserve-random-", ignore_cleanup_errors=True) as folder:
         make_model(Path(folder), ONE_BILLION)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(BUNDLED / name, Path(folder) / name)
         yield folder
 
 

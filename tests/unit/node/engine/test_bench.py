@@ -6,10 +6,13 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample
+from p2pserve.node.engine.dev import bench
 from p2pserve.node.engine.dev.bench import EngineBenchReport, main, server_table, table
 from p2pserve.node.engine.dev.bench_servers import ServerReport, vllm_flags
 from p2pserve.node.engine.dev.bench_transfers import AT_ONCE, BesideTransfer, TransferRate, transferable_tokens
 from p2pserve.node.engine.dev.pairs import EnginePair, median_added, median_ratio
+from p2pserve.node.engine.trials.random_model import TINY
+from p2pserve.node.models import open_model
 
 SERVERS = ServerReport(
     model="bundled",
@@ -157,3 +160,9 @@ def test_a_transfer_is_of_whole_blocks_and_one_that_all_have_room_for(
     assert transferable_tokens(max_model_len, kv_tokens) == expected
     assert expected < max_model_len
     assert AT_ONCE * expected < max(kv_tokens, AT_ONCE + 1)
+
+
+def test_the_model_of_a_gpu_can_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "ONE_BILLION", TINY)
+    with bench._random_model() as folder:
+        assert open_model(folder).info.layers == TINY.layers
