@@ -121,7 +121,7 @@ def dequantise_keys_kernel(
     inside = channel < width
     at = group.to(tl.int64) * width + channel
     zero = tl.load(zeros + at, mask=inside, other=0.0).to(tl.float32)
-    exponent = tl.load(exponents + at, mask=inside, other=135).to(tl.int32)
+    exponent = _loaded_exponents(exponents + at, inside)
     raise_flag(flag, (finite(zero) == 0) | _out_of_range(exponent))
     factor = power(exponent - 135)
     sixteen: tl.constexpr = x.dtype.element_ty
@@ -143,7 +143,7 @@ def dequantise_values_kernel(
     channel = tl.arange(0, triton.next_power_of_2(width))
     here = (row < rows)[:, None] & (channel < width)[None, :]
     at = row[:, None] * width + channel[None, :]
-    exponent = tl.load(exponents + row, mask=row < rows, other=135).to(tl.int32)
+    exponent = _loaded_exponents(exponents + row, row < rows)
     raise_flag(flag, _out_of_range(exponent))
     factor = power(exponent - 135)
     code = tl.load(codes + at, mask=here, other=0).to(tl.int32)
@@ -155,6 +155,13 @@ def dequantise_values_kernel(
 def _exponent(reach: tl.tensor) -> tl.tensor:
     """Clamped so far that a reach beyond fp32 still gives a scale that is a number."""
     return tl.minimum(tl.maximum((reach.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23, 32), 250)
+
+
+@triton.jit  # type: ignore[misc]
+def _loaded_exponents(at: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """As int32; 135, which is in range, where `mask` is false. Not by `other`: where a thread loads several bytes,
+    Triton 3.7 fills them wrongly with a number beyond 127."""
+    return tl.where(mask, tl.load(at, mask=mask, other=0).to(tl.int32), 135)
 
 
 @triton.jit  # type: ignore[misc]

@@ -53,9 +53,15 @@ def test_what_is_for_every_device_is_pinned_once() -> None:
     assert not SHARED.keys() & (CPU.keys() | CUDA.keys())
 
 
-@pytest.mark.parametrize("absent", ["torchvision", "torchaudio", "torchcodec", "pynvvideocodec", "fastecdsa"])
+@pytest.mark.parametrize("absent", ["torchaudio", "torchcodec", "pynvvideocodec", "fastecdsa"])
 def test_what_the_locks_leave_out(absent: str) -> None:
     assert absent not in {*SHARED, *CPU, *CUDA}
+
+
+def test_torchvision_is_for_gpus_alone() -> None:
+    """There vLLM imports it when it warms up kernels, whatever the model; vLLM for CPUs is better without."""
+    assert CUDA["torchvision"] == "0.28.0"
+    assert "torchvision" not in {*SHARED, *CPU}
 
 
 def test_the_cpu_build_of_torch_is_the_one_pin_without_a_hash() -> None:
