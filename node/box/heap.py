@@ -12,6 +12,7 @@ from typing import Final
 _M_ARENA_MAX: Final = -8  # glibc's <malloc.h>
 _MADV_DONTNEED: Final = 4  # Linux's <sys/mman.h>
 _MAPPING: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ \S+ *(.*)$")  # the first line of one in smaps
+_DEVICE_FLAGS: Final = frozenset({"pf", "io", "mm"})  # of `VmFlags`: a driver has put pages there, which it does once
 
 
 def return_freed_memory() -> None:
@@ -44,12 +45,17 @@ def release_library_pages() -> None:
 
 def find_unchanged_files(smaps: str) -> Iterator[tuple[int, int]]:
     """Start and bytes of the mappings of files that this process cannot write to and has no pages of its own in. Those
-    that the loader has filled in and then protected do not count: their contents are nowhere else."""
+    that the loader has filled in and then protected do not count: their contents are nowhere else. Nor do mappings of
+    devices: CUDA reads in `/dev/nvidia*` how far a GPU is, and the next look would end the process with SIGBUS."""
     for mapping in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps):
         head, *lines = mapping.splitlines() or [""]
         match = _MAPPING.match(head)
-        if match is None or "w" in match[3] or not match[4].startswith("/"):
+        if match is None or "w" in match[3] or not match[3].endswith("p"):
             continue
-        sizes = {key: value.split()[0] for key, _, value in (line.partition(":") for line in lines) if value.strip()}
-        if sizes.get("Anonymous") == sizes.get("Swap") == "0":
+        if not match[4].startswith("/") or match[4].startswith("/dev/"):
+            continue
+        said = {key: value.split() for key, _, value in (line.partition(":") for line in lines) if value.strip()}
+        if not _DEVICE_FLAGS.isdisjoint(said.get("VmFlags", ())):
+            continue
+        if said.get("Anonymous", [])[:1] == said.get("Swap", [])[:1] == ["0"]:
             yield int(match[1], 16), int(match[2], 16) - int(match[1], 16)

@@ -9,6 +9,7 @@ process ends (`mailbox`).
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -72,11 +73,13 @@ class EngineProgram(Protocol):
 
 
 def enter_process(log_file: str | None) -> None:
-    """First of all in a forked process: Ctrl-C is for the agent, SIGTERM ends it, and output goes to its log."""
+    """First of all in a forked process: Ctrl-C is for the agent, SIGTERM ends it, and output goes to its log; so does
+    where it was when a fault in C++ code ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if log_file:
         redirect_output(Path(log_file))
+    faulthandler.enable()
 
 
 def redirect_output(log: Path) -> None:

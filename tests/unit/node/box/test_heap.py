@@ -10,11 +10,11 @@ from p2pserve.node.box.heap import find_unchanged_files, release_library_pages
 SMAPS = Path("/proc/self/smaps")
 
 
-def mapping(permissions: str, name: str, *, anonymous: int = 0, swap: int = 0) -> str:
+def mapping(permissions: str, name: str, *, anonymous: int = 0, swap: int = 0, flags: str = "rd ex mr mw me") -> str:
     return (
         f"7f0000001000-7f0000004000 {permissions} 00000000 fe:00 131                    {name}\n"
         f"Size:                 12 kB\nRss:                   8 kB\nAnonymous:      {anonymous:8} kB\n"
-        f"Swap:           {swap:8} kB\nTHPeligible:           0\nVmFlags: rd ex mr mw me\n"
+        f"Swap:           {swap:8} kB\nTHPeligible:           0\nVmFlags: {flags}\n"
     )
 
 
@@ -26,6 +26,10 @@ def mapping(permissions: str, name: str, *, anonymous: int = 0, swap: int = 0) -
         (mapping("rw-p", "/usr/lib/libtorch_cpu.so"), False),
         (mapping("r--p", "/usr/lib/libtorch_cpu.so", anonymous=4), False),  # as the loader fills it in, and protects it
         (mapping("r--p", "/usr/lib/libtorch_cpu.so", swap=4), False),  # the same, swapped out
+        (mapping("r--s", "/dev/nvidiactl"), False),  # where CUDA reads how far a GPU is
+        (mapping("r--p", "/dev/nvidia0"), False),
+        (mapping("r--p", "/sys/device", flags="rd mr me io pf dd"), False),
+        (mapping("r--s", "/run/shared by others"), False),
         (mapping("r-xp", "[vdso]"), False),
         (mapping("r-xp", ""), False),
     ],
