@@ -1,8 +1,8 @@
 """The one seam for what differs between a GPU and a CPU: how vLLM is set up, how KV leaves and enters the device, and
 what the device can do.
 
-Not yet run on a GPU: the choices for CUDA are read from vLLM's source, and the staging is tested against a stand-in
-for `torch.cuda` (`docs/gpu.md`). Everything else in this package is the same on both.
+The choices for CUDA are read from vLLM's source, and the staging is tested against a stand-in for `torch.cuda`; what
+was seen on a GPU is in `docs/gpu.md`. Everything else in this package is the same on both.
 """
 
 from __future__ import annotations
