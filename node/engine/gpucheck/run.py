@@ -25,6 +25,8 @@ NO_GPU: Final = "no GPU here: nothing to check"
 FOR_CPUS: Final = "the engine that is installed computes on CPUs: make setup DEVICE=cuda"
 NO_TESTS: Final = "the tests are not in the installed package: run `make gpu-check` in a checkout"
 LOG_END_BYTES: Final = 4096
+MOST_TESTERS: Final = 4
+CORES_OF_A_TESTER: Final = 4  # the test, and two or three engines
 END_S: Final = 10.0  # for a part that is asked to end
 
 
@@ -62,7 +64,7 @@ def command_of(part: CheckPart, output: Path) -> list[str] | None:
     python = [sys.executable, "-m"]
     match part.name:
         case "tests":
-            options = ["-q", "-p", "no:cacheprovider", f"--junitxml={output}"]
+            options = ["-q", "-p", "no:cacheprovider", f"--junitxml={output}", "-n", str(count_testers())]
             return [*python, "pytest", "tests/gpu", *options] if (CHECKOUT / "tests" / "gpu").is_dir() else None
         case "kernels":
             return [*python, "p2pserve.kernels.bench", "--format", "json", "--threads", "1"]
@@ -70,6 +72,12 @@ def command_of(part: CheckPart, output: Path) -> list[str] | None:
             return [*python, "p2pserve.node.engine.bench", "--format", "json"]
         case name:
             return [*python, "p2pserve.node.engine.gpucheck.parts", name]
+
+
+def count_testers() -> int:
+    """Processes that test at once. Engines spend half a minute on starting, most of it on one core, and take little of
+    a card; but what waits for too long for a core fails."""
+    return max(1, min(MOST_TESTERS, (os.cpu_count() or 1) // CORES_OF_A_TESTER))
 
 
 def run_part(part: CheckPart, limit_s: float, folder: Path) -> PartResult:

@@ -221,6 +221,14 @@ def test_with_one_every_part_is_run_also_after_one_has_failed(monkeypatch: pytes
     assert msgspec.json.decode(msgspec.json.encode(report))["cards"] == ["NVIDIA A40"]
 
 
+@pytest.mark.parametrize(("cores", "testers"), [(2, 1), (7, 1), (8, 2), (16, 4), (128, 4), (None, 1)])
+def test_as_many_test_at_once_as_have_cores(monkeypatch: pytest.MonkeyPatch, cores: int | None, testers: int) -> None:
+    monkeypatch.setattr(run.os, "cpu_count", lambda: cores)
+    command = run.command_of(BY_NAME["tests"], Path("report.xml"))
+    assert command is not None
+    assert command[-2:] == ["-n", str(testers)]
+
+
 def test_an_installed_package_has_no_tests_to_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     assert run.command_of(BY_NAME["tests"], tmp_path) is not None
     monkeypatch.setattr(run, "CHECKOUT", tmp_path)
