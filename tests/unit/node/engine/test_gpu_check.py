@@ -223,7 +223,7 @@ def test_with_one_every_part_is_run_also_after_one_has_failed(monkeypatch: pytes
 
 @pytest.mark.parametrize(("cores", "testers"), [(2, 1), (7, 1), (8, 2), (16, 4), (128, 4), (None, 1)])
 def test_as_many_test_at_once_as_have_cores(monkeypatch: pytest.MonkeyPatch, cores: int | None, testers: int) -> None:
-    monkeypatch.setattr(run.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
     command = run.command_of(BY_NAME["tests"], Path("report.xml"))
     assert command is not None
     assert command[-2:] == ["-n", str(testers)]
