@@ -18,11 +18,12 @@ from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from itertools import product
-from math import isfinite
+from typing import Final
 
 import msgspec
 import numpy as np
 
+from ...bounds import MAX_GPUS
 from ...costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from .cluster import Box, Cluster, ClusterError
 
@@ -31,6 +32,13 @@ PCIE_GBPS = {3: 75.0, 4: 150.0, 5: 300.0}
 # Of the printed NVLink figure, which counts both directions.
 NVLINK_SHARE = 0.4
 LAN_RTT_MS = 0.5
+
+MAX_BOXES: Final = 1024
+"""Beyond it the tables of links alone take long, and no plan is found in minutes."""
+MAX_NAME: Final = 128  # characters
+GBPS: Final = (1e-6, 1e6)
+RTT_MS: Final = (0.0, 6e4)
+USD: Final = (0.0, 1e6)
 
 
 class _LinkEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -72,6 +80,11 @@ def parse_cluster(text: str | bytes, specs: Specs = Specs.DENSE) -> Cluster:
         described = msgspec.json.decode(text, type=_ClusterFile)
     except msgspec.DecodeError as error:
         raise ClusterError(f"cluster file: {error}") from None
+    for kind in described.boxes:
+        _check_kind(kind)
+    count = sum(kind.count for kind in described.boxes)
+    if count > MAX_BOXES:
+        raise ClusterError(f"boxes: {count} in all; a plan is made for at most {MAX_BOXES}")
     boxes = [box for kind in described.boxes for box in _boxes(kind, specs)]
     return _link_boxes(tuple(boxes), described)
 
@@ -93,10 +106,22 @@ def _folder() -> Traversable:
     return files(__package__.partition(".planning")[0]) / "data" / "clusters"
 
 
+def _check_kind(kind: _BoxEntry) -> None:
+    """Before anything is made of its numbers."""
+    for field, name in (("id", kind.id), ("site", kind.site)):
+        if not name.isprintable() or len(name) > MAX_NAME:
+            raise ClusterError(f"boxes: {field} {name[:32]!r}: a name is one line of at most {MAX_NAME} characters")
+    where = f"boxes: {kind.id or '(no id)'}"
+    _check_range(kind.count, "count", (1, MAX_BOXES), where)
+    _check_range(kind.gpus, "gpus", (1, MAX_GPUS), where)
+    if kind.usd_per_hour is not None:
+        _check_range(kind.usd_per_hour, "usd_per_hour", USD, where)
+    if kind.gpu_link_gbps is not None:
+        _check_range(kind.gpu_link_gbps, "gpu_link_gbps", GBPS, where)
+
+
 def _boxes(kind: _BoxEntry, specs: Specs) -> list[Box]:
     where = f"boxes: {kind.id or '(no id)'}"
-    if kind.count < 1:
-        raise ClusterError(f"{where}: count is {kind.count}; it must be at least 1")
     try:
         gpu = gpu_table().find(kind.gpu, specs)
     except GpuError as error:
@@ -153,7 +178,6 @@ def _link_boxes(boxes: tuple[Box, ...], described: _ClusterFile) -> Cluster:
     by_name: dict[str, list[int]] = {}
     for number, box in enumerate(boxes):
         by_name.setdefault(box.site, []).append(number)
-    sites = set(by_name)
     by_name.update({box.id: [number] for number, box in enumerate(boxes)})
     ids = {box.id for box in boxes}
     # those of sites first, so that a link between boxes is the last word
@@ -163,7 +187,7 @@ def _link_boxes(boxes: tuple[Box, ...], described: _ClusterFile) -> Cluster:
         for end in (pair.a, pair.b):
             if end not in by_name:
                 raise ClusterError(f"{where}: {end!r} is neither a box nor a site; there are {', '.join(sorted(ids))}")
-        if pair.a == pair.b and pair.a not in sites:
+        if pair.a == pair.b and len(by_name[pair.a]) == 1:
             raise ClusterError(f"{where}: a box has no link to itself")
         for one, other in product(by_name[pair.a], by_name[pair.b]):
             if one != other:
@@ -176,11 +200,20 @@ def _link_boxes(boxes: tuple[Box, ...], described: _ClusterFile) -> Cluster:
 
 
 def _check(link: _LinkEntry, where: str) -> None:
-    if not (isfinite(link.gbps) and link.gbps > 0.0):
+    if not link.gbps > 0.0:
         raise ClusterError(f"{where}: gbps is {link.gbps:g}; it must be above 0, or leave the link out")
-    for field, value in (("rtt_ms", link.rtt_ms), ("usd_per_gb", link.usd_per_gb)):
-        if not (isfinite(value) and value >= 0.0):
-            raise ClusterError(f"{where}: {field} is {value:g}; it must not be negative")
+    for field, value, bounds in (
+        ("gbps", link.gbps, GBPS),
+        ("rtt_ms", link.rtt_ms, RTT_MS),
+        ("usd_per_gb", link.usd_per_gb, USD),
+    ):
+        _check_range(value, field, bounds, where)
+
+
+def _check_range(value: float, field: str, bounds: tuple[float, float], where: str) -> None:
+    least, most = bounds
+    if not least <= value <= most:  # neither is NaN
+        raise ClusterError(f"{where}: {field} is {value:g}; it must be between {least:g} and {most:g}")
 
 
 def _check_joined(cluster: Cluster) -> None:
