@@ -6,7 +6,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.resources import files
 from math import isfinite
@@ -34,6 +34,8 @@ _COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "output": ("output", "output_tokens", "token_size"),
 }
 """What a user's columns may be called; the last are those of Splitwise's own traces."""
+MOST_TOKENS: Final = 1 << 31
+"""Of a request's prompt or answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,42 +191,68 @@ def read_requests(path: Path) -> Trace:
     Fields `arrival` (s), `prompt` and `output` (tokens, at least 1), or by the names of Splitwise's
     traces; others are left alone. Raises TraceError that names file, line and field.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: {error}") from error
-    rows = _json_rows(path, text) if path.suffix.lower() in (".jsonl", ".ndjson") else _csv_rows(path, text)
-    arrival: list[float] = []
-    tokens: dict[str, list[int]] = {"prompt": [], "output": []}
-    for line, row in rows:
-        at = f"{path}, line {line}"
-        value = _number(at, row, "arrival")
-        if value < 0.0:
-            raise TraceError(f"{at}: arrival is {value:g}; it must not be negative")
-        arrival.append(value)
-        for field, column in tokens.items():
-            count = _number(at, row, field)
-            if count < 1.0 or count != int(count):
-                raise TraceError(f"{at}: {field} is {count:g}; it must be a whole number of tokens, at least 1")
-            column.append(int(count))
-    if not arrival:
-        raise TraceError(f"{path}: there are no requests in it")
+    columns = _read_columns(path, tuple(_COLUMNS))
+    arrival = np.array(columns["arrival"])
     # Stable: requests of the same moment stay in the order of the file.
-    order = np.argsort(np.array(arrival), kind="stable")
+    order = np.argsort(arrival, kind="stable")
     return Trace(
         ids=order.astype(np.int64),
-        arrival_s=np.array(arrival)[order],
-        prompt=np.array(tokens["prompt"], dtype=np.int64)[order],
-        output=np.array(tokens["output"], dtype=np.int64)[order],
+        arrival_s=arrival[order],
+        prompt=np.array(columns["prompt"], dtype=np.int64)[order],
+        output=np.array(columns["output"], dtype=np.int64)[order],
         lengths=f"{path.name}, as recorded",
         arrivals="as recorded",
     )
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def workload_from(path: Path, rate: float) -> Workload:
+    """What the planner needs of a user's requests, when so many come in a second. A file as that of
+    `read_requests`, or one without arrivals: then requests come independently of each other.
+    Raises TraceError."""
+    if _has_arrivals(path):
+        return replace(workload_of(read_requests(path)), rate=rate)
+    columns = _read_columns(path, ("prompt", "output"))
+    prompt, output = (np.array(columns[field], dtype=np.int64) for field in ("prompt", "output"))
+    return Workload(name=f"{path.name}, lengths as recorded", prompts=prompt, outputs=output, rate=rate)
+
+
+def _has_arrivals(path: Path) -> bool:
+    _, row = next(_rows(path, ()), (0, dict[str, Any]()))
+    return not set(_COLUMNS["arrival"]).isdisjoint(row)
+
+
+def _read_columns(path: Path, fields: Sequence[str]) -> dict[str, list[float]]:
+    columns: dict[str, list[float]] = {field: [] for field in fields}
+    for line, row in _rows(path, fields):
+        at = f"{path}, line {line}"
+        for field, column in columns.items():
+            value = _number(at, row, field)
+            if field == "arrival" and value < 0.0:
+                raise TraceError(f"{at}: arrival is {value:g}; it must not be negative")
+            if field != "arrival" and not (1.0 <= value <= MOST_TOKENS and value == int(value)):
+                most = f"at most {MOST_TOKENS:,}" if value > MOST_TOKENS else "at least 1"
+                raise TraceError(f"{at}: {field} is {value:g}; it must be a whole number of tokens, {most}")
+            column.append(value)
+    if not columns[fields[0]]:
+        raise TraceError(f"{path}: there are no requests in it")
+    return columns
+
+
+def _rows(path: Path, fields: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Each with the number of its line. A CSV must have a column for each of `fields`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: {error}") from error
+    is_json = path.suffix.lower() in (".jsonl", ".ndjson")
+    return _json_rows(path, text) if is_json else _csv_rows(path, text, fields)
+
+
+def _csv_rows(path: Path, text: str, fields: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     reader = csv.DictReader(text.splitlines())
     header = reader.fieldnames or []
-    for field, names in _COLUMNS.items():
+    for field in fields:
+        names = _COLUMNS[field]
         if not set(names) & set(header):
             wanted, there = " or ".join(names), ", ".join(header) or "none"
             raise TraceError(f"{path}, line 1: no column for {field} ({wanted}); there are: {there}")

@@ -18,7 +18,7 @@ from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.slo import parse_slo
 from ...coordinator.planning.model.workload import Service, Workload, WorkloadError
 from ...kernels.codecs import codec_named
-from ...sims.workloads import AZURE, azure, read_requests, workload_of
+from ...sims.workloads import AZURE, azure, workload_from
 from ..errors import UsageError
 
 PHASES: Final = tuple(phase.value for phase in Phase)
@@ -94,7 +94,7 @@ def read_workload(what: str, rate: float) -> Workload:
     path = Path(what)
     if not path.exists():
         raise UsageError(f"workload: {what!r} is neither a file nor one of {', '.join(AZURE)}")
-    return replace(workload_of(read_requests(path)), rate=rate)
+    return workload_from(path, rate)
 
 
 class _ServiceEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

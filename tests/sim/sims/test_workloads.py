@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from p2pserve.sims.records import TraceError
-from p2pserve.sims.workloads import azure, draw, read_requests, replay, workload_of
+from p2pserve.sims.workloads import azure, draw, read_requests, replay, workload_from, workload_of
 
 CONVERSATION = azure("conversation")
 
@@ -104,8 +104,34 @@ def test_a_users_requests_in_order_of_arrival(tmp_path: Path, name: str, text: s
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "prompt,output\n10,3\n20,4\n"),
+        ("a.jsonl", '{"prompt": 10, "output": 3}\n{"prompt": 20, "output": 4}\n'),
+    ],
+)
+def test_lengths_alone_are_enough_for_a_plan(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    workload = workload_from(tmp_path / name, 2.5)
+    assert (workload.prompts.tolist(), workload.outputs.tolist()) == ([10, 20], [3, 4])
+    assert (workload.rate, workload.arrival_cv) == (2.5, 1.0)
+
+
+def test_recorded_arrivals_say_how_requests_crowd(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(CSV)
+    assert workload_from(tmp_path / "a.csv", 2.5).arrival_cv == 0.0
+
+
+def test_an_empty_file_has_no_lengths(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,output\n")
+    with pytest.raises(TraceError, match="there are no requests in it"):
+        workload_from(tmp_path / "a.csv", 2.5)
+
+
+@pytest.mark.parametrize(
     ("name", "text", "said"),
     [
+        ("a.csv", "arrival,prompt,output\n1,1e300,3\n", "line 2: prompt is 1e\\+300; .* at most 2,147,483,648"),
         (
             "a.csv",
             "arrival,prompt\n1,2\n",

@@ -73,7 +73,10 @@ def test_nvlink_is_faster_than_pcie_and_must_be_there() -> None:
         (text([{**A40, "gpu_link_gbps": 1e-300}]), "boxes: a40: gpu_link_gbps is 1e-300"),
         (text([A40, TI], default={"gbps": 1e-300}), "default: gbps is 1e-300; it must be between 1e-06 and"),
         (text([A40, TI], default={"gbps": 1, "rtt_ms": 1e300}), r"default: rtt_ms is 1e\+300; it must be"),
-        (text([A40, TI], default={"gbps": 1}, links=[{"a": "ti", "b": "ti", "gbps": 1}]), "a box has no link to itself"),
+        (
+            text([A40, TI], default={"gbps": 1}, links=[{"a": "ti", "b": "ti", "gbps": 1}]),
+            "a box has no link to itself",
+        ),
         (text([{**A40, "count": 0}]), "boxes: a40: count is 0"),
         (text([{**A40, "usd_per_hour": -1}]), "boxes: a40: usd_per_hour is -1"),
         (text([A40, TI]), "box ti has no links both ways"),
