@@ -182,6 +182,9 @@ def _shares(cells: list[Cell], rates: list[float]) -> list[float]:
 def _make_result(scorer: Scorer, colocated: Solution) -> SearchResult:
     plain = scorer.score(colocated)
     solution = scorer.pick_most_robust(plain.objective, scorer.space.settings.box_away)
+    if not scorer.score(solution).capacity > 0.0:
+        # No solution meets the deadlines, so all look alike, also those that cannot serve at all.
+        solution = colocated
     return SearchResult(
         solution=solution,
         score=scorer.score(solution),
