@@ -6,8 +6,8 @@ PARTITION: layers of each stage, such as 4,4. HOST...: the address of each stage
 PORT. The stages after the first are to be ready before that is started, which dials them. The model is the bundled
 one.
 
-A process says `{"ready": ...}`, the head only when all stages are. Then the head answers `{"prompt": [...], "count": n}`
-with what `StageAnswer` has, a line each, until its input ends; the others end with theirs.
+A process says that it is ready, the head only when all stages are. Then the head answers each `StageOrder` with a
+`StageAnswer`, a line of JSON each, until its input ends; the others end with theirs.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ class RawEnd:
             assert self._server is not None
             self._socks = [self._server.accept()[0] for _ in range(self._streams)]
         self._each(mib, self._receive)
+        self._blocks.wait(mib, number)
         self._socks[0].sendall(b"\0")
 
     def move(self, mib: int) -> None:
@@ -160,9 +161,7 @@ class NixlEnd:
 
     def move(self, mib: int) -> None:
         here, there = (
-            self._agent.get_xfer_descs(
-                [(address + block * BLOCK, BLOCK, 0) for block in range(mib)], mem_type="cpu"
-            )
+            self._agent.get_xfer_descs([(address + block * BLOCK, BLOCK, 0) for block in range(mib)], mem_type="cpu")
             for address in (self._blocks.address, self._there)
         )
         transfer = self._agent.initialize_xfer("WRITE", here, there, self._peer, b"")
