@@ -51,7 +51,7 @@ class PeerOptions:
 
     parts: tuple[str, ...] = PARTS
     mib: int = 256
-    rounds: int = 3
+    rounds: int = 5
     seconds: float = 900.0
     stages: tuple[int, ...] = (2, 3, 4)
     tokens: int = 17
@@ -93,8 +93,11 @@ class PeerComparison:
 
     def _circumstances(self, load: float) -> list[str]:
         cores = os.cpu_count() or 1
-        lines = [f"Both ends, all stages and the emulator were on one machine with {cores} cores"]
-        lines[0] += f", whose load was {load:.1f} before and {os.getloadavg()[0]:.1f} after."
+        lines = ["Every link but loopback is emulated, by namespaces and TUN devices of one machine."]
+        after = os.getloadavg()[0]
+        lines.append(
+            f"It has {cores} cores for all ends, stages and the emulator; load {load:.1f} before, {after:.1f} after."
+        )
         if self._cannot_show:
             lines.append(f"What the emulation cannot show: {'; '.join(self._cannot_show)}.")
         return lines

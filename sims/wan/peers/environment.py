@@ -86,11 +86,11 @@ class PeerEnvironment:
     def prepare(self, name: str) -> str:
         """Install a peer unless it is there; returns why it does not work, or nothing."""
         package = PACKAGES[name]
-        if not self._try(package):
+        reason = self._try(package)
+        if not reason:
             return ""
         if not self._install:
-            reason = self._try(package)
-            return f"not installed in {self._folder.name}, and installing was not allowed: {reason}"
+            return f"not installed, and installing was not allowed: {reason}"
         reason = self._make() or self._run(
             [self.python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", "--no-input",
              *package.requirements],
