@@ -92,7 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the page (%(default)s)")
     _add_kind(model)
     _add_format(model)
-    peers = add(figures.NAME, _peers, "ours beside NIXL, Mooncake, rsync, TCP and vLLM's pipeline, on the same links")
+    peers = add(
+        figures.NAME, _peers, "ours beside NIXL, Mooncake, rsync, TCP, vLLM's pipeline and etcd, on the same links"
+    )
     _add_peer_options(peers)
     _add_format(peers)
     run = add("run", _run, "hold a network until its input ends, or run one command in a box of it")

@@ -12,6 +12,7 @@ from ....kvtransport.routing.paths import PathQuery, choose
 from ..emulated import EmulatedWan, unavailable
 from ..kv.kvnetwork import KVNetwork
 from ..scenario import Scenario, WanBox, WanPair
+from .changes import ChangeTimes, measure_changes
 from .environment import PeerEnvironment, default_folder
 from .figures import (
     LOOPBACK,
@@ -20,10 +21,12 @@ from .figures import (
     MOONCAKE,
     NIXL,
     OURS_OVER_MANY,
+    ChangeRow,
     CpuRow,
     PeerFigures,
     PeerRow,
     PipelineRow,
+    change_row,
     cpu_rows,
     peer_rows,
     pipeline_row,
@@ -37,7 +40,7 @@ SENDER, RECEIVER = "paris", "nyc"
 GBPS: Final = 1.0
 PLAIN_STREAMS: Final = 16
 LINKS: Final = {LOSSY: WanPair(rtt_ms=80, loss=1e-3), LOSSLESS: WanPair(rtt_ms=40)}
-PARTS: Final = ("links", "loopback", "pipelines")
+PARTS: Final = ("links", "loopback", "pipelines", "changes")
 SHARES: Final = {LOSSY: 0.3, LOSSLESS: 0.15, LOOPBACK: 0.1}
 """Of the seconds; pipelines have the rest, in equal parts."""
 
@@ -89,7 +92,10 @@ class PeerComparison:
         if "pipelines" in options.parts:
             for stages in options.stages:
                 pipelines += map(pipeline_row, self._pipelines(stages))
-        return PeerFigures(links=rows, cpu=cpu, pipelines=pipelines, circumstances=self._circumstances(load))
+        changes = [self._changes()] if "changes" in options.parts else []
+        return PeerFigures(
+            links=rows, cpu=cpu, pipelines=pipelines, changes=changes, circumstances=self._circumstances(load)
+        )
 
     def _circumstances(self, load: float) -> list[str]:
         cores = os.cpu_count() or 1
@@ -148,6 +154,12 @@ class PeerComparison:
             library_contender(site, "nixl", NIXL, self._peers, self._failures["nixl"]),
             library_contender(site, "mooncake", MOONCAKE, self._peers, self._failures["mooncake"]),
         ]
+
+    def _changes(self) -> ChangeRow:
+        reason = unavailable("tun")
+        if reason is not None:
+            return change_row(ChangeTimes(etcd_failure=f"no emulated link: {reason}"))
+        return change_row(measure_changes(self._options.rounds, self._say))
 
     def _pipelines(self, stages: int) -> list[PipelineTurns]:
         options = self._options

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Final
 
 from ...experiments.page import Page, PageTable, ResultRow
+from .changes import MEMBERS, RTT_MS, ChangeTimes
 from .pipelines import PipelineTurns
 from .turns import OURS, TurnsTaken, ratios
 
@@ -86,6 +87,19 @@ class PipelineRow(ResultRow, frozen=True):
     verdict: str
 
 
+class ChangeRow(ResultRow, frozen=True):
+    """Milliseconds until the last member has seen what one was told, medians."""
+
+    members: int
+    rtt_ms: float
+    etcd_ms: float | None
+    ours_ms: float | None
+    etcd_over_ours: float | None
+    spread_etcd: str
+    spread_ours: str
+    verdict: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFigures:
     """All that was measured; `circumstances`: sentences about the machine and the emulation."""
@@ -93,6 +107,7 @@ class PeerFigures:
     links: Sequence[PeerRow] = ()
     cpu: Sequence[CpuRow] = ()
     pipelines: Sequence[PipelineRow] = ()
+    changes: Sequence[ChangeRow] = ()
     circumstances: Sequence[str] = ()
 
 
@@ -185,6 +200,32 @@ def pipeline_row(turns: PipelineTurns) -> PipelineRow:
     )
 
 
+def change_row(times: ChangeTimes) -> ChangeRow:
+    """Ours beside etcd: changes that began at the same members in the same order."""
+    found = [etcd / ours for ours, etcd in zip(times.ours_ms, times.etcd_ms, strict=False)]
+    reason = times.etcd_failure or (times.ours_failure and f"ours did not: {times.ours_failure}")
+    ratio = median(found) if found else None
+    return ChangeRow(
+        members=MEMBERS,
+        rtt_ms=RTT_MS,
+        etcd_ms=_middle(times.etcd_ms),
+        ours_ms=_middle(times.ours_ms),
+        etcd_over_ours=ratio,
+        spread_etcd=_spread(times.etcd_ms),
+        spread_ours=_spread(times.ours_ms),
+        verdict=judge(ratio, NO_TARGET, "" if found else reason),
+    )
+
+
+def _middle(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _spread(values: Sequence[float]) -> str:
+    """The least and the most."""
+    return f"{min(values):.3g}-{max(values):.3g}" if values else ""
+
+
 def missed_lines(figures: PeerFigures) -> list[str]:
     """What was missed, by how much, and what did not run: an item each."""
     lines = [
@@ -204,6 +245,7 @@ def missed_lines(figures: PeerFigures) -> list[str]:
     ]
     absent = dict.fromkeys((row.peer, row.verdict) for row in figures.links if row.verdict.startswith(DID_NOT_RUN))
     lines += [f"{peer} {verdict}." for peer, verdict in absent]
+    lines += [f"etcd {row.verdict}." for row in figures.changes if row.verdict.startswith(DID_NOT_RUN)]
     return lines
 
 
@@ -219,11 +261,13 @@ greedy answer to the same prompt, and vLLM stands still while ours computes."""
 REMARKS: Final = """\
 - "By hand before" are first figures, measured by hand on another day; "target" is what was set from them. Only
   ratios of one run compare: rates depend on what else the machine does.
-- vLLM's pipeline waits for four round trips a token, since Gloo sends the sizes of tensors before the tensors, and
-  head and last stage tell each other; ours for one.
+- vLLM's pipeline takes four round trips and more for a token, ours one.
 - vLLM does not make the buffers of a later stage on a CPU unless it compiles, so it was asked for its profile run.
 - rsync is timed with its start and its end, since a transfer is what it lives for.
-- etcd beside our gossip is not measured: this command has no boxes of the network itself."""
+- etcd's members agree on a change before any of them tells it, which is more than our gossip promises: a
+  member signs what it says and pushes it to those that it has a session with. etcd has its default settings
+  and keeps its data in memory; changes begin at each member in turn.
+"""
 
 
 def make_page(figures: PeerFigures) -> Page:
@@ -232,11 +276,12 @@ def make_page(figures: PeerFigures) -> Page:
         PageTable("Bytes over a link", figures.links, "Payload in Gb/s; ours over the peer, by round."),
         PageTable("CPU", figures.cpu, "Over loopback, one connection: CPU seconds of both ends for each GB."),
         PageTable("Pipelines", figures.pipelines, "Milliseconds between two tokens; vLLM's over ours, by pair."),
+        PageTable("Changes", figures.changes, "Milliseconds until all members know what one was told."),
     ]
     missed = missed_lines(figures) or ["No target was missed."]
     return Page(
         name=NAME,
-        title="Beside NIXL, Mooncake, rsync, plain TCP and vLLM's pipeline",
+        title="Beside NIXL, Mooncake, rsync, plain TCP, vLLM's pipeline and etcd",
         command=COMMAND,
         assumes="\n\n".join((" ".join(ASSUMES.split()), " ".join(figures.circumstances))),
         tables=tuple(table for table in tables if table.rows),

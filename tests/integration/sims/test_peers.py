@@ -1,11 +1,13 @@
 """Ours beside plain TCP and vLLM's pipeline, for real but short; peers that do not start are rows."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
 from p2pserve.sims.wan import EmulatedWan, Scenario, WanBox, WanPair, unavailable
+from p2pserve.sims.wan.peers.changes import MEMBERS, NO_ETCD, RTT_MS, measure_changes
 from p2pserve.sims.wan.peers.comparing import PeerComparison, PeerOptions
 from p2pserve.sims.wan.peers.environment import PeerEnvironment
 from p2pserve.sims.wan.peers.figures import LOOPBACK, MOONCAKE, NIXL, PLAIN_STREAM
@@ -72,6 +74,27 @@ def test_a_program_that_ends_is_silent_or_is_not_there_is_a_reason(tmp_path: Pat
         silent.answer(0.1)
     with pytest.raises(PeerFailed, match="No such file"):
         PeerProgram(LoopbackSite(), "send", [str(tmp_path / "none")], {})
+
+
+@needs_tun
+def test_all_members_know_a_change_after_half_a_round_trip_also_where_there_is_no_etcd(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found_program = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "etcd" else found_program(name))
+    times = measure_changes(1, lambda line: None)
+    assert (times.etcd_ms, times.etcd_failure, times.ours_failure) == ([], NO_ETCD, "")
+    assert len(times.ours_ms) == MEMBERS
+    assert min(times.ours_ms) >= RTT_MS / 2
+
+
+@needs_tun
+@pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd here")
+def test_an_etcd_cluster_over_the_same_links_is_timed_as_well() -> None:
+    times = measure_changes(1, lambda line: None)
+    assert (times.etcd_failure, times.ours_failure) == ("", "")
+    assert len(times.etcd_ms) == MEMBERS
+    assert min(times.etcd_ms) >= RTT_MS / 2
 
 
 @needs_tun

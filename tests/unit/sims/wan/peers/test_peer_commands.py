@@ -89,7 +89,7 @@ def test_a_folder_that_cannot_be_written_is_told_first(
 
 def test_without_namespaces_each_row_of_a_link_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(comparing, "unavailable", lambda kind: "needs root")
-    options = PeerOptions(parts=("links", "pipelines"), folder=tmp_path / "none", install=False, stages=(2,))
+    options = PeerOptions(parts=("links", "pipelines", "changes"), folder=tmp_path / "none", install=False, stages=(2,))
     said: list[str] = []
     found = PeerComparison(options, said.append).run()
     assert {row.verdict for row in found.links} == {"did not run: no emulated link: needs root"}
@@ -99,4 +99,5 @@ def test_without_namespaces_each_row_of_a_link_says_why(monkeypatch: pytest.Monk
     assert {(row.rtt_ms, row.verdict) for row in found.pipelines} == {
         (20.0, "did not run: no emulated link: needs root"), (50.0, "did not run: no emulated link: needs root"),
     }  # fmt: skip
+    assert [row.verdict for row in found.changes] == ["did not run: no emulated link: needs root"]
     assert any(line.startswith("nixl: not installed") for line in said)

@@ -7,6 +7,7 @@ import pytest
 
 from p2pserve.sims.experiments.page import write_page
 from p2pserve.sims.wan.peers import figures
+from p2pserve.sims.wan.peers.changes import ChangeTimes
 from p2pserve.sims.wan.peers.figures import (
     LOOPBACK,
     LOSSY,
@@ -16,6 +17,7 @@ from p2pserve.sims.wan.peers.figures import (
     PLAIN_STREAMS,
     PeerFigures,
     PeerTarget,
+    change_row,
     cpu_rows,
     judge,
     make_page,
@@ -88,6 +90,20 @@ def test_a_pipelines_row_says_how_much_faster_and_whether_tokens_agree() -> None
 @pytest.mark.parametrize(("stages", "layers"), [(2, "4,4"), (3, "3,3,2"), (4, "2,2,2,2")])
 def test_stages_share_the_layers_evenly(stages: int, layers: str) -> None:
     assert split_layers(stages) == layers
+
+
+def test_changes_of_ours_and_etcd_are_paired() -> None:
+    row = change_row(ChangeTimes([20.0, 40.0, 30.0], [40.0, 120.0, 75.0]))
+    assert (row.ours_ms, row.etcd_ms, row.etcd_over_ours, row.verdict) == (30.0, 75.0, 2.5, "")
+    assert (row.spread_ours, row.spread_etcd) == ("20-40", "40-120")
+
+
+def test_without_etcd_ours_are_a_row_all_the_same() -> None:
+    row = change_row(ChangeTimes([20.0], etcd_failure="no `etcd` on the PATH"))
+    assert (row.ours_ms, row.etcd_ms, row.etcd_over_ours) == (20.0, None, None)
+    assert row.verdict == "did not run: no `etcd` on the PATH"
+    assert missed_lines(PeerFigures(changes=[row])) == ["etcd did not run: no `etcd` on the PATH."]
+    assert change_row(ChangeTimes([], [50.0], "no port")).verdict == "did not run: ours did not: no port"
 
 
 def measured() -> PeerFigures:
