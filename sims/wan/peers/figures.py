@@ -264,7 +264,7 @@ REMARKS: Final = """\
 - vLLM's pipeline takes four round trips and more for a token, ours one.
 - vLLM does not make the buffers of a later stage on a CPU unless it compiles, so it was asked for its profile run.
 - rsync is timed with its start and its end, since a transfer is what it lives for.
-- etcd's members agree on a change before any of them tells it, which is more than our gossip promises: a
+- etcd's members agree on a change before any of them tells it, which is more than our gossip does: a
   member signs what it says and pushes it to those that it has a session with. etcd has its default settings
   and keeps its data in memory; changes begin at each member in turn.
 """

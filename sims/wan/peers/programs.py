@@ -114,7 +114,10 @@ class PeerProgram:
         line = self._process.stdout.readline()
         if not line:
             raise self._ended()
-        found: dict[str, Any] = json.loads(line)
+        try:
+            found: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise PeerFailed(f"no answer: {last_line(line.decode(errors='replace'))}") from None
         if found.get("error"):
             raise PeerFailed(last_line(str(found["error"])))
         return found

@@ -70,6 +70,8 @@ def test_a_program_that_ends_is_silent_or_is_not_there_is_a_reason(tmp_path: Pat
         ended.answer(30.0)
     with program("raise SystemExit(7)") as failed, pytest.raises(PeerFailed, match=r"^ended with exit code 7$"):
         failed.answer(30.0)
+    with program("print('warning: old driver')") as chatty, pytest.raises(PeerFailed, match="no answer: warning"):
+        chatty.answer(30.0)
     with program("input()") as silent, pytest.raises(PeerFailed, match=r"^no answer within 0 s$"):
         silent.answer(0.1)
     with pytest.raises(PeerFailed, match="No such file"):
