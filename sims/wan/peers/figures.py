@@ -260,13 +260,20 @@ greedy answer to the same prompt, and vLLM stands still while ours computes."""
 
 REMARKS: Final = """\
 - "By hand before" are first figures, measured by hand on another day; "target" is what was set from them. Only
-  ratios of one run compare: rates depend on what else the machine does.
-- vLLM's pipeline takes four round trips and more for a token, ours one.
+  ratios of one run compare: rates depend on what else the machine does, most of all over loopback. There, with a load
+  of 2 in place of 7, ours had 0.75 to 0.9 of the rate of plain TCP, for the same CPU seconds.
+- NIXL and Mooncake have one connection, which carries 0.17 Gb/s with this loss, where TCP here is bbr. That the ratio
+  to NIXL was 22 before could not be had again, neither by writing nor by reading.
+- Over the link with loss path choice gives ours 3 streams: it counts 0.25 Gb/s for each, as the window of one allows,
+  where the burst's five had about 0.15 each. With a load of 2.5 ours had 0.48 and 0.51 Gb/s over 3 streams, 0.72 and
+  0.87 over 8, 0.78 and 0.82 over 16, and 16 plain ones 0.57 and 0.89. With a load of 7, as in the table, neither 3 nor
+  16 streams are ahead of the plain ones.
+- vLLM's pipeline of two stages takes four round trips and more for a token, ours one and more.
 - vLLM does not make the buffers of a later stage on a CPU unless it compiles, so it was asked for its profile run.
 - rsync is timed with its start and its end, since a transfer is what it lives for.
-- etcd's members agree on a change before any of them tells it, which is more than our gossip does: a
-  member signs what it says and pushes it to those that it has a session with. etcd has its default settings
-  and keeps its data in memory; changes begin at each member in turn.
+- etcd's members agree on a change before any of them tells it, which is more than our gossip does: a member signs
+  what it says and pushes it to those that it has a session with. etcd has its default settings and keeps its data in
+  memory; changes begin at each member in turn.
 """
 
 
