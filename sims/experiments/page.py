@@ -145,6 +145,8 @@ def _wrap_item(item: str, mark: str) -> str:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return ""
     if isinstance(value, float):
         return f"{value:.3g}" if isfinite(value) and abs(value) < 1000 else f"{value:.0f}"
     return str(value)

@@ -19,6 +19,7 @@ from . import calibrate, namespaces
 from .emulated import EmulatedWan, Kind, unavailable
 from .errors import WanError
 from .kv import alpha_beta, paths
+from .peers import comparing, figures
 from .scenario import Scenario, ScenarioError, link_classes
 
 KINDS: tuple[Kind, ...] = ("tun", "proxy")
@@ -91,6 +92,11 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the page (%(default)s)")
     _add_kind(model)
     _add_format(model)
+    peers = add(
+        figures.NAME, _peers, "ours beside NIXL, Mooncake, rsync, TCP, vLLM's pipeline and etcd, on the same links"
+    )
+    _add_peer_options(peers)
+    _add_format(peers)
     run = add("run", _run, "hold a network until its input ends, or run one command in a box of it")
     run.add_argument("scenario", metavar="SCENARIO.json")
     _add_kind(run)
@@ -99,6 +105,18 @@ def _parser() -> argparse.ArgumentParser:
     execute.add_argument("box")
     add("clean", _clean, "remove what killed emulators have left")
     return parser
+
+
+def _add_peer_options(parser: argparse.ArgumentParser) -> None:
+    options = comparing.PeerOptions()
+    parser.add_argument("--only", choices=comparing.PARTS, action="append", help="only this part; may be repeated")
+    parser.add_argument("--mib", type=int, default=options.mib, help="MiB of a transfer (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=options.rounds, help="turns of each contender (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=options.seconds, help="for all of it (%(default)g)")
+    parser.add_argument("--stages", default=",".join(map(str, options.stages)), help="of pipelines (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=options.folder, help="of the peers' environment (%(default)s)")
+    parser.add_argument("--no-install", action="store_true", help="take only peers that are installed there already")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="folder of the page (%(default)s)")
 
 
 def _add_kind(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +130,12 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+def _tell(text: str) -> None:
+    """How far it is, beside what is printed at the end."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -174,6 +198,40 @@ def _alpha_beta(arguments: argparse.Namespace) -> int:
     write_index(arguments.out)
     _say(json.dumps(page.records()) if arguments.format == "json" else page.tables[0].markdown())
     return 0
+
+
+def _peers(arguments: argparse.Namespace) -> int:
+    options = _peer_options(arguments)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found = comparing.PeerComparison(options, _tell).run()
+    page = figures.make_page(found)
+    write_page(page, arguments.out)
+    write_index(arguments.out)
+    tables = "\n\n".join(table.markdown() for table in page.tables)
+    _say(json.dumps(page.records()) if arguments.format == "json" else f"{tables}\n\n{' '.join(found.circumstances)}")
+    return 0
+
+
+def _peer_options(arguments: argparse.Namespace) -> comparing.PeerOptions:
+    for name, least, most in (("mib", 1, 4096), ("rounds", 1, 50), ("seconds", 10, 7200)):
+        value = getattr(arguments, name)
+        if not least <= value <= most:
+            raise Usage(f"--{name} {value:g}: it must be from {least} to {most}")
+    try:
+        stages = tuple(int(word) for word in arguments.stages.split(","))
+    except ValueError:
+        raise Usage(f"--stages {arguments.stages!r}: write numbers of stages as 2,3,4") from None
+    if not all(2 <= each <= 8 for each in stages):
+        raise Usage(f"--stages {arguments.stages}: a pipeline here has 2 to 8 stages")
+    return comparing.PeerOptions(
+        parts=tuple(arguments.only or comparing.PARTS),
+        mib=arguments.mib,
+        rounds=arguments.rounds,
+        seconds=arguments.seconds,
+        stages=stages,
+        folder=arguments.folder,
+        install=not arguments.no_install,
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -175,12 +175,12 @@ class TrialEngine:
 
 @final
 class Trial:
-    """Starts engines and joins them by links over loopback. Made by `open_trial`."""
+    """Starts engines and joins them by links, over loopback unless told otherwise. Made by `open_trial`."""
 
-    def __init__(self, server: EngineStarter, nursery: trio.Nursery, port: int) -> None:
+    def __init__(self, server: EngineStarter, nursery: trio.Nursery, address: tuple[str, int]) -> None:
         self._server = server
         self._nursery = nursery
-        self.path = DialPath("127.0.0.1", port)  # to all of them
+        self.path = DialPath(*address)  # to all of them
         self._listeners: dict[bytes, TrialEngine] = {}  # link -> the engine that its connections are for
 
     def serving(self, link: bytes) -> TrialEngine | None:
@@ -190,7 +190,7 @@ class Trial:
     async def start(self, config: protocol.EngineConfig) -> TrialEngine:
         """An engine on one box. Raises EngineStartError."""
         engine = TrialEngine()
-        await self._start(engine, config)
+        await self.start_as(engine, config)
         return engine
 
     async def start_pipeline(self, config: protocol.EngineConfig, partition: tuple[int, ...]) -> TrialEngine:
@@ -221,18 +221,23 @@ class Trial:
                 own = msgspec.structs.replace(own, model=models[stage])
             if tp:
                 own = msgspec.structs.replace(own, tp=tp[stage])
-            await self._start(engines[stage], own)
+            await self.start_as(engines[stage], own)
         return list(engines.values())
 
-    async def _start(self, engine: TrialEngine, config: protocol.EngineConfig) -> None:
+    async def start_as(self, engine: TrialEngine, config: protocol.EngineConfig) -> None:
+        """Start the process of an engine which may be dialled already. Raises EngineStartError."""
         engine.link = await self._server.start_engine(config, engine.on_message)
         self._nursery.start_soon(engine.watch)
 
     def join(self, receiver: TrialEngine) -> LinkTicket:
         """A link to this engine, for whoever has the ticket."""
         ticket = issue_link(LEASE_S, secrets.token_bytes)
-        self._listeners[ticket.link] = receiver
+        self.listen(ticket, receiver)
         return ticket
+
+    def listen(self, ticket: LinkTicket, receiver: TrialEngine) -> None:
+        """Let this engine be dialled by whoever has that ticket."""
+        self._listeners[ticket.link] = receiver
 
     def transfer_ends(
         self, link: LinkTicket, codec: str, shape: protocol.EngineReady, *, pacing: protocol.WantedSendMode = "auto"
@@ -272,12 +277,13 @@ class Trial:
 
 
 @asynccontextmanager
-async def open_trial(server: EngineStarter) -> AsyncIterator[Trial]:
-    """A trial with its listener. The engines end with the fork server."""
-    listener = trio.socket.from_stdlib_socket(socket.create_server(("127.0.0.1", 0)))
+async def open_trial(server: EngineStarter, address: tuple[str, int] = ("127.0.0.1", 0)) -> AsyncIterator[Trial]:
+    """A trial that listens there. The engines end with the fork server."""
+    listener = trio.socket.from_stdlib_socket(socket.create_server(address))
     with listener:
         async with trio.open_nursery() as nursery:
-            trial = Trial(server, nursery, int(listener.getsockname()[1]))
+            host, port = listener.getsockname()
+            trial = Trial(server, nursery, (host, port))
             nursery.start_soon(_accept, listener, trial)
             yield trial
             nursery.cancel_scope.cancel()
