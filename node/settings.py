@@ -63,6 +63,7 @@ class BoxEngineSettings:
     memory_gib: float | None = None  # for weights and KV; None: what the box has
     emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
+    emulate_load_gb_s: float = 0.0  # GB/s that its weights are read at whenever it starts; 0: in no time
     fitting: FittingSettings = field(default_factory=FittingSettings)
 
 
