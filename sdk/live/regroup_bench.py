@@ -30,7 +30,7 @@ from ...coordinator.plan import Deadlines, Groups
 from ...node.planning.messages import RegroupOrder
 from ...sims.records import Outcomes, Trace
 from ..client import AsyncClient
-from ..demo.box import DemoBox, open_box
+from ..demo.box import open_box
 from ..errors import DemoFailed, UsageError
 from .network import (
     POLL_S,
@@ -48,7 +48,6 @@ TARGET: Final = 0.95
 LEAST_NODES: Final = 3  # two change, and somebody has to go on
 LEAD: Final = 0.2  # of the trace, before the order: by then the boxes are as busy as they will be
 CHANGE_S: Final = 300.0
-MOST_LATE: Final = 5  # times that engines may be slower than what they emulate
 
 Rows = NDArray[np.bool_]
 
@@ -76,7 +75,8 @@ class RegroupPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegroupBench(msgspec.Struct, frozen=True, kw_only=True):
-    """What all pairs have shown. `ratio`: of all requests in time during changes; `median_ratio`: over pairs."""
+    """What all pairs have shown. `ratio`: of all requests in time during changes; `median_ratio`: over pairs. `late`:
+    how often engines fell behind what they emulate, because this machine was too slow."""
 
     ok: bool
     target: float
@@ -85,6 +85,7 @@ class RegroupBench(msgspec.Struct, frozen=True, kw_only=True):
     arrivals: str
     ratio: float
     median_ratio: float
+    late: int
     pairs: tuple[RegroupPair, ...]
 
 
@@ -103,11 +104,12 @@ def check_settings(settings: LiveSettings, pairs: int) -> None:
 def run_regroup_bench(settings: LiveSettings, traces: Iterable[Trace], say: Say) -> RegroupBench:
     """A pair for each trace, on one network. Raises DemoFailed, ClientError."""
     taken = list(traces)
-    pairs = trio.run(_run_pairs, replace(settings, phases=(Phase.MIXED,)), taken, say)
-    return summarise_pairs(pairs, f"{settings.nodes} emulated nodes of {settings.cards} ({settings.specs})", taken[0])
+    pairs, late = trio.run(_run_pairs, replace(settings, phases=(Phase.MIXED,)), taken, say)
+    emulated = f"{settings.nodes} emulated nodes of {settings.cards} ({settings.specs})"
+    return summarise_pairs(pairs, emulated, taken[0], late)
 
 
-def summarise_pairs(pairs: Iterable[RegroupPair], emulated: str, trace: Trace) -> RegroupBench:
+def summarise_pairs(pairs: Iterable[RegroupPair], emulated: str, trace: Trace, late: int = 0) -> RegroupBench:
     """The figure that counts, beside its target."""
     found = tuple(pairs)
     kept, changed = sum(pair.kept for pair in found), sum(pair.changed for pair in found)
@@ -120,6 +122,7 @@ def summarise_pairs(pairs: Iterable[RegroupPair], emulated: str, trace: Trace) -
         arrivals=trace.arrivals,
         ratio=ratio,
         median_ratio=median(pair.ratio for pair in found),
+        late=late,
         pairs=found,
     )
 
@@ -145,7 +148,7 @@ def compare_runs(
     )
 
 
-async def _run_pairs(settings: LiveSettings, traces: list[Trace], say: Say) -> list[RegroupPair]:
+async def _run_pairs(settings: LiveSettings, traces: list[Trace], say: Say) -> tuple[list[RegroupPair], int]:
     pairs: list[RegroupPair] = []
     async with open_box(watch_memory=False) as box:
         await box.start_fork_server(settings.nodes, backend="emulated")
@@ -169,15 +172,7 @@ async def _run_pairs(settings: LiveSettings, traces: list[Trace], say: Say) -> l
                 pairs.append(compare_runs(change, kept, changed, plan.deadlines, run.span, moved))
                 say(f"{pairs[-1].changed} of {pairs[-1].kept} requests in time while they {change}")
                 plan = run.plan
-            _check_speed(box)
-    return pairs
-
-
-def _check_speed(box: DemoBox) -> None:
-    """Raises DemoFailed where engines were slower than what they emulate: no figure is of the change then."""
-    late = box.engine_logs().count(TOO_SLOW)
-    if late > MOST_LATE:
-        raise DemoFailed(f"emulated engines fell behind their model {late} times: this machine was too slow")
+        return pairs, box.engine_logs().count(TOO_SLOW)
 
 
 def make_groups(plan: Plan, first: str, second: str, *, joins: bool) -> Groups:
@@ -268,6 +263,8 @@ def show_bench(found: RegroupBench, console: Console) -> None:
     for pair in found.pairs:
         table.add_row(*(show(pair) for _, show in columns))
     console.print(table)
+    if found.late:
+        console.print(f"note: emulated engines fell behind their model {found.late} times: this machine was too slow")
     verdict = "" if found.ok else "  too few"
     console.print(
         f"requests in time during changes: {found.ratio:.3f} of those with the plan kept (median of pairs "
