@@ -322,7 +322,8 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
 
 class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can.
-    `busy_s`: its share of this node's time so far, which it is billed for."""
+    `leaves`: this node will be gone soon, goes on with it until another one does, and sends that one the KV. `busy_s`:
+    its share of this node's time so far, which it is billed for."""
 
     request: RequestId
     tokens: NewTokens = ()
@@ -334,6 +335,7 @@ class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: TopTokens | None = None
     prompt_logprobs: TopTokens | None = None
     stop_reason: Token | None = None
+    leaves: bool = False
 
 
 class ReplicaHung(Message, frozen=True, kw_only=True):
