@@ -309,12 +309,12 @@ class Node:
         serving.drain()
         if not serving.is_idle:
             self._joined.say(f"draining: {describe_left(serving.open_requests)}, {drain_s:g} s at most")
-        hand_over_at = leaves_at - self._tuning.hand_over_before_s(drain_s)
+        migrate_at = leaves_at - self._tuning.migrate_before_s(drain_s)
         with trio.move_on_at(leaves_at):
             while not serving.is_idle:
-                if trio.current_time() >= hand_over_at:
-                    hand_over_at = inf
-                    serving.host.worker.hand_over()
+                if trio.current_time() >= migrate_at:
+                    migrate_at = inf
+                    serving.host.worker.migrate()
                 left_s = leaves_at - trio.current_time()
                 if left_s < drain_s - 1.0:  # before that it has just been said
                     self._joined.show(f"draining: {describe_left(serving.open_requests)}, {left_s:.0f} s at most")

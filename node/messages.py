@@ -175,8 +175,7 @@ class DecodeOpened(Message, frozen=True, kw_only=True):
 
 
 class PrefillOpen(Message, frozen=True, kw_only=True):
-    """Compute the KV of this (part of a) prompt and push it where `slices` say. With `sampling` it is a whole prompt,
-    and the first token after it is wanted."""
+    """Compute the KV of (part of) a prompt and push it to `slices`; with `sampling`, all of it and a first token."""
 
     request: RequestId
     service: ModelName
@@ -322,8 +321,7 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
 
 class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can.
-    `leaves`: this node will be gone soon, goes on with it until another one does, and sends that one the KV. `busy_s`:
-    its share of this node's time so far, which it is billed for."""
+    `leaves`: it does until another one does, and sends it the KV. `busy_s`: its share of this node's time, billed."""
 
     request: RequestId
     tokens: NewTokens = ()

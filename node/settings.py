@@ -186,7 +186,7 @@ class NodeTuning:
     move_s: float = 60.0
     """For so long requests may finish on a box before it takes another part of the plan, and then go on elsewhere.
     Longer: fewer are computed twice; shorter: boxes that are to change together wait less for each other."""
-    hand_over_s: float = 8.0
+    migrate_s: float = 8.0
     """So long before a box leaves or takes another part, what still runs there goes on elsewhere with its KV; at most a
     third of the time that requests have to finish. Longer: more KV gets through; shorter: more finish."""
     max_failures: int = 5  # in a row, before it is given up
@@ -195,9 +195,9 @@ class NodeTuning:
     healthy_after_s: float = 300.0  # an engine that ran this long starts from no failures
     profile_interval_s: float = 5.0  # between two fits of its steps; one takes some ten milliseconds, on a thread
 
-    def hand_over_before_s(self, finish_s: float) -> float:
+    def migrate_before_s(self, finish_s: float) -> float:
         """So long before its end what still runs goes on elsewhere, where requests have `finish_s` to finish."""
-        return min(self.hand_over_s, finish_s / 3.0)
+        return min(self.migrate_s, finish_s / 3.0)
 
     def backoff_s(self, failures: int) -> float:
         """Pause before the start that follows the n-th failure in a row."""

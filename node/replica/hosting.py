@@ -188,13 +188,13 @@ class Host:
         while True:
             await self._moves.wait()
             until = trio.current_time() + self._tuning.move_s
-            hand_over_at = until - self._tuning.hand_over_before_s(self._tuning.move_s)
+            migrate_at = until - self._tuning.migrate_before_s(self._tuning.move_s)
             while self.worker.is_moving and not self.worker.idle:
                 if trio.current_time() >= until:
                     break
-                if trio.current_time() >= hand_over_at:
-                    hand_over_at = inf
-                    self.worker.hand_over()
+                if trio.current_time() >= migrate_at:
+                    migrate_at = inf
+                    self.worker.migrate()
                 await trio.sleep(MOVE_POLL_S)
             self._moves = trio.Event()
             self._take_place()

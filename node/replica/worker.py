@@ -52,7 +52,7 @@ class Worker:
         self._decodes: dict[str, Job] = {}
         self._prefills: dict[str, Job] = {}
         self._watch = ReplicaWatch(messenger.peer_id, NetworkSettings())
-        self._accepting, self._hands_over = True, False
+        self._accepting, self._migrates = True, False
         self.is_moving = False
         """Whether the box is about to take another part of the plan: it finishes what is running, and refuses what is
         new, in a way that lets others take it."""
@@ -95,7 +95,7 @@ class Worker:
 
     def use(self, engine: EngineHandle, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
         """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
-        self._engine, self._pipes, self._hands_over = engine, pipes, False
+        self._engine, self._pipes, self._migrates = engine, pipes, False
         self._transfers.use(place, engine.ready.dtype if engine.ready is not None else "")
         self._watch.forget()
         self._tell_hung()
@@ -110,15 +110,15 @@ class Worker:
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
-        self._accepting = False
+        self._accepting, self._migrates = False, False
 
     def resume(self) -> None:
         """Take what is new again."""
-        self._accepting, self._hands_over = True, False
+        self._accepting, self._migrates = True, False
 
-    def hand_over(self) -> None:
-        """What is running is to go on elsewhere, since it cannot end here in time: its KV alone is sent from here."""
-        self._hands_over = True
+    def migrate(self) -> None:
+        """Tell gateways that what runs here is to go on elsewhere, with its KV: that alone is still sent from here."""
+        self._migrates = True
         for job in list(self._decodes.values()):
             leaving = messages.Tokens(request=job.request, leaves=True, busy_s=self._log.busy_s(job))
             self._tell(job.gateway, methods.TOKENS, leaving)
@@ -440,10 +440,10 @@ class Worker:
     def _engine_for(self, service: str, *, sends_kv: bool = False) -> EngineHandle:
         if service != self._service:
             raise RemoteError("wrong-service", f"this node serves {self._service}, not {service}")
-        is_handed = sends_kv and self._hands_over
-        if not (self._accepting or is_handed):
+        is_migrating = sends_kv and self._migrates
+        if not (self._accepting or is_migrating):
             raise RemoteError("draining", "this node is draining and takes no new requests")
-        if self.is_moving and not is_handed:
+        if self.is_moving and not is_migrating:
             raise RemoteError("draining", "this node is about to take another part of the plan")
         place = self._transfers.place
         if self._engine is None or not self._engine.running or place is None:

@@ -94,7 +94,7 @@ def check_settings(settings: LiveSettings, pairs: int) -> None:
     if settings.nodes < LEAST_NODES:
         raise UsageError(f"nodes: two change their group; {settings.nodes} leave nobody to go on, take {LEAST_NODES}")
     if set(settings.phases) - {Phase.MIXED}:
-        raise UsageError("phases: emulated stages hand over no KV, so all nodes are mixed; leave it out")
+        raise UsageError("phases: emulated stages transfer no KV, so all nodes are mixed; leave it out")
     if settings.losses:
         raise UsageError("lose: no node is lost while groups change; leave it out")
     if pairs < 1:

@@ -283,7 +283,7 @@ class EmulatedEngine:
         if unknown is not None:
             return f"{unknown}: an emulated engine makes its tokens up, and knows no text and no probabilities"
         if self._partition and (submit.send or submit.receive):
-            return "emulated stages hand over no KV: pin the boxes of the network to mixed (--phase mixed)"
+            return "emulated stages transfer no KV: pin the boxes of the network to mixed (--phase mixed)"
         if prompt >= self._longest:
             return f"a prompt of {prompt} tokens leaves no room for an answer; {self._longest} is the longest of both"
         return ""

@@ -114,7 +114,7 @@ def test_the_exit_code_says_whether_enough_was_served(
     ("options", "words"),
     [
         (["--nodes", "2"], "nodes: two change"),
-        (["--phases", "prefill", "decode"], "phases: emulated stages hand over no KV"),
+        (["--phases", "prefill", "decode"], "phases: emulated stages transfer no KV"),
         (["--lose", "3@20"], "lose: no node is lost"),
         (["--pairs", "0"], "pairs: 0 is not above 0"),
         (["--load-gb-s", "nan"], "load-gb-s: nan is not a rate"),

@@ -113,7 +113,7 @@ def test_stages_answer_as_one_engine_and_end_together() -> None:
         prompt = prompt_of(300)
         assert (await head.answer(head.submit(prompt, 5))).tokens == answer_to(prompt, 5)
         send, _ = trial.transfer_ends(trial.join(alone), "raw", alone.ready)
-        with pytest.raises(EngineError, match="emulated stages hand over no KV"):
+        with pytest.raises(EngineError, match="emulated stages transfer no KV"):
             await head.answer(head.submit(prompt, 1, send=send))
         os.kill(other.ready.pid, signal.SIGKILL)
         with pytest.raises(EngineLost, match="stage 2 is lost"):

@@ -237,7 +237,7 @@ def test_what_is_refused_never_reaches_the_engine(world: World, kind: str) -> No
 
 
 @pytest.mark.parametrize("moves", [False, True])
-def test_what_is_handed_over_is_told_to_its_gateway_and_its_kv_alone_is_still_sent(world: World, moves: bool) -> None:
+def test_what_migrates_is_told_to_its_gateway_and_its_kv_alone_is_still_sent(world: World, moves: bool) -> None:
     world.decode("r.1", receive_tokens=0)
     world.asked()
     if moves:
@@ -246,7 +246,7 @@ def test_what_is_handed_over_is_told_to_its_gateway_and_its_kv_alone_is_still_se
         world.worker.drain()
     assert refusal(world, "prefill", request="r.2") == "draining"
     world.news()
-    world.worker.hand_over()
+    world.worker.migrate()
     assert world.news() == [(A, TOKENS.name, messages.Tokens(request="r.1", leaves=True))]
     assert refusal(world, "decode", request="s.1") == "draining"
     assert world.prefill("r.2") == messages.Opened()

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 
 EMULATED: dict[str, Any] = {"backend": "emulated", "emulate": "1xL4", "kv_cache_mib": None}
 MIXED = (Phase.MIXED,)
-DRAIN_S = 1.5  # a third of it is for what is handed over
+DRAIN_S = 1.5  # a third of it is for migration
 CLOSE = 1e-3
 """Logits that two engines on one processor may differ by, as their steps have other batches."""
 
@@ -47,7 +47,7 @@ async def is_busy(network: Cluster, peer: str) -> bool:
     return advert is not None and advert.stats is not None and advert.stats.running > 0
 
 
-def check_handed_over(network: Cluster, answers: list[Answer], tokens: int) -> None:
+def check_migrated(network: Cluster, answers: list[Answer], tokens: int) -> None:
     """All are whole, and what the box that left had begun went on with its KV: on a busy machine not each in time."""
     keeps, leaves = network.nodes[0].peer, network.nodes[1].peer
     assert [(answer.error, len(answer.tokens)) for answer in answers] == [("", tokens)] * len(answers)
@@ -65,7 +65,7 @@ def test_answers_of_emulated_engines_go_on_with_the_kv_of_the_box_that_left(tmp_
         async with open_cluster(None, tmp_path, "qwen2-7b", 2, knobs=knobs, phases=MIXED, drain_s=DRAIN_S) as network:
             await network.wait_plan(2)
             asked = [f"request {number}: " + "y " * 40 for number in range(6)]
-            check_handed_over(network, await lose_in_the_middle(network, asked, 200), 200)
+            check_migrated(network, await lose_in_the_middle(network, asked, 200), 200)
 
     trio.run(main)
 
@@ -78,7 +78,7 @@ def test_answers_go_on_with_exactly_the_tokens_that_they_would_have_had(cluster:
         async with cluster(tmp_path, "bundled", 2, phases=MIXED, drain_s=DRAIN_S) as network:
             await network.wait_plan(2)
             answers.extend(await lose_in_the_middle(network, asked, 350))
-            check_handed_over(network, answers, 350)
+            check_migrated(network, answers, 350)
 
     trio.run(main)
     for prompt, answer in zip(asked, answers, strict=True):
