@@ -17,6 +17,7 @@ import msgspec
 from .bounds import (
     MAX_GPUS,
     MAX_PAIRINGS,
+    MAX_REFUSED,
     MAX_REPLICAS,
     MAX_STAGES,
     Counter,
@@ -228,9 +229,19 @@ class Regrouping(msgspec.Struct, frozen=True, kw_only=True):
         return self.steps[0].boxes
 
 
+class RefusedPart(msgspec.Struct, frozen=True, kw_only=True):
+    """A box that could not take its part of a regrouping, for this reason: it keeps what it has for `for_s` seconds
+    from the plan on."""
+
+    peer: Name
+    reason: Text = ""
+    for_s: Seconds = 0.0
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Who does what for one service. `pairings` weigh 1 in all; `why`: a line per decision; `deadlines`: what it was
-    made for; `regrouping`: on the way to which other groups it is, if to any."""
+    made for; `regrouping`: on the way to which other groups it is, if to any; `refused`: boxes that other groups are
+    looked for around."""
 
     epoch: Counter
     version: Counter
@@ -241,6 +252,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     why: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_REPLICAS)]
     deadlines: Deadlines = Deadlines()
     regrouping: Regrouping | None = None
+    refused: Annotated[tuple[RefusedPart, ...], msgspec.Meta(max_length=MAX_REFUSED)] = ()
 
     def __post_init__(self) -> None:
         _require(self.epoch >= 0, f"plan.epoch is {self.epoch}; it must not be negative")

@@ -11,6 +11,7 @@ import os
 import random
 import time
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple, final
 
 import trio
@@ -51,6 +52,8 @@ from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
 from .owner.answering import answer_owner
 from .owner.draining import DrainDesk, DrainOrder, describe_left
+from .owner.pricing import PriceTag, describe_price
+from .owner.questions import OwnerAnswer, OwnerQuestion
 from .planning.desk import PlanningDesk
 from .planning.manifest import PLAN_RULES, describe_plan
 from .planning.messages import PlanManifest
@@ -167,7 +170,7 @@ async def _join(
             nursery.start_soon(events.keep)
             doors = Doors(port, relay, transport.adopt, transport.bound or settings.listen)
             node = Node(joined, found, served, doors, nursery)
-            nursery.start_soon(answer_owner, settings.home, node.drains.answer, say)
+            nursery.start_soon(answer_owner, settings.home, node.answer_owner, say)
             http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
             handed_out: dict[str, str] = {}
@@ -225,6 +228,7 @@ class Node:
         )
         if self.drains.is_draining:
             self._on_drain_order(True, None)
+        self.price = PriceTag(settings.usd_per_hour, self._on_price)
         if serving is not None:
             serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(
@@ -264,6 +268,15 @@ class Node:
     def _hurry(self) -> None:
         self._news.set()
 
+    async def answer_owner(self, question: OwnerQuestion) -> OwnerAnswer:
+        """The owner of this box asks, or wants something."""
+        return await self.price.answer(question, self._joined.own, self.drains.answer)
+
+    def _on_price(self, before: float, now: float) -> None:
+        """The owner of the box says what it costs from now on."""
+        self._joined.say(f"costs {describe_price(now)} from now on, before {describe_price(before)}")
+        self._hurry()
+
     @property
     def _draining(self) -> bool:
         return self._leaves_at is not None or self.drains.is_draining
@@ -296,8 +309,12 @@ class Node:
         serving.drain()
         if not serving.is_idle:
             self._joined.say(f"draining: {describe_left(serving.open_requests)}, {drain_s:g} s at most")
+        migrate_at = leaves_at - self._tuning.migrate_before_s(drain_s)
         with trio.move_on_at(leaves_at):
             while not serving.is_idle:
+                if trio.current_time() >= migrate_at:
+                    migrate_at = inf
+                    serving.host.worker.migrate()
                 left_s = leaves_at - trio.current_time()
                 if left_s < drain_s - 1.0:  # before that it has just been said
                     self._joined.show(f"draining: {describe_left(serving.open_requests)}, {left_s:.0f} s at most")
@@ -343,7 +360,7 @@ class Node:
             hardware=self._hardware,
             draining=self._draining,
             phase=settings.phase,
-            usd_per_hour=settings.usd_per_hour,
+            usd_per_hour=self.price.usd_per_hour,
             ends_in_s=self._ends_in_s(),
         )
         return serving.add_to(advert) if serving is not None else advert
@@ -404,8 +421,10 @@ class Node:
     async def _weigh(self) -> None:
         """Tell the owner whether the box is worth its price, once that is known and when it changes."""
         joined, serving, watch = self._joined, self._serving, WorthWatch()
-        while serving is not None and joined.settings.usd_per_hour > 0.0:
+        while serving is not None:
             await trio.sleep(self._tuning.worth_s)
+            if self.price.usd_per_hour <= 0.0:
+                continue
             worth = joined.view.worth(serving.service).get(joined.own)
             line = joined.view.lines().get(joined.own, BoxLine())
             told = watch.consider(worth, line, trio.current_time())

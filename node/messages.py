@@ -175,8 +175,7 @@ class DecodeOpened(Message, frozen=True, kw_only=True):
 
 
 class PrefillOpen(Message, frozen=True, kw_only=True):
-    """Compute the KV of this (part of a) prompt and push it where `slices` say. With `sampling` it is a whole prompt,
-    and the first token after it is wanted."""
+    """Compute the KV of (part of) a prompt and push it to `slices`; with `sampling`, all of it and a first token."""
 
     request: RequestId
     service: ModelName
@@ -322,7 +321,7 @@ class PrefillEnded(Message, frozen=True, kw_only=True):
 
 class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     """New tokens of a request. `failed`: this node cannot go on with it, another one may; `refused`: none can.
-    `busy_s`: its share of this node's time so far, which it is billed for."""
+    `leaves`: it does until another one does, and sends it the KV. `busy_s`: its share of this node's time, billed."""
 
     request: RequestId
     tokens: NewTokens = ()
@@ -334,6 +333,7 @@ class Tokens(Message, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: TopTokens | None = None
     prompt_logprobs: TopTokens | None = None
     stop_reason: Token | None = None
+    leaves: bool = False
 
 
 class ReplicaHung(Message, frozen=True, kw_only=True):

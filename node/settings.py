@@ -63,6 +63,7 @@ class BoxEngineSettings:
     memory_gib: float | None = None  # for weights and KV; None: what the box has
     emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
+    emulate_load_gb_s: float = 0.0  # GB/s that its weights are read at whenever it starts; 0: in no time
     fitting: FittingSettings = field(default_factory=FittingSettings)
 
 
@@ -185,11 +186,18 @@ class NodeTuning:
     move_s: float = 60.0
     """For so long requests may finish on a box before it takes another part of the plan, and then go on elsewhere.
     Longer: fewer are computed twice; shorter: boxes that are to change together wait less for each other."""
+    migrate_s: float = 8.0
+    """So long before a box leaves or takes another part, what still runs there goes on elsewhere with its KV; at most a
+    third of the time that requests have to finish. Longer: more KV gets through; shorter: more finish."""
     max_failures: int = 5  # in a row, before it is given up
     first_backoff_s: float = 1.0  # after the first failure; doubles with each
     max_backoff_s: float = 30.0
     healthy_after_s: float = 300.0  # an engine that ran this long starts from no failures
     profile_interval_s: float = 5.0  # between two fits of its steps; one takes some ten milliseconds, on a thread
+
+    def migrate_before_s(self, finish_s: float) -> float:
+        """So long before its end what still runs goes on elsewhere, where requests have `finish_s` to finish."""
+        return min(self.migrate_s, finish_s / 3.0)
 
     def backoff_s(self, failures: int) -> float:
         """Pause before the start that follows the n-th failure in a row."""

@@ -10,7 +10,7 @@ Importing this takes a solver with it: import it where plans are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
@@ -48,21 +48,31 @@ def propose_regrouping(
     rates: LoadRates | None = None,
     search: SearchSettings | None = None,
     spent: Callable[[], bool] = never,
+    keeping: Collection[str] = (),
 ) -> RegroupProposal | None:
     """The best groups found for the boxes of a network that runs a plan until `spent()`; None where
     none is better than new phases alone, or boxes cannot be grouped otherwise. `rate`: requests per
-    second to compare them at, instead of LOAD times what runs."""
+    second to compare them at, instead of LOAD times what runs. `keeping`: boxes that keep their part,
+    with those of their group: they are counted as if they served by themselves, and the others are
+    grouped for what is left."""
     if any(box.emulated for box in boxes) or len(network.problem.cluster.boxes) < 2 or plan.regrouping is not None:
         return None
     rate = rate or LOAD * (network.colocated_rate or network.service.workload.rate)
     problem = _at_rate(network, rate)
+    kept = [replica.stages for replica in plan.replicas if not set(keeping).isdisjoint(replica.peers)]
+    aside = {stage.peer for group in kept for stage in group} | set(keeping)
+    served = _serve_only(problem, plan, aside) * rate if kept else 0.0
+    left = rate - served
+    if left <= 0.0 or aside >= set(_ids(problem)):
+        return None
+    problem = without_boxes(_at_rate(network, left), aside)
     try:
         light = reschedule_phases(problem, [plan])
         full = reschedule_groups(problem, [plan], rng=np.random.default_rng(0), settings=search, spent=spent)
     except (NoPlan, UnservedError):
         return None
     wanted = full.plans[0]
-    groups = tuple(replica.stages for replica in wanted.replicas)
+    groups = (*kept, *(replica.stages for replica in wanted.replicas))
     if full.after - light.after <= network.settings.margin:
         return None
     try:
@@ -76,11 +86,12 @@ def propose_regrouping(
     lost = sum(share * seconds for share, seconds in zip(meanwhile, reload_s, strict=True)) / total_s
     pays = pays_reload(light, replace(full, meanwhile=lost), reload_s=total_s, payback_s=PAYBACK_S)
     found = make_regrouping(
-        plan, groups, boxes, before=light.before * rate, after=full.after * rate, reload_s=max(reload_s)
-    )
+        plan, groups, boxes,
+        before=served + light.before * left, after=served + full.after * left, reload_s=max(reload_s),
+    )  # fmt: skip
     return RegroupProposal(
-        regrouping=found, groups=groups, rate=rate, light=light.after * rate,
-        meanwhile=tuple(share * rate for share in meanwhile), reload_s=reload_s, pays=pays,
+        regrouping=found, groups=groups, rate=rate, light=served + light.after * left,
+        meanwhile=tuple(served + share * left for share in meanwhile), reload_s=reload_s, pays=pays,
     )  # fmt: skip
 
 
@@ -92,11 +103,21 @@ def _at_rate(network: NetworkProblem, rate: float) -> Problem:
 def _serve_without(problem: Problem, plan: Plan, step: RegroupingStep) -> float:
     """The share of requests in time while the boxes of a step are away."""
     away = {*step.boxes, *(stage.peer for group in step.undo for stage in group)}
+    return _serve(problem, plan, away & set(_ids(problem)))
+
+
+def _serve(problem: Problem, plan: Plan, away: Collection[str]) -> float:
+    """The share of requests in time without these boxes."""
     try:
-        left: Rescheduling = reschedule_phases(without_boxes(problem, away & set(_ids(problem))), [plan])
+        left: Rescheduling = reschedule_phases(without_boxes(problem, away), [plan])
     except (NoPlan, UnservedError):
         return 0.0
     return left.after
+
+
+def _serve_only(problem: Problem, plan: Plan, boxes: Collection[str]) -> float:
+    """The share of requests in time that these boxes of the plan serve by themselves."""
+    return _serve(problem, plan, set(_ids(problem)) - set(boxes))
 
 
 def _ids(problem: Problem) -> tuple[str, ...]:

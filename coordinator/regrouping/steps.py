@@ -22,6 +22,7 @@ import msgspec
 from ..capacity import BoxView
 from ..names import name_of
 from ..plan import Groups, GroupStages, Plan, PlanError, Regrouping, RegroupingStep, Stage
+from .refusals import Refusals
 
 FAILURES: Final = 2
 """Starts that failed in a row until a box is taken to be unable: one may be somebody else's fault."""
@@ -138,9 +139,27 @@ def find_failure(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> str:
     return ""
 
 
+def find_refusals(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> dict[str, str]:
+    """Which boxes cannot take their part of a step, and why: the head only where none of its other stages has failed,
+    since it cannot start without them."""
+    found: dict[str, str] = {}
+    for group in step.form:
+        taken = {stage.peer: part for stage in group if (part := parts.get(stage.peer)) and part.follows(group)}
+        if all(part.failures < FAILURES for part in taken.values()):
+            continue
+        others = {peer: part.detail for peer, part in taken.items() if part.failures and peer != group[0].peer}
+        found |= others or {group[0].peer: taken[group[0].peer].detail}
+    return found
+
+
+def find_unready(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> tuple[str, ...]:
+    """The boxes of a step that do not serve in their new groups."""
+    return tuple(stage.peer for group in step.form for stage in group if not _is_in(parts.get(stage.peer), group))
+
+
 def is_done(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> bool:
     """Whether all boxes of a step serve in their new groups."""
-    return all(_is_in(parts.get(stage.peer), group) for group in step.form for stage in group)
+    return not find_unready(step, parts)
 
 
 def describe_boxes(regrouping: Regrouping, parts: Mapping[str, BoxPart]) -> list[tuple[str, str]]:
@@ -178,6 +197,7 @@ class RegroupingProgress:
         self._step: tuple[RegroupingStep, str] | None = None  # the one that was under way at the last look
         self._since = 0.0
         self._ended = ""  # why the last regrouping did not come to its end
+        self.refusals = Refusals()
 
     def __repr__(self) -> str:
         return f"<RegroupingProgress ordered={self._ordered is not None} step={self._step is not None}>"
@@ -207,11 +227,14 @@ class RegroupingProgress:
         if is_done(step, parts):
             rest = current.steps[1:]
             return msgspec.structs.replace(current, steps=rest, done=current.done + 1) if rest else None
-        failure = find_failure(step, parts)
+        failure, refused = find_failure(step, parts), find_refusals(step, parts)
         if not failure and now - self._since > self._limits.step_s(current.reload_s):
-            failure = f"its boxes were not ready after {now - self._since:.0f} s"
+            late = f"not ready after {now - self._since:.0f} s"
+            failure, refused = f"its boxes were {late}", dict.fromkeys(find_unready(step, parts), late)
         if not failure:
             return current
+        if not current.undoes:  # a box that cannot go back to what it was has refused nothing
+            self.refusals.note(refused, now)
         self._ended = current.undoes or failure
         if current.undoes or not step.undo:
             return None

@@ -13,7 +13,8 @@ client's stream goes on. When the prefill replica is lost, the decode replica is
 prompt itself, and the attempt goes on.
 
 A replica that does not answer may be hung, or only its link slow. A decode replica in doubt keeps
-its attempt until there is another route; if it answers before that, nothing has happened. ::
+its attempt until there is another route; if it answers before that, nothing has happened. One that
+is about to leave keeps it as well, and then sends the KV that it has to the next one. ::
 
     start -> ROUTING --routed--> SERVING --answer complete--> CLOSING --figures, or not--> OVER
                 ^                   |                (only while the KV transfer's report is awaited)
@@ -71,7 +72,7 @@ class _Attempt:
     """One try at a request, on one route."""
 
     __slots__ = (
-        "decoding", "in_doubt", "opening", "prefill_hung", "prefill_over", "prefilling", "shown", "tokens",
+        "decoding", "in_doubt", "leaves", "opening", "prefill_hung", "prefill_over", "prefilling", "shown", "tokens",
         "without_kv",
     )  # fmt: skip
 
@@ -83,7 +84,8 @@ class _Attempt:
         self.shown: Tokens = ()  # the first token, told by the prefill replica before that
         self.prefill_over = opening.prefill is None  # nothing is expected of it any more
         self.without_kv = self.prefill_over  # the decode replica computes all of the prompt
-        self.in_doubt = False  # the decode replica does not answer
+        self.in_doubt = False  # the decode replica does not answer, or
+        self.leaves = False  # it is about to leave
         self.prefill_hung = False  # nor does the prefill replica, which has not been asked yet
 
 
@@ -170,16 +172,19 @@ class RequestMachine:
     def routed(self, route: Route, now: float) -> Ready:
         """This is the route that was asked for."""
         left: Ready = ()
+        source = None  # of the KV so far
         if self._attempt is not None and self._attempt.in_doubt:
-            decode = self._attempt.opening.decode
-            self._recovered = (*self._recovered, f"decode node {name_of(decode)}: it did not answer")
+            decode, leaves = self._attempt.opening.decode, self._attempt.leaves
+            source = decode if leaves and self._attempt.decoding else None
+            why = "is about to leave" if leaves else "did not answer"
+            self._recovered = (*self._recovered, f"decode node {name_of(decode)}: it {why}")
             left, self._state = self._leave(), _State.ROUTING
         if self._state is not _State.ROUTING:
             return ()
         answer, settings = self._answer, self._settings
         tokens = self._prompt + answer.count
         self._attempts += 1
-        opening = place(route, self._attempts, tokens, answer.left, settings)
+        opening = place(route, self._attempts, tokens, answer.left, settings, source)
         self._opening, self._attempt = opening, _Attempt(opening, tokens)
         self._state, self.wake_at = _State.SERVING, self._deadline
         return (*left, opening)
@@ -348,13 +353,13 @@ class RequestMachine:
             return (self._go_without_kv(current, "it was lost", engine),)
         return ()
 
-    def peer_hung(self, replica: str, now: float) -> Ready:
-        """A replica's head does not answer, or one of its stages or its engine does not."""
+    def peer_hung(self, replica: str, now: float, *, leaves: bool = False) -> Ready:
+        """A replica's head does not answer, or one of its stages or its engine does not; or it answers, and leaves."""
         current = self._attempt
         if current is None or self._state is not _State.SERVING:
             return ()
         if replica == current.opening.decode and not current.in_doubt:
-            current.in_doubt = True
+            current.in_doubt, current.leaves = True, leaves
             return (self._wanted(),)
         if replica == current.opening.prefill and current.prefilling:
             forget = CancelWork(current.opening.attempt, replica)
@@ -392,7 +397,7 @@ class RequestMachine:
 
     def _trust(self, attempt: _Attempt) -> None:
         """Its decode replica works."""
-        if attempt.in_doubt:
+        if attempt.in_doubt and not attempt.leaves:
             attempt.in_doubt, self.wake_at = False, self._deadline
 
     def _wanted(self) -> FindRoute:

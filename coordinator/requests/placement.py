@@ -6,9 +6,14 @@ from ..routing.interface import Route
 from .values import OpenDecode, RequestSettings
 
 
-def place(route: Route, attempt: int, tokens: int, left: int, settings: RequestSettings) -> OpenDecode:
-    """Where a request goes that has `tokens` tokens so far, prompt and answer, and wants `left`
-    more."""
+def place(
+    route: Route, attempt: int, tokens: int, left: int, settings: RequestSettings, source: str | None = None
+) -> OpenDecode:
+    """Where a request goes that has `tokens` tokens so far, prompt and answer, and wants `left` more.
+    `source`: the replica that has decoded it so far, if that can still send its KV."""
+    if source is not None and settings.may_split:
+        # It prefills what is in its cache, which computes nearly nothing.
+        return OpenDecode(attempt, route.decode, source, tokens, settings.first_token_at_prefill and left > 1)
     prefill = route.prefill
     if prefill is None or not settings.may_split:
         return OpenDecode(attempt, route.decode)

@@ -56,12 +56,14 @@ class PipeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Emulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cards that are not there. `gpu_link_gbps` (Gb/s): between two; ids below `vocabulary`."""
+    """Cards that are not there. `gpu_link_gbps` (Gb/s): between two; ids below `vocabulary`. `load_gb_s`: GB/s that
+    weights are read at; 0: in no time."""
 
     model: ModelShape
     gpu: GpuSpec
     gpu_link_gbps: Annotated[float, msgspec.Meta(gt=0, le=1e12)]
     vocabulary: Annotated[int, msgspec.Meta(ge=2)]
+    load_gb_s: Figure = 0.0
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

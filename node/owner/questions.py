@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ...coordinator.bounds import Name, Text
+from ...coordinator.bounds import Figure, Name, Text
 from ..box.errors import NodeError, NodeUsageError
 from ..box.home import running_pid
 from ..messages import Drained, Label
@@ -31,18 +31,21 @@ class OwnerRefused(NodeError):
 
 class OwnerQuestion(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Whether a box takes new requests; with `draining`, that it is to take none, or (False) to take them again.
-    `box`: another one of the network, as people call it; empty: the node's own. What a
-    later release asks for beside that is refused, not left out."""
+    `box`: another one of the network, as people call it; empty: the node's own, which with `usd_per_hour` costs so much
+    from now on. What a later release asks for beside that is refused, not left out."""
 
     box: Called = ""
     draining: bool | None = None
+    usd_per_hour: Figure | None = None
 
 
 class OwnerAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the box `node` says; or why nothing was done, and whose fault that is: usage, refused or failed."""
+    """What the box `node` says; or why nothing was done, and whose fault that is: usage, refused or failed.
+    `usd_per_hour`: of the node's own box; 0: its owner does not say."""
 
     node: Name = ""
     drained: Drained | None = None
+    usd_per_hour: Figure | None = None
     failed: Text = ""
     fault: Label = ""
 

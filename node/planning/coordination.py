@@ -37,7 +37,8 @@ URGENT_S: Final = 1.0  # between two plans for urgent news of figures; shorter: 
 class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     """Something to plan. `run` takes seconds: it is for another process. `held`: boxes that are trusted less, and get
     no requests while others can serve; `is_urgent`: the plan is wanted at once; `news`: the figures for which it is;
-    `regrouping`: on the way to which other groups the plan is to be."""
+    `regrouping`: on the way to which other groups the plan is to be; `keeping`: boxes that keep their part, because
+    they have refused another."""
 
     boxes: tuple[BoxView, ...]
     links: tuple[LinkView, ...]
@@ -51,6 +52,7 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     is_urgent: bool = False
     news: str = ""
     regrouping: Regrouping | None = None
+    keeping: tuple[str, ...] = ()
 
     def run(self, spent: Callable[[], bool]) -> Plan | None:
         """The plan found until `spent()`; the previous one where nothing is better, None where nobody is ready."""
@@ -85,13 +87,13 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
         )
         if network is None or self.previous is None or not network.asked:
             return None
-        return propose_regrouping(network, self.previous, boxes, rate=network.asked, spent=spent)
+        return propose_regrouping(network, self.previous, boxes, rate=network.asked, spent=spent, keeping=self.keeping)
 
     @property
     def roster(self) -> Any:
         """What must not wait: who is there, and what each can do."""
         boxes = frozenset((box.peer, box.ready, box.draining, box.fits, box.tp, box.phase) for box in self.boxes)
-        return self.epoch, self.service, boxes, self.held, self.regrouping
+        return self.epoch, self.service, boxes, self.held, self.regrouping, self.keeping
 
     @property
     def figures(self) -> PlanFigures:
@@ -160,7 +162,8 @@ class Coordinator:
         """When `next` is to be called at the latest, whether or not the view changes."""
         look_at = self._look_at if self._has_missed else inf
         due_at = self._due_at if self._due_at > now else inf
-        return min(now + self._quiet_s, look_at, due_at, self._damping.wake_at(now))
+        again_at = min(self._damping.wake_at(now), self._progress.refusals.wake_at(now))
+        return min(now + self._quiet_s, look_at, due_at, again_at)
 
     def is_outdated(self, task: PlanningTask, view: NetworkView, leader: Leader | None, now: float) -> bool:
         """Whether boxes have come, gone or failed since this task was begun: what it has found by now is enough."""
@@ -183,8 +186,10 @@ class Coordinator:
         if plan is None:
             return None
         held = tuple(box for box in task.held if box not in plan.peers)
+        refused = self._progress.refusals.tell(now)
         if plan == task.previous:
-            if held == self._told_held and task.regrouping == plan.regrouping:
+            told = {each.peer for each in plan.refused} == {each.peer for each in refused}
+            if held == self._told_held and task.regrouping == plan.regrouping and told:
                 return None
             # Who looks at the plan is to see why a box that is there gets no requests.
             why = self._reasons if plan.number == self._numbered else plan.why
@@ -192,7 +197,7 @@ class Coordinator:
         was_regrouping = task.previous is not None and task.previous.regrouping is not None
         if was_regrouping and task.regrouping is None:
             self._adoption.on_ended(now, failed=bool(self._progress.explain(None)))
-        plan = msgspec.structs.replace(plan, regrouping=task.regrouping)
+        plan = msgspec.structs.replace(plan, regrouping=task.regrouping, refused=refused)
         self._progress.on_planned(task.regrouping)
         self._numbered, self._told_held, self._reasons = (task.epoch, plan.version), held, plan.why
         self._last = msgspec.structs.replace(task, previous=plan)
@@ -297,6 +302,13 @@ class Coordinator:
         if previous is not None and previous.epoch == epoch:
             version = max(version, previous.version + 1)
         left_out = self._aside.left_out(now)
+        regrouping = self._progress.advance(
+            previous.regrouping if previous is not None else None, parts_of(view.adverts), now
+        )
+        refusals = self._progress.refusals
+        if previous is not None and previous.epoch != epoch:
+            refusals.learn(previous.refused, now)
+        refusals.forget({str(peer) for peer in view.adverts}, now)
         boxes = sorted((box for box in view.boxes(service) if box.peer not in left_out), key=lambda box: box.peer)
         return PlanningTask(
             boxes=tuple(boxes),
@@ -308,9 +320,8 @@ class Coordinator:
             previous=previous,
             codec=self._codec,
             held=tuple(sorted(self._damping.held([box.peer for box in boxes if box.usable], now))),
-            regrouping=self._progress.advance(
-                previous.regrouping if previous is not None else None, parts_of(view.adverts), now
-            ),
+            regrouping=regrouping,
+            keeping=tuple(sorted(refusals.keeping(now))),
         )
 
     def _service(self, view: NetworkView) -> str | None:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
@@ -131,7 +132,7 @@ class Host:
             service=info.service, messenger=network, path_to=path_to, random=secrets.token_bytes, tuning=tuning
         )
         self._own = network.peer_id
-        self._move_s = tuning.move_s
+        self._tuning = tuning
         whole = Stage(peer=self._own, tp=self.share.tp, first_layer=0, last_layer=info.layers)
         self._alone = Place((whole,), 0) if self.share.layers == info.layers else None
         self._wanted = self._alone  # the place that the plan gives this box
@@ -186,10 +187,14 @@ class Host:
         """Take another place when all requests have ended here, or have had their time: they go on elsewhere."""
         while True:
             await self._moves.wait()
-            until = trio.current_time() + self._move_s
+            until = trio.current_time() + self._tuning.move_s
+            migrate_at = until - self._tuning.migrate_before_s(self._tuning.move_s)
             while self.worker.is_moving and not self.worker.idle:
                 if trio.current_time() >= until:
                     break
+                if trio.current_time() >= migrate_at:
+                    migrate_at = inf
+                    self.worker.migrate()
                 await trio.sleep(MOVE_POLL_S)
             self._moves = trio.Event()
             self._take_place()

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...bootstrap import PeerId
 from .. import messages
-from ..engine.protocol import Iterations
+from ..engine.protocol import Iterations, Sampling
 from ..links.path_selection import DIRECT
 from ..observing.costs import ShareClock
 from ..observing.event_log import Record
@@ -29,6 +29,13 @@ class Job:
     figures: messages.TransferFigures | None = None  # of one whose KV was delivered before that
     since_s: float = 0.0  # the share clock when it came
     tokens: int = 0  # that it has
+
+
+def first_token_of(sampling: Sampling) -> Sampling:
+    """Of the next token alone, as this sampling would take it."""
+    # Limits must not contradict each other; an end token is as impossible when fewer than the least are wanted.
+    least = min(sampling.min_tokens, sampling.answered + 1)
+    return replace(sampling, max_tokens=1, min_tokens=least)
 
 
 def split_attempt(request: str) -> tuple[str, int | None]:

@@ -22,7 +22,7 @@ from ..observing.event_log import Record, ignore
 from ..observing.values import EventKind, Served
 from ..settings import WAN, NodeTuning
 from .hung import ReplicaWatch
-from .jobs import Job, JobLog
+from .jobs import Job, JobLog, first_token_of
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 
@@ -52,7 +52,7 @@ class Worker:
         self._decodes: dict[str, Job] = {}
         self._prefills: dict[str, Job] = {}
         self._watch = ReplicaWatch(messenger.peer_id, NetworkSettings())
-        self._accepting = True
+        self._accepting, self._migrates = True, False
         self.is_moving = False
         """Whether the box is about to take another part of the plan: it finishes what is running, and refuses what is
         new, in a way that lets others take it."""
@@ -95,7 +95,7 @@ class Worker:
 
     def use(self, engine: EngineHandle, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
         """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
-        self._engine, self._pipes = engine, pipes
+        self._engine, self._pipes, self._migrates = engine, pipes, False
         self._transfers.use(place, engine.ready.dtype if engine.ready is not None else "")
         self._watch.forget()
         self._tell_hung()
@@ -110,11 +110,18 @@ class Worker:
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""
-        self._accepting = False
+        self._accepting, self._migrates = False, False
 
     def resume(self) -> None:
         """Take what is new again."""
-        self._accepting = True
+        self._accepting, self._migrates = True, False
+
+    def migrate(self) -> None:
+        """Tell gateways that what runs here is to go on elsewhere, with its KV: that alone is still sent from here."""
+        self._migrates = True
+        for job in list(self._decodes.values()):
+            leaving = messages.Tokens(request=job.request, leaves=True, busy_s=self._log.busy_s(job))
+            self._tell(job.gateway, methods.TOKENS, leaving)
 
     def count_requests_of_others(self) -> int:
         """How many requests are in the engine whose gateways are other nodes."""
@@ -240,7 +247,7 @@ class Worker:
 
     async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
         """Compute a prompt's KV and push it where the slices say; tell the gateway the first token if it is wanted."""
-        self._engine_for(body.service)
+        self._engine_for(body.service, sends_kv=True)
         _refuse_known(body.request, self._prefills)
         transfer = body.slices[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
@@ -430,12 +437,13 @@ class Worker:
             return False
         return True
 
-    def _engine_for(self, service: str) -> EngineHandle:
+    def _engine_for(self, service: str, *, sends_kv: bool = False) -> EngineHandle:
         if service != self._service:
             raise RemoteError("wrong-service", f"this node serves {self._service}, not {service}")
-        if not self._accepting:
+        is_migrating = sends_kv and self._migrates
+        if not (self._accepting or is_migrating):
             raise RemoteError("draining", "this node is draining and takes no new requests")
-        if self.is_moving:
+        if self.is_moving and not is_migrating:
             raise RemoteError("draining", "this node is about to take another part of the plan")
         place = self._transfers.place
         if self._engine is None or not self._engine.running or place is None:
@@ -448,7 +456,7 @@ class Worker:
         if jobs.get(job.request) is not job:
             raise RemoteError("stopped", "the request was stopped before it had begun")
         try:
-            self._engine_for(self._service).send(submit)
+            self._engine_for(self._service, sends_kv=bool(submit.send)).send(submit)
         except EngineLost as error:
             raise RemoteError("no-engine", str(error)) from error
 
@@ -479,13 +487,6 @@ def _refuse_known(request: str, jobs: dict[str, Job]) -> None:
     """An id names one request: another gateway's must not take over its tokens."""
     if request in jobs:
         raise RemoteError("invalid", f"request: the id {request} is in use")
-
-
-def first_token_of(sampling: protocol.Sampling) -> protocol.Sampling:
-    """Of the next token alone, as this sampling would take it."""
-    # Limits must not contradict each other; an end token is as impossible when fewer than the least are wanted.
-    least = min(sampling.min_tokens, sampling.answered + 1)
-    return msgspec.structs.replace(sampling, max_tokens=1, min_tokens=least)
 
 
 def _decode_id(request: str) -> str:

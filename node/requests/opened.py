@@ -8,7 +8,7 @@ from typing import Any, Generic, assert_never, final
 
 from ...bootstrap import PeerId
 from ...bootstrap.methods import Body, Notice
-from ...coordinator import Plan
+from ...coordinator import Plan, Replica
 from ...coordinator.requests.machine import RequestMachine
 from ...coordinator.requests.values import (
     CancelTransfer,
@@ -60,7 +60,7 @@ class OpenedRequest:
         self.traffic_usd = 0.0  # of all its transfers
         self.usd = 0.0  # what it has cost, once it is over
         self._busy: dict[tuple[int, PeerId], float] = {}  # attempt, head of a replica -> its share of time there
-        self._boxes: dict[PeerId, tuple[str, ...]] = {}  # head of a replica -> all boxes of it
+        self._replicas: dict[PeerId, Replica] = {}  # by their heads; one may not be in the plan any more
         self._prompt_logprobs: TopTokens | None = None  # until the client has been told
         self._cached_tokens = 0  # the same
         self._stop_reason: int | None = None  # of the replica that said the end
@@ -97,6 +97,8 @@ class OpenedRequest:
             return machine.refused(opening.attempt, body.refused, now)
         if body.failed:
             return machine.decode_failed(opening.attempt, body.failed, engine, now)
+        if body.leaves:
+            return machine.peer_hung(peer, now, leaves=True)
         self._prompt_logprobs = body.prompt_logprobs
         self._cached_tokens = body.cached_tokens if not self.live.count else 0
         return machine.decoded(opening.attempt, tokens, body.finish, now, cached=body.cached_tokens)
@@ -118,7 +120,8 @@ class OpenedRequest:
 
     def busy(self) -> list[tuple[tuple[str, ...], float]]:
         """The shares of time that it is billed for, each with the boxes of the replica."""
-        return [(self._boxes.get(head, (head,)), seconds) for (_, head), seconds in self._busy.items()]
+        boxes = {head: replica.peers for head, replica in self._replicas.items()}
+        return [(boxes.get(head, (head,)), seconds) for (_, head), seconds in self._busy.items()]
 
     def _note_busy(self, peer: PeerId, opening: OpenDecode, seconds: float, now: float) -> None:
         """A replica says what it bills: not more than the time since the attempt began."""
@@ -131,8 +134,8 @@ class OpenedRequest:
         """What the decode replica is asked."""
         self._opening, self._slices, self._opened_at = opening, (), now
         for replica in filter(None, (plan.replica_of(opening.decode), plan.replica_of(opening.prefill or ""))):
-            self._boxes[PeerId(replica.head)] = replica.peers
-        prefill = plan.replica_of(opening.prefill) if opening.prefill is not None else None
+            self._replicas[PeerId(replica.head)] = replica
+        prefill = self._replicas.get(PeerId(opening.prefill)) if opening.prefill is not None else None
         prompt, sampling = self.live.replay()
         self._asked = messages.DecodeOpen(
             request=f"{self.token}.{opening.attempt}",

@@ -16,6 +16,7 @@ from rich.text import Text
 from ...bootstrap import PeerId, Role
 from ...coordinator import Phase, Plan
 from ...coordinator.names import name_of, with_names
+from ...coordinator.regrouping.refusals import describe_refusal
 from ...coordinator.regrouping.steps import describe_boxes
 from ...coordinator.repair.ending import is_planned_without
 from ...node.adverts import find_fault, parts_of
@@ -204,6 +205,7 @@ def plan_lines(status: Status) -> list[str]:
                 f"  {pair.weight:4.0%} of requests prefill{_part(pair.prefill_share)} on {name_of(pair.prefill)}, "
                 f"decode on {name_of(pair.decode)}{not_now}"
             )
+    lines += [f"  {describe_refusal(each)}" for each in plan.refused]
     why = "why, when it was made" if faults else "why"
     return [*lines, *(f"  {why}: {shortened(reason, plan.peers)}" for reason in plan.why)]
 

@@ -1,4 +1,6 @@
-"""`p2pserve bootstrap`, `join`, `leave`, `drain` and `logs`: the node of this box. Running one imports all of it."""
+"""`p2pserve bootstrap`, `join`, `leave`, `drain`, `price` and `logs`: the node of this box.
+
+Running one imports all of it."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from ..options.arguments import FLAGS, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
-from ..options.values import AGE, COUNT, MOMENT, POSITIVE, SECONDS
+from ..options.values import AGE, COUNT, FIGURE, MOMENT, POSITIVE, SECONDS
 
 vllm_options: Final = click.argument(
     FLAGS, cls=ConfigArgument, key=VLLM, nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
@@ -132,6 +134,29 @@ def leave(arguments: SimpleNamespace) -> int:
 )
 def drain(arguments: SimpleNamespace) -> int:
     from ..box.draining import drain as run
+
+    return run(arguments)
+
+
+@command("price", example=["p2pserve price", "p2pserve price 0.35"], formats=("text", "json"))
+@combine(
+    click.argument(
+        "usd",
+        type=FIGURE,
+        default=None,
+        required=False,
+        help="dollars per hour from now on, until the node ends; 0: no price (default: only say what it is)",
+    ),
+    option(
+        "--node",
+        type=click.Choice(("node", "bootstrap")),
+        default=None,
+        help="`node`, which runs `join`, or `bootstrap` (default: the one that runs here)",
+    ),
+    home_option("the node's own folder is inside it"),
+)
+def price(arguments: SimpleNamespace) -> int:
+    from ..box.pricing import price as run
 
     return run(arguments)
 

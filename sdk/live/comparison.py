@@ -11,6 +11,9 @@ than the tolerance.
 
 With `--lose 3@20` the third node is lost in both after 20 seconds, and goodput alone counts: what
 single requests are late by depends on the very moment.
+
+With `--regroup` nothing is simulated: two nodes become one pipeline and part again under load, and the requests in time
+are counted beside the same with the plan kept (`regroup_bench`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from math import inf
 from types import SimpleNamespace
 from typing import Final
 
@@ -55,7 +59,8 @@ from ..failures import explain
 from ..options.planning import SPECS
 from ..options.values import settings_of
 from ..simulating.changes import settings_with_network_times
-from .network import DEADLINE_S, MAX_REQUESTS, LiveLoss, LiveRun, LiveSettings, Say, run_live
+from .network import DEADLINE_S, MAX_REQUESTS, LiveLoss, LiveRun, LiveSettings, Say, find_in_time, run_live
+from .regroup_bench import check_settings, print_bench, run_regroup_bench
 
 Floats = NDArray[np.float64]
 
@@ -115,15 +120,7 @@ def figures_of(outcomes: Outcomes, deadlines: Deadlines) -> dict[str, float]:
 
 def count_in_time(outcomes: Outcomes, deadlines: Deadlines) -> int:
     """Requests that meet all deadlines; of 0 there is none."""
-    in_time = outcomes.completed
-    for limit, values in (
-        (deadlines.ttft_s, outcomes.ttft_s),
-        (deadlines.tpot_s, outcomes.tpot_s),
-        (deadlines.e2e_s, outcomes.e2e_s),
-    ):
-        if limit:
-            in_time = in_time & (np.nan_to_num(values) <= limit)
-    return int(in_time.sum())
+    return int(find_in_time(outcomes, deadlines).sum())
 
 
 def compare(
@@ -315,6 +312,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="N@S",
         help="the Nth node is lost S seconds after the first request may come; may be repeated",
     )
+    add(
+        "--regroup",
+        action="store_true",
+        help="instead: what requests lose while two nodes become one pipeline, or part again, beside the plan kept",
+    )
+    add("--pairs", type=int, default=2, metavar="N", help="with --regroup: so often, in turn (default: 2)")
+    add(
+        "--load-gb-s",
+        type=float,
+        metavar="N",
+        help="GB/s that engines read weights at (default: in no time; with --regroup 1)",
+    )
     add("--loss", choices=("killed", "silent"), default="killed", help="how: killed (default), or stopped")
     add(
         "--tolerance",
@@ -335,20 +344,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     try:
         losses = tuple(_loss(text, silent=arguments.loss == "silent") for text in arguments.lose)
+        if arguments.load_gb_s is None:
+            arguments.load_gb_s = 1.0 if arguments.regroup else 0.0
         settings = settings_of(LiveSettings, SimpleNamespace(**vars(arguments), losses=losses))
         _check(settings)
-        trace = draw(
-            azure(arguments.workload).lengths,
-            rate=arguments.rate,
-            rng=np.random.default_rng(arguments.seed),
-            requests=arguments.requests,
-        )
+        trace = _draw_trace(arguments, 0)
         service_of(settings, trace, settings.model)  # what is mistyped is said before anything starts
+        say = lambda line: console.print(f"{time.monotonic() - began:5.1f} s  {line}")  # noqa: E731
+        if arguments.regroup:
+            check_settings(settings, arguments.pairs)
+            traces = [_draw_trace(arguments, pair) for pair in range(arguments.pairs)]
+            bench = run_regroup_bench(settings, traces, say)
+            print_bench(bench, arguments.format, open_console())
+            return 0 if bench.ok else 1
         found = run(
             settings,
             trace,
             _tolerance(arguments.tolerance, losses),
-            lambda line: console.print(f"{time.monotonic() - began:5.1f} s  {line}"),
+            say,
         )
     except (Exception, KeyboardInterrupt) as error:
         explained = explain(error)
@@ -363,6 +376,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if found.ok else 1
 
 
+def _draw_trace(arguments: argparse.Namespace, number: int) -> Trace:
+    """Raises TraceError."""
+    return draw(
+        azure(arguments.workload).lengths,
+        rate=arguments.rate,
+        rng=np.random.default_rng(arguments.seed + number),
+        requests=arguments.requests,
+    )
+
+
 def _check(settings: LiveSettings) -> None:
     """Raises UsageError for what the parser lets pass."""
     if not 1 <= settings.nodes <= MAX_NODES:
@@ -375,6 +398,8 @@ def _check(settings: LiveSettings) -> None:
         raise UsageError("lose: a node can be lost once")
     if len(numbers) == settings.nodes:
         raise UsageError("lose: one node has to be left")
+    if not 0.0 <= settings.load_gb_s < inf:
+        raise UsageError(f"load-gb-s: {settings.load_gb_s} is not a rate")
     if settings.max_batched_tokens <= MAX_REQUESTS:
         raise UsageError(f"max-num-batched-tokens: {settings.max_batched_tokens} is not above {MAX_REQUESTS}")
 

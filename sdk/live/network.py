@@ -13,14 +13,16 @@ from typing import Final
 import numpy as np
 import psutil
 import trio
+from numpy.typing import NDArray
 
 from ...coordinator import Phase, Plan
+from ...coordinator.plan import Deadlines
 from ...node.messages import Status
 from ...sims.records import Outcomes, Trace
 from ..client import AsyncClient
 from ..demo.box import DemoBox, open_box
 from ..demo.report import covers
-from ..errors import DemoFailed
+from ..errors import ClientError, DemoFailed
 
 POLL_S: Final = 0.3
 WATCH_S: Final = 0.5  # between two looks at the plan
@@ -49,7 +51,8 @@ class LiveLoss:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveSettings:
     """`nodes` with `cards` each (`1xL4`, a GPU table column) serve `model`, pinned to `phases` in
-    turn; `losses` are what becomes of them meanwhile."""
+    turn; `losses` are what becomes of them meanwhile. `load_gb_s`: GB/s that their engines read
+    weights at; 0: in no time."""
 
     nodes: int
     cards: str
@@ -59,6 +62,7 @@ class LiveSettings:
     max_batched_tokens: int
     phases: Sequence[Phase] = ()
     losses: Sequence[LiveLoss] = ()
+    load_gb_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,14 +90,14 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
         await box.start_fork_server(settings.nodes, backend="emulated")
         bootstrap = await box.start_bootstrap(settings.codec)
         async with AsyncClient(bootstrap.tokens["client"]) as client:
-            plan, peers = await _start(box, client, bootstrap.tokens["leader"], settings, say)
+            plan, peers = await start_nodes(box, client, bootstrap.tokens["leader"], settings, say)
             await trio.sleep(SETTLE_S)
             say("warming up: every pair of the plan gets its link")
-            await _warm_up(client, plan)
+            await warm_up(client, plan)
             say(f"replaying {len(trace)} requests of {trace.lengths}, {trace.arrivals}")
             with _cores(box) as cores:
                 async with _plans_followed(client) as plans, _losing(box, client, settings.losses, peers, say) as lost:
-                    outcomes, recovered = await _replay(client, trace, say)
+                    outcomes, recovered = await replay(client, trace, say)
             status = await client.status()
         return LiveRun(
             outcomes=outcomes,
@@ -107,12 +111,12 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
         )
 
 
-async def _start(
+async def start_nodes(
     box: DemoBox, client: AsyncClient, token: str, settings: LiveSettings, say: Say
 ) -> tuple[Plan, Mapping[int, str]]:
     """Start the nodes; returns the plan that all of them are in, and them by number."""
     options = ["--emulate", settings.cards, "--emulate-specs", settings.specs, "--model", settings.model]
-    options += ["--codec", settings.codec]
+    options += ["--codec", settings.codec, "--emulate-load-gb-s", str(settings.load_gb_s)]
     options += ["--max-num-batched-tokens", str(settings.max_batched_tokens), "--max-requests", str(MAX_REQUESTS)]
     say(f"starting {settings.nodes} emulated nodes of {settings.cards} ({settings.specs}) for {settings.model}")
     with trio.move_on_after(PLAN_S):
@@ -125,7 +129,8 @@ async def _start(
     raise DemoFailed(f"no plan with all {settings.nodes} nodes after {PLAN_S:g} s")
 
 
-async def _warm_up(client: AsyncClient, plan: Plan) -> None:
+async def warm_up(client: AsyncClient, plan: Plan) -> None:
+    """Some short requests for each pair of the plan."""
     prompt, output = WARM_UP_TOKENS
     async with trio.open_nursery() as nursery:
         for _ in range(WARM_UP * len(plan.pairings)):
@@ -133,8 +138,22 @@ async def _warm_up(client: AsyncClient, plan: Plan) -> None:
             await trio.sleep(0.05)
 
 
-async def _replay(client: AsyncClient, trace: Trace, say: Say) -> tuple[Outcomes, int]:
-    """Replay the trace: what the client saw, and how many requests took several attempts."""
+def find_in_time(outcomes: Outcomes, deadlines: Deadlines) -> NDArray[np.bool_]:
+    """Which requests have met all deadlines; of 0 there is none."""
+    in_time = outcomes.completed
+    for limit, values in (
+        (deadlines.ttft_s, outcomes.ttft_s),
+        (deadlines.tpot_s, outcomes.tpot_s),
+        (deadlines.e2e_s, outcomes.e2e_s),
+    ):
+        if limit:
+            in_time = in_time & (np.nan_to_num(values) <= limit)
+    return in_time
+
+
+async def replay(client: AsyncClient, trace: Trace, say: Say, *, may_fail: bool = False) -> tuple[Outcomes, int]:
+    """Replay the trace: what the client saw, and how many requests took several attempts. `may_fail`: one that ends
+    with an error has never happened."""
     ttft, e2e = np.full(len(trace), nan), np.full(len(trace), nan)
     recovered = done = 0
     began = trio.current_time()
@@ -143,8 +162,14 @@ async def _replay(client: AsyncClient, trace: Trace, say: Say) -> tuple[Outcomes
         nonlocal recovered, done
         at = began + float(trace.arrival_s[row])
         await trio.sleep_until(at)
-        first, last, attempts = await _ask(client, int(trace.prompt[row]), int(trace.output[row]))
-        ttft[row], e2e[row] = first - at, last - at
+        attempts = 0
+        try:
+            first, last, attempts = await _ask(client, int(trace.prompt[row]), int(trace.output[row]))
+            ttft[row], e2e[row] = first - at, last - at
+        except ClientError as error:
+            if not may_fail:
+                raise
+            say(f"request {row + 1} was not answered: {error}")
         recovered, done = recovered + (attempts > 1), done + 1
         if done % 20 == 0 or done == len(trace):
             say(f"{done} of {len(trace)} requests have ended")

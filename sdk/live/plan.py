@@ -79,7 +79,9 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
     found = compare(network, plan)
     explained = _explain(network, found.running or found.best) if arguments.explain else None
     boxes = NetworkView.of_status(status).boxes(service)
-    proposal = propose_regrouping(network, plan, boxes) if plan is not None else None
+    proposal = None
+    if plan is not None:
+        proposal = propose_regrouping(network, plan, boxes, keeping=[each.peer for each in plan.refused])
     begun = apply_proposal(arguments, status, service, proposal) if arguments.apply else None
     if arguments.format == "json":
         regrouping = {"regrouping": proposal_json(proposal), "applied": begun is not None}

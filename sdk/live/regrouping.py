@@ -11,11 +11,12 @@ from rich.console import Console
 from ...coordinator import Plan, Stage
 from ...coordinator.names import name_of
 from ...coordinator.plan import GroupStages
+from ...coordinator.regrouping.refusals import describe_refusal
 from ...coordinator.regrouping.steps import PAYBACK_S, RegroupProposal
 from ...node.messages import Status
 from ...node.planning.messages import RegroupBegun, RegroupOrder
 from ..actions.network import client_of
-from ..actions.status_view import regrouping_lines
+from ..actions.status_view import print_prose, regrouping_lines
 from ..errors import NotReady
 
 
@@ -63,6 +64,8 @@ def print_proposal(
         for line in regrouping_lines(status):
             console.print(line)
         return
+    if plan is not None:
+        print_prose(map(describe_refusal, plan.refused), console)
     if found is None or plan is None:
         return
     expected = found.regrouping

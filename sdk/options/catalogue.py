@@ -26,6 +26,7 @@ COMMANDS: Final[dict[str, Declared]] = {
     "drain": Declared(
         "node", "let a box finish its requests and take no new ones; it stays in the network until --undo or `leave`"
     ),
+    "price": Declared("node", "say what a node of this box costs, or that it costs something else from now on"),
     "token": Declared("token", "make, show, revoke and renew join tokens, on the box that ran `bootstrap`"),
     "generate": Declared(
         "network", "continue a prompt or a conversation; the text goes to stdout as it comes, figures to stderr"

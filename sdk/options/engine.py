@@ -101,6 +101,13 @@ engine_options: Final = combine(
         default="dense",
         help="the figures of those GPUs: the datasheet's (default), those of ThunderServe's table 1, or measured ones",
     ),
+    _engine(
+        "--emulate-load-gb-s",
+        type=FIGURE,
+        default=0.0,
+        metavar="N",
+        help="GB/s that weights are read at whenever the engine starts (default: in no time)",
+    ),
     _engine("--threads", type=POSITIVE, metavar="N", help="of a CPU engine (default: all cores but one)"),
 )
 """What a node is told of its engine."""

@@ -218,6 +218,7 @@ async def open_cluster(
     knobs: tuple[dict[str, Any], ...] = (),
     phases: Sequence[Phase | None] = (Phase.PREFILL, Phase.DECODE),
     announce: Sequence[str | None] = (),
+    drain_s: float = 1.0,
 ) -> AsyncIterator[Cluster]:
     """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server, or, without
     `channels`, each from its own.
@@ -244,7 +245,7 @@ async def open_cluster(
                 model=str(model) if token is not None else None,
                 codec=codec,
                 engine=replace(KNOBS, **changes),
-                drain_s=1,
+                drain_s=drain_s,
                 phase=phase,
                 announce=at,
                 engine_channel=channel,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, final
 
-from ....coordinator.costs.replica import ReplicaError, StageHardware, kv_capacity_tokens, replica_times
+from ....coordinator.costs.replica import Hop, ReplicaError, StageHardware, kv_capacity_tokens, replica_times
 from ....coordinator.costs.step_times import StepTimes
 from ....kvtransport.errors import TransferError
 from .. import protocol
@@ -104,7 +104,8 @@ class _Request:
 @final
 class EmulatedEngine:
     """All requests of one engine. `now` is monotonic seconds; `tell` sends to the agent, `wake` has
-    `handle` called with a transfer thread's message. Raises EmulationError for a model too large.
+    `handle` called with a transfer thread's message. `hop`: between the stages of a replica of
+    several boxes, whose head this is. Raises EmulationError for a model too large.
     """
 
     def __init__(
@@ -115,11 +116,15 @@ class EmulatedEngine:
         *,
         tell: Callable[[protocol.EngineMessage], None],
         wake: Callable[[KvEnded | KvSent], None],
+        hop: Hop | None = None,
     ) -> None:
         self._emulation = emulation
         self._tp = config.tp
+        self._partition = config.partition
         self._transfers, self._wake = transfers, wake
-        capacity, self._times = model_capacity(emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib)
+        capacity, self._times = model_capacity(
+            emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib, partition=config.partition, hop=hop
+        )
         block_size = config.block_size or BLOCK_SIZE
         self._batcher = Batcher(
             blocks=capacity // block_size,
@@ -144,7 +149,8 @@ class EmulatedEngine:
     @property
     def name(self) -> str:
         """The name that is shown to people."""
-        return f"emulated {self._tp}x {self._emulation.gpu.name} ({self._times.source})"
+        boxes = f"{len(self._partition)} boxes with " if self._partition else ""
+        return f"emulated {boxes}{self._tp}x {self._emulation.gpu.name} ({self._times.source})"
 
     @property
     def idle(self) -> bool:
@@ -276,6 +282,8 @@ class EmulatedEngine:
         unknown = next((field for field in _UNKNOWN if getattr(submit.sampling, field) is not None), None)
         if unknown is not None:
             return f"{unknown}: an emulated engine makes its tokens up, and knows no text and no probabilities"
+        if self._partition and (submit.send or submit.receive):
+            return "emulated stages transfer no KV: pin the boxes of the network to mixed (--phase mixed)"
         if prompt >= self._longest:
             return f"a prompt of {prompt} tokens leaves no room for an answer; {self._longest} is the longest of both"
         return ""
@@ -375,17 +383,29 @@ class EmulatedEngine:
         )
 
 
-def model_capacity(emulation: protocol.Emulation, *, tp: int, kv_cache_mib: int | None) -> tuple[int, StepTimes]:
-    """Tokens of KV that fit beside the model, and step times. Raises EmulationError."""
+def model_capacity(
+    emulation: protocol.Emulation,
+    *,
+    tp: int,
+    kv_cache_mib: int | None,
+    partition: tuple[int, ...] = (),
+    hop: Hop | None = None,
+) -> tuple[int, StepTimes]:
+    """Tokens of KV that fit beside the model, and step times; `partition`: layers of equal boxes that hold it together,
+    with `hop` between them. Raises EmulationError."""
     model, gpu = emulation.model, emulation.gpu
-    stage = StageHardware(gpu=gpu, tp=tp, layers=model.layers, link_gbps=emulation.gpu_link_gbps)
+    stages = tuple(
+        StageHardware(gpu=gpu, tp=tp, layers=layers, link_gbps=emulation.gpu_link_gbps)
+        for layers in partition or (model.layers,)
+    )
     try:
-        capacity = kv_capacity_tokens(model, (stage,))
-        times = replica_times(model, (stage,))
+        capacity = kv_capacity_tokens(model, stages)
+        times = replica_times(model, stages, (hop,) * len(stages) if hop is not None else ())
     except ReplicaError as error:
         raise EmulationError(f"{model.name} on {tp}x {gpu.name}: {error}") from error
     if kv_cache_mib is not None:
-        capacity = min(capacity, (kv_cache_mib << 20) // model.kv_bytes_per_token)
+        held = max(stage.layers for stage in stages) * model.kv_bytes_per_token_layer
+        capacity = min(capacity, (kv_cache_mib << 20) // held)
     if capacity < LEAST_KV_TOKENS:
         raise EmulationError(
             f"{tp}x {gpu.name} with {gpu.memory_gib:g} GiB each have no room for KV beside the "

@@ -111,7 +111,7 @@ def inspect_model(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> Se
         model=model,
         text=TextModel(model.folder),
         share=Share(model.info.layers, tp, limits, knobs.kv_cache_mib),
-        options=msgspec.to_builtins(model.emulation),
+        options=msgspec.to_builtins(msgspec.structs.replace(model.emulation, load_gb_s=knobs.emulate_load_gb_s)),
     )
 
 

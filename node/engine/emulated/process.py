@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import sys
@@ -13,8 +14,10 @@ import psutil
 
 from .. import protocol
 from ..mailbox import Outbox
-from ..process import AgentSockets, StartError, serve_agent
+from ..process import AgentSockets, LoadedEngine, StartError, serve_agent
+from ..stage_pipes import PipeConnections, PipelineError
 from .engine import EmulatedEngine, EmulationError, KvEnded, KvSent
+from .stages import EmulatedStage, join_stages, sleep_while_loading
 from .transfers import EmulatedTransfers
 
 AWAIT_S = 0.05  # between looks at deadlines while no step runs and KV is awaited
@@ -38,6 +41,7 @@ class EmulatedProgram:
         self._emulation = msgspec.convert(config.options, protocol.Emulation)
         self._outbox = outbox
         self._inbox: Inbox = queue.SimpleQueue()
+        self._connections = PipeConnections(config.pipes)
         self._transfers = EmulatedTransfers(
             layers=self._emulation.model.layers,
             head_dim=self._emulation.model.head_dim,
@@ -47,21 +51,28 @@ class EmulatedProgram:
         )
 
     def take(self, message: ToLoop) -> None:
+        if isinstance(message, protocol.Stop) and self._config.stage:
+            os._exit(0)  # no loop of its own would: its main thread waits for the head
         self._inbox.put((time.monotonic(), message))
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
-        self._transfers.attach(hello, connection)
+        if not self._connections.put(hello, connection):
+            self._transfers.attach(hello, connection)
 
-    def load(self) -> EmulatedLoop:
-        """There is nothing to load, but the cards may be too small, or others are to help. Raises StartError."""
-        if self._config.partition:
-            raise StartError("an emulated engine holds the whole model, and no stage of it")
+    def load(self) -> LoadedEngine:
+        """There is nothing to load but time to take; the cards may be too small. The head of several stages waits for
+        the others first. Raises StartError."""
+        config, emulation = self._config, self._emulation
+        if config.stage:
+            return EmulatedStage(config, emulation, self._connections, self._outbox)
         try:
-            engine = EmulatedEngine(
-                self._config, self._emulation, self._transfers, tell=self._outbox.send, wake=self.take
-            )
-        except EmulationError as error:
+            hop = None
+            if config.partition:
+                hop = join_stages(config, emulation, self._connections, self._outbox)
+            engine = EmulatedEngine(config, emulation, self._transfers, tell=self._outbox.send, wake=self.take, hop=hop)
+        except (EmulationError, PipelineError) as error:
             raise StartError(str(error)) from error
+        sleep_while_loading(emulation, config.partition, self._outbox)
         return EmulatedLoop(engine, self._inbox)
 
 

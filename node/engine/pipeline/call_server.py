@@ -10,7 +10,8 @@ from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.pipe import Pipe
 from ..process import explain
 from ..settings import PIPELINE_DEFAULTS, PipelineSettings
-from .pipes import OnLost, PipeInput, PipelineError, StageLost
+from ..stage_pipes import PipelineError, StageLost
+from .pipes import OnLost, PipeInput
 from .vocabulary import CALLABLE, CODEC, Call, CallFailed, CallResult
 
 _log = logging.getLogger(__name__)

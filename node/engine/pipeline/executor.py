@@ -14,7 +14,8 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.v1.executor.abstract import Executor
 
-from .pipes import PipelineError, WhileWaiting, do_nothing
+from ..stage_pipes import PipelineError
+from .pipes import WhileWaiting, do_nothing
 from .remote import Answers, RemoteWorker, call_all
 from .stage_workers import StageWorkers
 from .vocabulary import CALLABLE, CODEC, LoadStage

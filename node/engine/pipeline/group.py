@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 
-from .pipes import PipelineError, StageRank, WhileWaiting, do_nothing
+from ..stage_pipes import PipelineError
+from .pipes import StageRank, WhileWaiting, do_nothing
 from .vocabulary import Activations
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from typing import Any, final
 from ....kvtransport.errors import TransferError
 from ....kvtransport.wire.pipe import Pipe
 from ..settings import PipelineSettings
+from ..stage_pipes import StageLost
 from .codec import MessageCodecError
-from .pipes import OnLost, PipeReader, StageLost, WhileWaiting, do_nothing
+from .pipes import OnLost, PipeReader, WhileWaiting, do_nothing
 from .vocabulary import CODEC, Call, CallFailed, CallResult
 
 

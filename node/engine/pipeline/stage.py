@@ -31,10 +31,11 @@ from ..protocol import (
     Stop,
     ToEngine,
 )
+from ..stage_pipes import PipeConnections, PipelineError, open_pipes
 from ..vllm.weights import LOAD_FORMAT, telling_weights
 from .call_server import CallServer
 from .executor import PipelineExecutor
-from .pipes import ActivationsOutput, OnLost, PipeConnections, PipeInput, PipelineError, StageRank, open_pipes
+from .pipes import ActivationsOutput, OnLost, PipeInput, StageRank
 from .remote import RemoteWorker
 from .scheduler import PipelineScheduler
 from .stage_workers import ForkedWorker, StageWorkers

@@ -20,11 +20,11 @@ from ..kv.connector import P2PConnector
 from ..kv.step_work import OpenTransfer, transfer_params
 from ..kv.switchboard import Switchboard
 from ..mailbox import Outbox, await_message
-from ..pipeline.pipes import PipeConnections, PipelineError
 from ..pipeline.stage import StageProgram, check_pipeline, end_process, join_pipeline, run_forked_worker
 from ..pipeline.stage_workers import ForkedWorker, fork_workers
 from ..process import AgentSockets, StartError, explain, serve_agent
 from ..scratch import own_temporary_folder
+from ..stage_pipes import PipeConnections, PipelineError
 from ..stats import StepMeter, StepReporter
 from ..transfers.idle import IdleSteps
 from ..vllm.answered import ANSWERED

@@ -330,6 +330,23 @@ def test_a_node_drains_and_serves_again_and_its_log_says_so(tmp_path: Path) -> N
     fails(1, "drain", "bootstrap", *home, says="no node is running there")
 
 
+def test_a_price_changes_while_the_node_runs(tmp_path: Path) -> None:
+    running = start_bootstrap(tmp_path)
+    home = ["--home", str(tmp_path)]
+    assert run("price", *home).stdout.endswith(b": no price\n")
+    told = json.loads(run("price", "0.35", *home, "--format", "json").stdout)
+    assert told["usd_per_hour"] == 0.35
+    assert run("price", "--node", "bootstrap", *home).stdout.endswith(b": $0.35/h\n")
+    fails(2, "price", "cheap", *home, says="USD: 'cheap' is not a number")
+    fails(2, "price", "nan", *home, says="USD")
+    seen: list[float] = []
+    while 0.35 not in seen:
+        status = json.loads(run("status", "--bootstrap", running.tokens["client"], "--format", "json").stdout)
+        seen = [node["advert"]["usd_per_hour"] for node in status["nodes"] if node["peer"] == told["node"]]
+    assert running.stop() == 0
+    fails(1, "price", *home, says="no node is running there")
+
+
 def test_a_reader_who_has_had_enough(network: Running) -> None:
     command = [*COMMAND, "status", "--bootstrap", network.tokens["client"]]
     with subprocess.Popen(

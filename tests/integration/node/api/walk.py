@@ -168,7 +168,7 @@ class Walk:
 
     def _environment(self, line: str) -> dict[str, str]:
         home = self.folder / "client"
-        if re.match(r"p2pserve (token|logs|drain \w)", line):
+        if re.match(r"p2pserve (token|logs|price|drain \w)", line):
             home = self.place.home
         elif re.match(r"p2pserve (bootstrap|serve|join) ", line):
             home = self.folder / f"box-{len(self.running)}"

@@ -29,7 +29,7 @@ from p2pserve.kvtransport.wire.sockets import read_link_hello
 from p2pserve.kvtransport.wire.tickets import issue_link, issue_transfer
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
-from p2pserve.node.engine.agent_side.engine_link import EngineStartError
+from p2pserve.node.engine.agent_side.engine_link import EngineError, EngineLost, EngineStartError
 from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.emulated.tokens import EmulatedAnswer
 from p2pserve.node.engine.emulated.transfers import ComputedSpan, EmulatedTransfers
@@ -99,6 +99,33 @@ def test_kv_of_the_right_size_goes_from_engine_to_engine() -> None:
         answer, report = await transfer_prompt(trial, first, second, prompt, "kv4", split=333)
         assert (answer.tokens, answer.cached) == (answer_to(prompt, 5), 333)
         assert report.raw_bytes == 333 * SHAPE.kv_bytes_per_token
+
+    on_trial(work)
+
+
+def test_stages_answer_as_one_engine_and_end_together() -> None:
+    async def work(trial: Trial) -> None:
+        head, other = await trial.start_stages(CONFIG, (4, 2))
+        assert head.ready.engine.startswith("emulated 2 boxes with 1x H100")
+        assert (other.ready.layers, head.ready.layers) == (2, SHAPE.layers)
+        alone = await trial.start(CONFIG)
+        assert head.ready.kv_tokens > alone.ready.kv_tokens
+        prompt = prompt_of(300)
+        assert (await head.answer(head.submit(prompt, 5))).tokens == answer_to(prompt, 5)
+        send, _ = trial.transfer_ends(trial.join(alone), "raw", alone.ready)
+        with pytest.raises(EngineError, match="emulated stages transfer no KV"):
+            await head.answer(head.submit(prompt, 1, send=send))
+        os.kill(other.ready.pid, signal.SIGKILL)
+        with pytest.raises(EngineLost, match="stage 2 is lost"):
+            await head.until(lambda: False)
+
+    on_trial(work)
+
+
+def test_stages_with_other_cards_are_refused() -> None:
+    async def work(trial: Trial) -> None:
+        with pytest.raises(EngineStartError, match=r"stage 2 emulates 2x H100.*emulated stages have the same cards"):
+            await trial.start_stages(CONFIG, (3, 3), tp=(1, 2))
 
     on_trial(work)
 

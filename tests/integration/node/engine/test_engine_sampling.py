@@ -20,7 +20,7 @@ from p2pserve.node.engine.sampling import Constraint, Sampling
 from p2pserve.node.engine.trials.trial import TrialAnswer, TrialEngine, open_trial
 from p2pserve.node.models import open_model
 from p2pserve.node.models.text import TextModel
-from p2pserve.node.replica.worker import first_token_of
+from p2pserve.node.replica.jobs import first_token_of
 
 from .devices import BLOCK, SETTINGS
 from .kv_engines import Engine, Result, accepted, engines, listening

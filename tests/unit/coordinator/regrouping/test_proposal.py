@@ -45,6 +45,18 @@ def test_boxes_without_room_for_requests_are_joined_and_that_pays() -> None:
     assert found.pays
 
 
+def test_a_box_that_keeps_its_part_stays_as_it_is_and_its_share_is_counted() -> None:
+    whole, around = (propose(cramped("abcd"), fast(*"abcd"), keeping=keeping) for keeping in ((), ("a",)))
+    assert whole is not None
+    assert around is not None
+    assert next(group for group in around.groups if any(stage.peer == "a" for stage in group))[0].layers == 32
+    assert not any("a" in step.boxes for step in around.regrouping.steps)
+    assert 0.0 < around.regrouping.before < around.regrouping.after < whole.regrouping.after
+    assert min(around.meanwhile) > 0.0
+    assert propose(cramped("abcd"), fast(*"abcd"), keeping="abcd") is None
+    assert propose(cramped("abcd"), fast(*"abcd"), keeping=("a", "b", "c")) is None  # one alone joins nobody
+
+
 def test_the_same_network_is_proposed_the_same() -> None:
     one, two = (propose(cramped("abcd"), fast(*"abcd")) for _ in range(2))
     assert one is not None

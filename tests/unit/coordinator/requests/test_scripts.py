@@ -113,6 +113,7 @@ class Interpreter:
             "network-changed": lambda: machine.network_changed(now),
             "peer-lost": lambda: machine.peer_lost(rest, self.engines.get(rest, 0), now),
             "peer-hung": lambda: machine.peer_hung(rest, now),
+            "peer-leaves": lambda: machine.peer_hung(rest, now, leaves=True),
             "peer-answers": lambda: machine.peer_answers(rest, now),
             "wake": lambda: machine.wake(now),
             "stop": lambda: machine.stop(now),

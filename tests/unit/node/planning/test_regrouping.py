@@ -10,6 +10,7 @@ from p2pserve.coordinator import Plan, PlanError, Stage
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import GroupStages, Regrouping, RegroupingStep
 from p2pserve.coordinator.regrouping.adoption import AdoptionSettings
+from p2pserve.coordinator.regrouping.refusals import RefusalSettings
 from p2pserve.coordinator.regrouping.steps import FAILURES, RegroupProposal
 from p2pserve.node.adverts import parts_of
 from p2pserve.node.planning.coordination import Coordinator
@@ -132,6 +133,19 @@ def test_a_box_that_cannot_take_its_part_says_why_and_is_planned_around() -> Non
     assert (done.regrouping, groups_of(done), served(done)) == (None, {A, B, C, D}, set(PEERS))
     assert any("no memory for that" in line and name_of("a") in line for line in done.why)
     assert publish(coordinator, view, 4.0) is None
+    # It is told of in the plan, and looked around by whoever coordinates, until it may be asked again or has left.
+    (refused,) = done.refused
+    assert (refused.peer, "no memory for that" in refused.reason) == ("b", True)
+    later = Coordinator(OWN, "raw")
+    for each, leader in ((coordinator, LEADER), (later, (OWN, 2))):
+        each.seek(view, leader, 3600.0)
+        task = each.seek(view, leader, 7200.0)
+        assert task is not None
+        assert task.keeping == ("b",)
+    hold_s = RefusalSettings().first_s
+    assert coordinator.wake_at(1.0 + hold_s) == 2.0 + hold_s
+    free = followed(coordinator, view, 2.0 + hold_s)
+    assert (free.refused, groups_of(free)) == ((), {A, B, C, D})
 
 
 @pytest.mark.parametrize("leaves", [False, True])

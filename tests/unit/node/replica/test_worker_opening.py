@@ -10,6 +10,7 @@ from p2pserve.coordinator import Stage
 from p2pserve.kvtransport.errors import TransferError
 from p2pserve.node import messages
 from p2pserve.node.engine import protocol
+from p2pserve.node.methods import TOKENS
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.worker import Worker
 from p2pserve.node.settings import WAN
@@ -233,6 +234,29 @@ def test_what_is_refused_never_reaches_the_engine(world: World, kind: str) -> No
     world.worker.drain()
     assert refusal(world, kind) == "draining"
     assert world.worker.idle
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_what_migrates_is_told_to_its_gateway_and_its_kv_alone_is_still_sent(world: World, moves: bool) -> None:
+    world.decode("r.1", receive_tokens=0)
+    world.asked()
+    if moves:
+        world.worker.is_moving = True
+    else:
+        world.worker.drain()
+    assert refusal(world, "prefill", request="r.2") == "draining"
+    world.news()
+    world.worker.migrate()
+    assert world.news() == [(A, TOKENS.name, messages.Tokens(request="r.1", leaves=True))]
+    assert refusal(world, "decode", request="s.1") == "draining"
+    assert world.prefill("r.2") == messages.Opened()
+    (submit,) = world.asked()
+    assert isinstance(submit, protocol.Submit)
+    assert submit.send
+    world.worker.resume()
+    world.use()  # another part, or the same again: what is over is over
+    world.worker.drain()
+    assert refusal(world, "prefill", request="t.2") == "draining"
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])

@@ -11,7 +11,7 @@ from p2pserve.coordinator.capacity import KvCodec
 from p2pserve.coordinator.costs.model_shape import MODELS
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.network_plan import plan_network
-from p2pserve.coordinator.plan import Regrouping, RegroupingStep
+from p2pserve.coordinator.plan import RefusedPart, Regrouping, RegroupingStep
 from p2pserve.coordinator.regrouping.steps import make_regrouping
 from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node.box.hardware import Gpu, Hardware
@@ -186,3 +186,22 @@ def test_status_says_why_a_step_is_undone() -> None:
     back = Regrouping(steps=(RegroupingStep(form=alone[:2]),), undoes="amber-otter cannot take its part: no memory")
     lines = plan_lines(status(*before.nodes, plan=msgspec.structs.replace(before.plan, regrouping=back)))
     assert any("regrouping is undone: amber-otter cannot take its part: no memory" in line for line in lines)
+
+
+def test_a_box_that_refused_is_told_of_and_proposed_around(
+    network: Network, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = network.status.plan
+    assert plan is not None
+    refused = RefusedPart(peer=PEERS[0], reason="no memory for 16 layers", for_s=7200.0)
+    network.status = msgspec.structs.replace(network.status, plan=msgspec.structs.replace(plan, refused=(refused,)))
+    line = f"{name_of(PEERS[0])} keeps its part for 2.0 h from this plan on: it could not take another (no memory"
+    assert any(line in each for each in plan_lines(network.status))
+    assert main(["plan", "--live", *TOKEN, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["peer"] for each in found["plan"]["refused"]] == [PEERS[0]]
+    formed = [group for step in found["regrouping"]["steps"] for group in step["form"]]
+    assert formed
+    assert PEERS[0] not in {stage["peer"] for group in formed for stage in group}
+    assert main(["plan", "--live", *TOKEN]) == 0
+    assert line in " ".join(capsys.readouterr().out.split())

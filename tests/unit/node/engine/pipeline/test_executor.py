@@ -21,15 +21,7 @@ from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.pipe import Pipe, PipeSettings, greet
 from p2pserve.kvtransport.wire.tickets import issue_link
 from p2pserve.node.engine.pipeline.executor import PipelineExecutor
-from p2pserve.node.engine.pipeline.pipes import (
-    ActivationsOutput,
-    PipeConnections,
-    PipeInput,
-    PipelineError,
-    PipeReader,
-    StageLost,
-    open_pipes,
-)
+from p2pserve.node.engine.pipeline.pipes import ActivationsOutput, PipeInput, PipeReader
 from p2pserve.node.engine.pipeline.remote import RemoteWorker
 from p2pserve.node.engine.pipeline.scheduler import PipelineScheduler, is_all_scheduled
 from p2pserve.node.engine.pipeline.stage import check_pipeline
@@ -37,6 +29,7 @@ from p2pserve.node.engine.pipeline.stage_workers import StageWorkers
 from p2pserve.node.engine.pipeline.vocabulary import CODEC, Activations, Call, CallFailed, CallResult
 from p2pserve.node.engine.protocol import EngineConfig, PipeEnd
 from p2pserve.node.engine.settings import PIPELINE_DEFAULTS, PipelineSettings
+from p2pserve.node.engine.stage_pipes import PipeConnections, PipelineError, StageLost, open_pipes
 
 PATIENT = PipeSettings(beat_s=30, lost_s=60)
 

@@ -1,0 +1,284 @@
+"""What requests lose while boxes change their groups: `python -m p2pserve.sdk.live_comparison --regroup`.
+
+    pair 1   the same requests, the plan kept      box 1 alone, box 2 alone, others
+             again, and a change in the middle     box 1 and box 2 become one pipeline
+    pair 2   the plan kept, then                   they part again
+    ...
+
+A change counts from its order until its last box is ready. Of the requests that come in that time, as many are to be in
+time as with the plan that is kept on the same boxes, but for 5 %. Emulated engines take as long to load as they would.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from statistics import median
+from typing import Final
+
+import msgspec
+import numpy as np
+import trio
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from ...coordinator import Phase, Plan, Stage
+from ...coordinator.plan import Deadlines, Groups
+from ...node.planning.messages import RegroupOrder
+from ...sims.records import Outcomes, Trace
+from ..client import AsyncClient
+from ..demo.box import open_box
+from ..errors import DemoFailed, UsageError
+from .network import (
+    POLL_S,
+    SETTLE_S,
+    TOO_SLOW,
+    LiveSettings,
+    Say,
+    find_in_time,
+    replay,
+    start_nodes,
+    warm_up,
+)
+
+TARGET: Final = 0.95
+LEAST_NODES: Final = 3  # two change, and somebody has to go on
+LEAD: Final = 0.2  # of the trace, before the order: by then the boxes are as busy as they will be
+CHANGE_S: Final = 300.0
+
+Rows = NDArray[np.bool_]
+
+
+class RegroupPair(msgspec.Struct, frozen=True, kw_only=True):
+    """The same requests with the plan kept, and with a change. `asked` while the change was under way, for `change_s`;
+    of those in time `kept` and `changed`, and of all requests `all_kept` and `all_changed`. `moved`: requests that
+    needed more than one attempt during the changed run; `failed`: those that were never answered."""
+
+    change: str
+    change_s: float
+    asked: int
+    kept: int
+    changed: int
+    all_asked: int
+    all_kept: int
+    all_changed: int
+    moved: int
+    failed: int
+
+    @property
+    def ratio(self) -> float:
+        """Of requests in time during the change, changed over kept; 1 where there are none to lose."""
+        return self.changed / self.kept if self.kept else 1.0
+
+
+class RegroupBench(msgspec.Struct, frozen=True, kw_only=True):
+    """What all pairs have shown. `ratio`: of all requests in time during changes; `median_ratio`: over pairs. `late`:
+    how often engines fell behind what they emulate, because this machine was too slow."""
+
+    ok: bool
+    target: float
+    emulated: str
+    lengths: str
+    arrivals: str
+    ratio: float
+    median_ratio: float
+    late: int
+    pairs: tuple[RegroupPair, ...]
+
+
+def check_settings(settings: LiveSettings, pairs: int) -> None:
+    """Raises UsageError."""
+    if settings.nodes < LEAST_NODES:
+        raise UsageError(f"nodes: two change their group; {settings.nodes} leave nobody to go on, take {LEAST_NODES}")
+    if set(settings.phases) - {Phase.MIXED}:
+        raise UsageError("phases: emulated stages transfer no KV, so all nodes are mixed; leave it out")
+    if settings.losses:
+        raise UsageError("lose: no node is lost while groups change; leave it out")
+    if pairs < 1:
+        raise UsageError(f"pairs: {pairs} is not above 0")
+
+
+def run_regroup_bench(settings: LiveSettings, traces: Iterable[Trace], say: Say) -> RegroupBench:
+    """A pair for each trace, on one network. Raises DemoFailed, ClientError."""
+    taken = list(traces)
+    pairs, late = trio.run(_run_pairs, replace(settings, phases=(Phase.MIXED,)), taken, say)
+    emulated = f"{settings.nodes} emulated nodes of {settings.cards} ({settings.specs})"
+    return summarise_pairs(pairs, emulated, taken[0], late)
+
+
+def summarise_pairs(pairs: Iterable[RegroupPair], emulated: str, trace: Trace, late: int = 0) -> RegroupBench:
+    """The figure that counts, beside its target."""
+    found = tuple(pairs)
+    kept, changed = sum(pair.kept for pair in found), sum(pair.changed for pair in found)
+    ratio = changed / kept if kept else 1.0
+    return RegroupBench(
+        ok=ratio >= TARGET and kept > 0,
+        target=TARGET,
+        emulated=emulated,
+        lengths=trace.lengths,
+        arrivals=trace.arrivals,
+        ratio=ratio,
+        median_ratio=median(pair.ratio for pair in found),
+        late=late,
+        pairs=found,
+    )
+
+
+def compare_runs(
+    change: str, kept: Outcomes, changed: Outcomes, deadlines: Deadlines, span: tuple[float, float], moved: int
+) -> RegroupPair:
+    """Both runs of one trace, of which the change took this span of seconds."""
+    arrivals = kept.trace.arrival_s
+    during: Rows = (arrivals >= span[0]) & (arrivals <= span[1])
+    first, second = find_in_time(kept, deadlines), find_in_time(changed, deadlines)
+    return RegroupPair(
+        change=change,
+        change_s=span[1] - span[0],
+        asked=int(during.sum()),
+        kept=int(first[during].sum()),
+        changed=int(second[during].sum()),
+        all_asked=len(arrivals),
+        all_kept=int(first.sum()),
+        all_changed=int(second.sum()),
+        moved=moved,
+        failed=int((~changed.completed).sum()),
+    )
+
+
+async def _run_pairs(settings: LiveSettings, traces: list[Trace], say: Say) -> tuple[list[RegroupPair], int]:
+    pairs: list[RegroupPair] = []
+    async with open_box(watch_memory=False) as box:
+        await box.start_fork_server(settings.nodes, backend="emulated")
+        bootstrap = await box.start_bootstrap(settings.codec)
+        async with (
+            AsyncClient(bootstrap.tokens["client"]) as client,
+            AsyncClient(bootstrap.tokens["admin"]) as admin,
+        ):
+            plan, peers = await start_nodes(box, client, bootstrap.tokens["leader"], settings, say)
+            await trio.sleep(SETTLE_S)
+            for number, trace in enumerate(traces):
+                joins = number % 2 == 0
+                groups = make_groups(plan, peers[1], peers[2], joins=joins)
+                change = "join" if joins else "part"
+                await warm_up(client, plan)
+                say(f"pair {number + 1}, plan kept: {len(trace)} requests of {trace.lengths}")
+                kept, _ = await replay(client, trace, say, may_fail=True)
+                say(f"pair {number + 1}, boxes 1 and 2 {change}: the same requests")
+                run = _ChangedRun(admin, client, groups, say)
+                changed, moved = await run.replay(trace)
+                pairs.append(compare_runs(change, kept, changed, plan.deadlines, run.span, moved))
+                say(f"{pairs[-1].changed} of {pairs[-1].kept} requests in time while they {change}")
+                plan = run.plan
+        return pairs, box.engine_logs().count(TOO_SLOW)
+
+
+def make_groups(plan: Plan, first: str, second: str, *, joins: bool) -> Groups:
+    """Both boxes as one pipeline of two halves, or each alone. Raises DemoFailed where the plan lacks one."""
+    layers, tp = plan.layers, {stage.peer: stage.tp for replica in plan.replicas for stage in replica.stages}
+    if first not in tp or second not in tp:
+        raise DemoFailed("a box that is to change has no part in the plan")
+    if joins:
+        half = layers // 2
+        return (
+            (
+                Stage(peer=first, tp=tp[first], first_layer=0, last_layer=half),
+                Stage(peer=second, tp=tp[second], first_layer=half, last_layer=layers),
+            ),
+        )
+    return tuple((Stage(peer=peer, tp=tp[peer], first_layer=0, last_layer=layers),) for peer in (first, second))
+
+
+class _ChangedRun:
+    """A replay in which groups change. `span`: of the change, in seconds from the first arrival that may be; `plan`:
+    the one after it."""
+
+    def __init__(self, admin: AsyncClient, client: AsyncClient, groups: Groups, say: Say) -> None:
+        self._admin = admin
+        self._client = client
+        self._groups = groups
+        self._say = say
+        self.span = (0.0, 0.0)
+        self.plan: Plan
+
+    async def replay(self, trace: Trace) -> tuple[Outcomes, int]:
+        """Returns what the client saw once both are over, the requests and the change."""
+        found: list[tuple[Outcomes, int]] = []
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._change, LEAD * float(trace.arrival_s[-1]))
+            found.append(await replay(self._client, trace, self._say, may_fail=True))
+        return found[0]
+
+    async def _change(self, at: float) -> None:
+        began = trio.current_time()
+        await trio.sleep(at)
+        status = await self._client.status()
+        if status.plan is None or status.coordinator is None:
+            raise DemoFailed("the network has lost its plan or its coordinator")
+        order = RegroupOrder(service=status.plan.service, groups=self._groups)
+        begun = await self._admin.regroup(order, status.coordinator)
+        self._say(f"{begun.boxes} boxes are told to change")
+        with trio.move_on_after(CHANGE_S):
+            while not (plan := await self._changed_plan()):  # noqa: ASYNC110 (of other processes)
+                await trio.sleep(POLL_S)
+            self.plan = plan
+            self.span = (at, trio.current_time() - began)
+            self._say(f"the change took {self.span[1] - self.span[0]:.1f} s")
+            return
+        raise DemoFailed(f"boxes have not changed after {CHANGE_S:g} s")
+
+    async def _changed_plan(self) -> Plan | None:
+        """The plan when the change is over. Raises DemoFailed where it was given up."""
+        plan = (await self._client.status()).plan
+        if plan is None or plan.regrouping is not None:
+            return None
+        running = {replica.stages for replica in plan.replicas}
+        if running >= set(self._groups):
+            return plan
+        given_up = next((line for line in plan.why if "given up" in line), "")
+        if given_up:
+            raise DemoFailed(given_up)
+        return None
+
+
+def show_bench(found: RegroupBench, console: Console) -> None:
+    """Print it for people."""
+    console.print(f"{found.emulated}; lengths: {found.lengths}; arrivals: {found.arrivals}")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns: tuple[tuple[str, Callable[[RegroupPair], str]], ...] = (
+        ("boxes 1, 2", lambda pair: pair.change),
+        ("took, s", lambda pair: f"{pair.change_s:.1f}"),
+        ("asked meanwhile", lambda pair: str(pair.asked)),
+        ("in time: plan kept", lambda pair: str(pair.kept)),
+        ("changed", lambda pair: str(pair.changed)),
+        ("ratio", lambda pair: f"{pair.ratio:.3f}"),
+        ("all requests", lambda pair: f"{pair.all_kept}, {pair.all_changed} of {pair.all_asked}"),
+        ("moved", lambda pair: str(pair.moved)),
+        ("failed", lambda pair: str(pair.failed)),
+    )
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name == "boxes 1, 2" else "right")
+    for pair in found.pairs:
+        table.add_row(*(show(pair) for _, show in columns))
+    console.print(table)
+    if found.late:
+        console.print(f"note: emulated engines fell behind their model {found.late} times: this machine was too slow")
+    verdict = "" if found.ok else "  too few"
+    console.print(
+        f"requests in time during changes: {found.ratio:.3f} of those with the plan kept (median of pairs "
+        f"{found.median_ratio:.3f}; target: {found.target:g} at least){verdict}"
+    )
+
+
+def print_bench(found: RegroupBench, form: str, console: Console) -> None:
+    """As a table, or as JSON with each pair's ratio."""
+    if form == "json":
+        told = msgspec.to_builtins(found)
+        for shown, pair in zip(told["pairs"], found.pairs, strict=True):
+            shown["ratio"] = pair.ratio
+        print(json.dumps(told))
+    else:
+        show_bench(found, console)
+    sys.stdout.flush()
