@@ -226,6 +226,7 @@ class Node:
         if self.drains.is_draining:
             self._on_drain_order(True, None)
         if serving is not None:
+            serving.gateway.on_member_stalled = self._planning.note_stalled
             serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(
             joined.knowledge,
