@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 import trio
 
@@ -14,9 +14,7 @@ from .boxes import ChaosBox, ChaosNetwork, Say
 from .disks import fill_disk
 from .links import ChaosLinks
 from .looking import POLL_S, NetworkLook
-from .schedule import ENDING, OF_LINKS, FaultKind, PlannedFault, choose_victims
-
-MOST_AWAY: Final = 2  # boxes at once that something was done to and that do not serve again; a further fault waits
+from .schedule import ENDING, MOST_AWAY, OF_LINKS, FaultKind, PlannedFault, choose_victims
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,12 @@ class FaultInjector:
         names = " and ".join(f"box {box.number}" for box in victims)
         self._say(f"fault {fault.number}: {fault.kind.value}, {fault.victim.value}: {names}, {fault.lasts_s:.1f} s")
         if fault.kind in OF_LINKS and self._links is not None:
-            harm = self._links.cut if fault.kind is FaultKind.CUT else self._links.slow
-            await harm([box.number for box in victims], fault.lasts_s)
+            harms = {
+                FaultKind.CUT: self._links.cut,
+                FaultKind.SLOW: self._links.slow,
+                FaultKind.SPLIT: self._links.split,
+            }
+            await harms[fault.kind]([box.number for box in victims], fault.lasts_s)
         async with trio.open_nursery() as nursery:
             for box in victims:
                 nursery.start_soon(self._harm, fault, box, watchers)

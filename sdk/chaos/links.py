@@ -58,6 +58,13 @@ class ChaosLinks:
             await trio.to_thread.run_sync(self._wan.outage, ours, other, seconds)
         await trio.sleep(seconds)
 
+    async def split(self, numbers: Sequence[int], seconds: float) -> None:
+        """Let nothing pass between these boxes and all other boxes, for so long; clients reach both."""
+        for ours, other in self._pairs(numbers):
+            if other != CLIENTS:
+                await trio.to_thread.run_sync(self._wan.outage, ours, other, seconds)
+        await trio.sleep(seconds)
+
     async def slow(self, numbers: Sequence[int], seconds: float) -> None:
         """Make all links of these boxes thin and long, for so long."""
         await self._set(numbers, SLOW)

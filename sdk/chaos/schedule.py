@@ -26,6 +26,11 @@ STARTS_AGAIN_S: Final = (0.5, 3.0)  # from the end of a box until its owner star
 FLAPS_S: Final = (0.3, 2.5)  # from a start of a box that flaps to its next end: before it has joined, or after
 STOPPED_S: Final = (0.5, 2.0, 5.0, 10.0)  # not noticed, found hung, suspected, found dead; links are cut as long
 SLOW_S: Final = (5.0, 12.0)
+SPLIT_S: Final = (
+    3.0,
+    15.0,
+)  # each half waits for the other, or has a coordinator of its own
+MOST_AWAY: Final = 2  # boxes at once that something was done to and that do not serve again; a further fault waits
 
 
 DrawPrompt = Callable[[random.Random], tuple[int, ...]]
@@ -42,6 +47,7 @@ class FaultKind(Enum):
     STOP_ENGINE = "stop engine"  # SIGSTOP to its engine alone, and SIGCONT
     CUT = "cut"  # nothing passes between it and all others; those that are hit together still hear each other
     SLOW = "slow"  # all its links are thin and long
+    SPLIT = "split"  # nothing passes between one half of the boxes and the other; clients reach both
     FILL_DISK = "fill disk"  # no room for its state, its logs and its plans
 
 
@@ -55,20 +61,22 @@ class VictimRole(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     KV_ENDS = "both ends"  # a box that prefills and one that decodes, at once
+    HALF = "half of the boxes"
 
 
 Combination = tuple[FaultKind, VictimRole]
 _ENGINES: Final = (VictimRole.PREFILL, VictimRole.DECODE)
+_ROLES: Final = tuple(role for role in VictimRole if role is not VictimRole.HALF)
 
 ENDING: Final = frozenset({FaultKind.KILL, FaultKind.FLAP, FaultKind.LEAVE})
 """Those that end the agent of a box."""
 
 OF_ENGINES: Final = frozenset({FaultKind.KILL_ENGINE, FaultKind.STOP_ENGINE})
-OF_LINKS: Final = frozenset({FaultKind.CUT, FaultKind.SLOW})
+OF_LINKS: Final = frozenset({FaultKind.CUT, FaultKind.SLOW, FaultKind.SPLIT})
 
 COMBINATIONS: Final[tuple[Combination, ...]] = (
-    *((FaultKind.KILL, role) for role in VictimRole),
-    *((FaultKind.STOP, role) for role in VictimRole),
+    *((FaultKind.KILL, role) for role in _ROLES),
+    *((FaultKind.STOP, role) for role in _ROLES),
     *((FaultKind.FLAP, role) for role in (VictimRole.ANY, VictimRole.BOOTSTRAP, VictimRole.GATEWAY)),
     *((FaultKind.LEAVE, role) for role in (VictimRole.ANY, VictimRole.GATEWAY)),
     *((FaultKind.KILL_ENGINE, role) for role in _ENGINES),
@@ -77,7 +85,8 @@ COMBINATIONS: Final[tuple[Combination, ...]] = (
 """Which faults hit whom. Each comes as often as any other."""
 
 ROOT_COMBINATIONS: Final[tuple[Combination, ...]] = (
-    *((FaultKind.CUT, role) for role in VictimRole),
+    *((FaultKind.CUT, role) for role in _ROLES),
+    (FaultKind.SPLIT, VictimRole.HALF),
     *((FaultKind.SLOW, role) for role in (VictimRole.COORDINATOR, VictimRole.GATEWAY, *_ENGINES, VictimRole.KV_ENDS)),
     *((FaultKind.FILL_DISK, role) for role in (VictimRole.ANY, VictimRole.COORDINATOR, VictimRole.GATEWAY)),
 )
@@ -192,7 +201,11 @@ def draw_schedule(settings: ChaosSettings, draw_prompt: DrawPrompt) -> ChaosSche
 
 def choose_victims(fault: PlannedFault, boxes: Sequence[BoxRoles], room: int) -> list[int]:
     """Whom a fault hits; nobody while there is no room for it, or the bootstrap it is meant for is not among `boxes`.
-    Where nobody else has the role that it is meant for, another box is hit."""
+    Where nobody else has the role that it is meant for, another box is hit. The network is split when nothing else is
+    wrong with it; nothing else is done to it meanwhile."""
+    if fault.victim is VictimRole.HALF:
+        numbers = sorted(box.number for box in boxes)
+        return random.Random(fault.pick).sample(numbers, len(numbers) // 2) if room >= MOST_AWAY else []
     if fault.kind in ENDING:
         boxes = [box for box in boxes if not box.is_kept]
     if fault.victim is VictimRole.KV_ENDS:
@@ -219,6 +232,8 @@ def _draw_fault(rng: random.Random, number: int, at: float, kind: FaultKind, vic
         lasts = rng.choice(STOPPED_S)
     elif kind in (FaultKind.SLOW, FaultKind.FILL_DISK):
         lasts = rng.uniform(*SLOW_S)
+    elif kind is FaultKind.SPLIT:
+        lasts = rng.uniform(*SPLIT_S)
     elif kind is FaultKind.FLAP:
         pauses = tuple(rng.uniform(*FLAPS_S) for _ in range(FLAPS - 1))
     return PlannedFault(

@@ -10,6 +10,7 @@ from p2pserve.sdk.chaos.schedule import (
     CALM_S,
     COMBINATIONS,
     FLAPS,
+    MOST_AWAY,
     ROOT_COMBINATIONS,
     STOPPED_S,
     WAN,
@@ -102,6 +103,14 @@ def test_where_nobody_has_the_role_another_box_is_hit() -> None:
 
 def test_a_fault_of_the_bootstrap_waits_for_it() -> None:
     assert choose_victims(fault(FaultKind.KILL, VictimRole.BOOTSTRAP), BOXES[1:], room=2) == []
+
+
+def test_the_network_is_split_into_halves_by_the_seed_and_only_while_nothing_else_is_wrong() -> None:
+    halves = [choose_victims(fault(FaultKind.SPLIT, VictimRole.HALF, pick / 8), BOXES, MOST_AWAY) for pick in range(8)]
+    assert all(len(set(half)) == 2 for half in halves)
+    assert len({frozenset(half) for half in halves}) > 1
+    assert halves[3] == choose_victims(fault(FaultKind.SPLIT, VictimRole.HALF, 3 / 8), BOXES, MOST_AWAY)
+    assert choose_victims(fault(FaultKind.SPLIT, VictimRole.HALF), BOXES, MOST_AWAY - 1) == []
 
 
 def test_a_fault_waits_while_too_many_boxes_are_away() -> None:
