@@ -8,17 +8,21 @@ from typing import Final, final
 import trio
 
 from ...bootstrap import PeerId
+from ...coordinator.plan import Groups
 from ...node.messages import NodeStatus, Status, StatusQuery
-from ...node.methods import STATUS
-from ..errors import ClientError, DemoFailed
+from ...node.methods import PLAN_REGROUP, STATUS
+from ...node.planning.messages import RegroupOrder
+from ..errors import ClientError, DemoFailed, NotReady
 from ..session import Session
 from .boxes import ChaosBox, ChaosNetwork
+from .regrouping import GroupChange, choose_groups
 from .schedule import BoxRoles, VictimRole
 
 ASK_S: Final = 3.0
 POLL_S: Final = 0.1
 WATCH_S: Final = 0.5
 BACK_S: Final = 90.0
+BEGIN_S: Final = 10.0  # from an admin's order to a plan that begins with it
 
 
 @final
@@ -66,6 +70,31 @@ class NetworkLook:
                 await trio.sleep(POLL_S)
             return
         raise DemoFailed(f"box {box.number} did not serve again within {BACK_S:g} s")
+
+    def choose_groups(self, here: Collection[str], pick: float) -> GroupChange | None:
+        """What may be ordered now, of the boxes that are `here`."""
+        seen = self._seen
+        return choose_groups(seen.plan, seen.nodes, here, pick) if seen is not None and seen.plan is not None else None
+
+    async def order(self, admin: Session, groups: Groups) -> None:
+        """Tell the coordinator which groups are wanted. Raises ClientError where it takes no order now."""
+        seen = self._seen
+        if seen is None or seen.plan is None or seen.coordinator is None:
+            raise NotReady("nobody coordinates the network")
+        order = RegroupOrder(service=seen.plan.service, groups=groups)
+        await admin.ask(PLAN_REGROUP, order, ASK_S, PeerId(seen.coordinator))
+
+    async def wait_regrouped(self) -> None:
+        """Wait until the plan is on its way to other groups, and then until it is no longer. Raises DemoFailed."""
+        for is_under_way, limit_s in ((True, BEGIN_S), (False, BACK_S)):
+            with trio.move_on_after(limit_s) as limit:
+                while self._is_regrouping() is not is_under_way:  # noqa: ASYNC110 (of other processes)
+                    await trio.sleep(POLL_S)
+            if limit.cancelled_caught and not is_under_way:
+                raise DemoFailed(f"the boxes had not taken their new parts within {BACK_S:g} s")
+
+    def _is_regrouping(self) -> bool:
+        return self._seen is not None and self._seen.plan is not None and self._seen.plan.regrouping is not None
 
     def is_ready(self, box: ChaosBox) -> bool:
         """Whether it is alive, with an engine that is ready if it has one."""

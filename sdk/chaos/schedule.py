@@ -47,6 +47,7 @@ class FaultKind(Enum):
     STOP_ENGINE = "stop engine"  # SIGSTOP to its engine alone, and SIGCONT
     CUT = "cut"  # nothing passes between it and all others; those that are hit together still hear each other
     SLOW = "slow"  # all its links are thin and long
+    REGROUP = "regroup"  # two boxes are ordered to hold the model together, or to part again: their engines load anew
     SPLIT = "split"  # nothing passes between one half of the boxes and the other; clients reach both
     FILL_DISK = "fill disk"  # no room for its state, its logs and its plans
 
@@ -62,11 +63,12 @@ class VictimRole(Enum):
     DECODE = "decode"
     KV_ENDS = "both ends"  # a box that prefills and one that decodes, at once
     HALF = "half of the boxes"
+    PLAN = "the plan"
 
 
 Combination = tuple[FaultKind, VictimRole]
 _ENGINES: Final = (VictimRole.PREFILL, VictimRole.DECODE)
-_ROLES: Final = tuple(role for role in VictimRole if role is not VictimRole.HALF)
+_ROLES: Final = tuple(role for role in VictimRole if role not in (VictimRole.HALF, VictimRole.PLAN))
 
 ENDING: Final = frozenset({FaultKind.KILL, FaultKind.FLAP, FaultKind.LEAVE})
 """Those that end the agent of a box."""
@@ -81,6 +83,7 @@ COMBINATIONS: Final[tuple[Combination, ...]] = (
     *((FaultKind.LEAVE, role) for role in (VictimRole.ANY, VictimRole.GATEWAY)),
     *((FaultKind.KILL_ENGINE, role) for role in _ENGINES),
     *((FaultKind.STOP_ENGINE, role) for role in _ENGINES),
+    (FaultKind.REGROUP, VictimRole.PLAN),
 )
 """Which faults hit whom. Each comes as often as any other."""
 
