@@ -22,6 +22,7 @@ from ..errors import DemoFailed
 
 CLIENTS: Final = "clients"
 PORT: Final = 4001
+NOWHERE: Final = 1
 CALM: Final = WanPair(rtt_ms=4.0, gbps=1.0)
 SLOW: Final = WanPair(rtt_ms=300.0, gbps=0.02)
 _NEW_NETWORK: Final = 0x40000000  # CLONE_NEWNET
@@ -33,6 +34,10 @@ class BoxPlace:
 
     listen: str
     prefix: tuple[str, ...] = ()
+
+    def closed_options(self) -> tuple[str, ...]:
+        """Options of a box that nobody can dial: it announces a port at which nobody listens."""
+        return ("--announce", f"{self.listen.rpartition(':')[0]}:{NOWHERE}")
 
 
 @final

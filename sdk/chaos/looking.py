@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, final
 
 import trio
 
-from ...bootstrap import PeerId
+from ...bootstrap import NetworkSettings, PeerId, Role
 from ...coordinator.plan import Groups
+from ...node.links.reach import choose_relays
 from ...node.messages import NodeStatus, Status, StatusQuery
 from ...node.methods import PLAN_REGROUP, STATUS
 from ...node.planning.messages import RegroupOrder
@@ -118,6 +119,8 @@ class NetworkLook:
             roles.add(VictimRole.COORDINATOR)
         if any(box.peer in session.asked for session in self._sessions):
             roles.add(VictimRole.GATEWAY)
+        if self._seen is not None and box.peer == find_relay(self._seen.nodes):
+            roles.add(VictimRole.RELAY)
         node = self._node(box)
         if node is not None and node.advert is not None and node.advert.phase is not None:
             roles.add(VictimRole(node.advert.phase.value))
@@ -152,6 +155,16 @@ class NetworkLook:
         if self._seen is None:
             return None
         return next((node for node in self._seen.nodes if node.peer == box.peer), None)
+
+
+def find_relay(nodes: Sequence[NodeStatus]) -> str | None:
+    """Which box others ask first for a connection to one that nobody can dial; None where there is no such box."""
+    alive = [PeerId(node.peer) for node in nodes if node.state == "alive" and node.role == Role.WORKER.value]
+    closed = {PeerId(node.peer) for node in nodes if node.closed}
+    for peer in sorted(closed.intersection(alive)):
+        for relay in choose_relays(peer, alive, closed, alive, NetworkSettings().full_mesh):
+            return relay
+    return None
 
 
 def describe_busy(node: NodeStatus | None) -> str:

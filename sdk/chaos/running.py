@@ -46,7 +46,7 @@ async def run_chaos(settings: ChaosSettings, say: Say) -> ChaosReport:
         count = settings.boxes + 1 + settings.liar
         links = stack.enter_context(open_links(count)) if settings.links == WAN else None
         places = links.places() if links is not None else find_loopback_places(count)
-        network = ChaosNetwork(home, places, setup.options, setup.codec)
+        network = ChaosNetwork(home, places, setup.options, setup.codec, settings.closed)
         if links is not None:
             stack.enter_context(open_disks([box.home for box in network.boxes]))
         try:

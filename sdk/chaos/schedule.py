@@ -62,13 +62,14 @@ class VictimRole(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     KV_ENDS = "both ends"  # a box that prefills and one that decodes, at once
+    RELAY = "relay"  # to boxes that nobody can dial
     HALF = "half of the boxes"
     PLAN = "the plan"
 
 
 Combination = tuple[FaultKind, VictimRole]
 _ENGINES: Final = (VictimRole.PREFILL, VictimRole.DECODE)
-_ROLES: Final = tuple(role for role in VictimRole if role not in (VictimRole.HALF, VictimRole.PLAN))
+_ROLES: Final = tuple(role for role in VictimRole if role not in (VictimRole.RELAY, VictimRole.HALF, VictimRole.PLAN))
 
 ENDING: Final = frozenset({FaultKind.KILL, FaultKind.FLAP, FaultKind.LEAVE})
 """Those that end the agent of a box."""
@@ -95,12 +96,20 @@ ROOT_COMBINATIONS: Final[tuple[Combination, ...]] = (
 )
 """Those that need root, since links are emulated and disks small."""
 
+RELAY_COMBINATIONS: Final[tuple[Combination, ...]] = (
+    (FaultKind.KILL, VictimRole.RELAY),
+    (FaultKind.STOP, VictimRole.RELAY),
+    (FaultKind.LEAVE, VictimRole.RELAY),
+)
+"""Those of networks with boxes that nobody can dial."""
+
 
 class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`faults` and `requests` within `seconds`, of `boxes` that serve; one more is the bootstrap. `engine`: emulated,
     with these `cards` and this `model`, or vllm, with the bundled model. `links`: loopback, or wan, where they are cut
     and slowed too, and disks filled. Tokens of prompts and answers at most; `deadline_s` of each request; `clients`
-    that ask in turn. `liar`: there is one more box, which lies."""
+    that ask in turn. `closed`: so many of the boxes cannot be dialled, so that KV between them goes over a relay.
+    `liar`: there is one more box, which lies."""
 
     seed: int = 0
     faults: int = 200
@@ -112,6 +121,7 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     cards: str = "1xA40"
     model: str = "qwen2.5-14b"
     links: str = LOOPBACK
+    closed: int = 0
     liar: bool = False
     prompt: int = 128
     output: int = 64
@@ -174,6 +184,8 @@ def check_settings(settings: ChaosSettings) -> None:
     for name, known in (("links", (LOOPBACK, WAN)), ("engine", (EMULATED, VLLM))):
         if getattr(settings, name) not in known:
             raise UsageError(f"{name}: {getattr(settings, name)!r} is neither {known[0]} nor {known[1]}")
+    if not 0 <= settings.closed <= settings.boxes - 2:
+        raise UsageError(f"closed: {settings.closed} is not between 0 and {settings.boxes - 2}: two must be dialled")
     if not CALM_S < settings.seconds <= 86_400:
         raise UsageError(f"seconds: {settings.seconds:g} is not between {CALM_S:g} and 86400")
     if not 1 <= settings.deadline_s <= 3600:
@@ -185,6 +197,7 @@ def draw_schedule(settings: ChaosSettings, draw_prompt: DrawPrompt) -> ChaosSche
     rng = random.Random(f"faults {settings.seed}")
     times = _spread(rng, settings.faults, CALM_S, settings.seconds)
     combinations = COMBINATIONS if settings.links == LOOPBACK else (*COMBINATIONS, *ROOT_COMBINATIONS)
+    combinations = (*combinations, *RELAY_COMBINATIONS) if settings.closed else combinations
     kinds = _deal(rng, combinations, settings.faults)
     faults = [_draw_fault(rng, number, at, *kinds[number]) for number, at in enumerate(times)]
     rng = random.Random(f"requests {settings.seed}")

@@ -1,23 +1,21 @@
 """Which boxes a run orders to hold the model together, and to part again."""
 
+import msgspec
 import pytest
 
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.plan import Regrouping, RegroupingStep
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, NodeStatus
-from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.models import WeightSizes
 from p2pserve.sdk.chaos.regrouping import GroupChange, choose_groups
 
 from ..client_world import MODEL
 
 LAYERS = 4
-HELD: ModelInfo = ModelInfo(
-    service="m-1",
-    shape=MODEL.shape.__class__(
-        name="m", layers=LAYERS, hidden=1, heads=1, kv_heads=1, head_dim=1, intermediate=1, vocabulary=9
-    ),
-    max_model_len=99,
+HELD = msgspec.structs.replace(
+    MODEL,
+    shape=msgspec.structs.replace(MODEL.shape, layers=LAYERS),
     weights=WeightSizes(layers=(1,) * LAYERS, embeddings=1, head=1),
 )
 PHASES = {"a": Phase.PREFILL, "b": Phase.DECODE, "c": Phase.PREFILL, "d": Phase.DECODE, "e": Phase.PREFILL}
@@ -40,9 +38,8 @@ def stages(*peers: str) -> tuple[Stage, ...]:
 def plan_of(*groups: tuple[Stage, ...], regrouping: Regrouping | None = None) -> Plan:
     replicas = tuple(Replica(id=group[0].peer, phase=Phase.MIXED, stages=group) for group in groups)
     pair = Pairing(prefill=replicas[0].id, decode=replicas[0].id, weight=1.0)
-    return Plan(
-        epoch=1, version=1, service="m-1", replicas=replicas, pairings=(pair,), codec="raw", why=(), regrouping=regrouping
-    )
+    plan = Plan(epoch=1, version=1, service="m-1", replicas=replicas, pairings=(pair,), codec="raw", why=())
+    return msgspec.structs.replace(plan, regrouping=regrouping)
 
 
 ALONE = plan_of(*(stages(peer) for peer in "abcd"))

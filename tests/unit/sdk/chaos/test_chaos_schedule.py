@@ -11,6 +11,7 @@ from p2pserve.sdk.chaos.schedule import (
     COMBINATIONS,
     FLAPS,
     MOST_AWAY,
+    RELAY_COMBINATIONS,
     ROOT_COMBINATIONS,
     STOPPED_S,
     WAN,
@@ -56,6 +57,9 @@ def test_every_combination_comes_as_often_as_any_other() -> None:
     everything = (*COMBINATIONS, *ROOT_COMBINATIONS)
     found = Counter((each.kind, each.victim) for each in draw(links=WAN, faults=2 * len(everything)).faults)
     assert found == dict.fromkeys(everything, 2)
+    some = (*COMBINATIONS, *RELAY_COMBINATIONS)
+    found = Counter((each.kind, each.victim) for each in draw(closed=1, faults=len(some)).faults)
+    assert found == dict.fromkeys(some, 1)
 
 
 def test_faults_and_requests_come_in_their_order_and_within_the_run() -> None:
@@ -137,6 +141,7 @@ def test_the_box_that_is_kept_is_stopped_but_does_not_end() -> None:
         ({"boxes": 99}, "boxes: 99 are more than 16, which one machine does not carry"),
         ({"links": "adsl"}, "links: 'adsl' is neither loopback nor wan"),
         ({"engine": "tgi"}, "engine: 'tgi' is neither emulated nor vllm"),
+        ({"closed": 5}, "closed: 5 is not between 0 and 4: two must be dialled"),
         ({"seconds": 2.0}, "seconds: 2 is not between 3 and 86400"),
         ({"seconds": float("nan")}, "seconds: nan is not between 3 and 86400"),
         ({"deadline_s": 0.0}, "deadline_s: 0 is not between 1 and 3600"),
