@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, final
 
 import trio
@@ -139,7 +139,8 @@ class NetworkLook:
             if missing := sorted(numbers[peer] for peer in numbers.keys() - alive):
                 return f"box {box.number} does not see box {missing[0]}"
             if status.plan != seen[0].plan or status.coordinator != seen[0].coordinator:
-                return f"box {box.number} has another plan or coordinator than the bootstrap"
+                own, there = _describe_lead(status, numbers), _describe_lead(seen[0], numbers)
+                return f"box {box.number} follows {own}, the bootstrap {there}"
         planned = set(seen[0].plan.peers) & serving if seen[0].plan is not None else set()
         # A box that has failed often is left out for a while: then a part of them is enough.
         if not planned or not (planned == serving or idle):
@@ -165,6 +166,13 @@ def find_relay(nodes: Sequence[NodeStatus]) -> str | None:
         for relay in choose_relays(peer, alive, closed, alive, NetworkSettings().full_mesh):
             return relay
     return None
+
+
+def _describe_lead(status: Status, numbers: Mapping[str, int]) -> str:
+    """Which plan a box follows, and whom."""
+    plan = f"plan {status.plan.epoch}.{status.plan.version}" if status.plan is not None else "no plan"
+    leader = numbers.get(status.coordinator or "")
+    return f"{plan} and {f'box {leader}' if leader is not None else 'nobody'} in epoch {status.epoch}"
 
 
 def describe_busy(node: NodeStatus | None) -> str:
