@@ -283,8 +283,7 @@ class ProbeOpened(Message, frozen=True, kw_only=True):
 class TransferFigures(Message, frozen=True, kw_only=True):
     """How a prefill's KV transfer went, as its sender saw it.
 
-    `paths`: KV bytes by path; `mode`: whether layers left one by one; `usd`: billed at advertised
-    prices."""
+    `paths`: KV bytes by path; `mode`: whether layers left one by one; `usd`: at advertised prices."""
 
     raw_bytes: Count
     wire_bytes: Count
@@ -426,10 +425,11 @@ class ContinueGenerate(ExactMessage, frozen=True, kw_only=True):
 
 
 class Generating(Message, frozen=True, kw_only=True):
-    """Accepted: chunks follow."""
+    """Accepted: chunks follow, one every `news_s` at least, which may be empty; None: earlier releases did not."""
 
     service: ModelName
     prompt_tokens: Count
+    news_s: Seconds | None = None
 
 
 class RequestFigures(Message, frozen=True, kw_only=True):
@@ -453,8 +453,8 @@ class RequestFigures(Message, frozen=True, kw_only=True):
 
 
 class AnswerUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """What is new of an answer. `finish` ends it: stop, length or error, `error` then says what happened. Logprobs have
-    a row for each of `tokens`, and once for each of the prompt's but the first; `cached_tokens` comes with those."""
+    """What is new of an answer, if anything. `finish` ends it: stop, length or error, which `error` explains. Logprobs
+    have a row for each of `tokens`, and once for each of the prompt's but the first; with those, `cached_tokens`."""
 
     request: RequestId
     text: Content = ""

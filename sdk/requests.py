@@ -6,7 +6,8 @@ import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict, final
+from math import inf
+from typing import Final, TypedDict, final
 
 import msgspec
 
@@ -153,6 +154,47 @@ def read_logprobs(top: TopTokens | None) -> tuple[TokenLogprobs, ...]:
         row = {next(ids)[0]: next(logprobs)[0] for _ in columns}  # the token's own is first, and may come again
         rows.append(TokenLogprobs(next(iter(row)), rank, row))
     return tuple(rows)
+
+
+LEAST_SILENCE_S: Final = 10.0
+MISSED_NEWS: Final = 4.0  # times that a gateway may fail to say something
+LEAST_WITHOUT_TOKENS_S: Final = 30.0
+WITHOUT_TOKENS_SHARE: Final = 0.5  # of the time that a request has at a gateway
+
+
+@final
+class GatewayWaitLimits:
+    """For how long a gateway that has accepted a request is waited for before another one is asked, where there is one.
+
+    It was to say something every `news_s`; when it does not, it hangs, or has forgotten the request. And when half of
+    the time that the request has, and 30 s, are over without a token, whatever it says, it may lie, and there is time
+    yet for another one. `left_s`: that time; `news_s` is None of a gateway of an earlier release.
+    """
+
+    def __init__(self, now: float, left_s: float, news_s: float | None) -> None:
+        self._silence_s = inf if news_s is None else max(LEAST_SILENCE_S, MISSED_NEWS * news_s)
+        self._without_tokens_s = max(LEAST_WITHOUT_TOKENS_S, WITHOUT_TOKENS_SHARE * left_s)
+        self._heard_at = self._got_on_at = now
+
+    def __repr__(self) -> str:
+        return f"GatewayWaitLimits(give_up_at={self.give_up_at:.1f})"
+
+    @property
+    def give_up_at(self) -> float:
+        """When it has been silent for too long, if nothing comes before."""
+        return min(self._heard_at + self._silence_s, self._got_on_at + self._without_tokens_s)
+
+    def note(self, update: AnswerUpdate, now: float) -> None:
+        """It has said something."""
+        self._heard_at = now
+        if update.tokens or update.text:
+            self._got_on_at = now
+
+    def explain(self, now: float) -> str:
+        """Why it is given up, for people."""
+        if now >= self._heard_at + self._silence_s:
+            return f"it said nothing for {now - self._heard_at:.0f} s"
+        return f"it had no token for {now - self._got_on_at:.0f} s"
 
 
 class Diverged(Exception):

@@ -6,7 +6,7 @@ import math
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
@@ -60,12 +60,22 @@ from .errors import (
     RequestFailed,
     first_of,
 )
-from .requests import Diverged, Generation, Replay, TextDelta, check_service, describe_unserved, new_request_id
+from .requests import (
+    Diverged,
+    GatewayWaitLimits,
+    Generation,
+    Replay,
+    TextDelta,
+    check_service,
+    describe_unserved,
+    new_request_id,
+)
 
 ACCEPT_TIMEOUT_S = 15.0  # a gateway accepts or refuses at once; tokenising a very long prompt takes seconds
 DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can
 LEAVE_S = 2.0
 OPENINGS = 64  # requests that wait to be accepted at once; gateways accept them in turn, and refuse too many of them
+LOOK_S = 1.0  # between two looks for another gateway than one that is silent
 HUNG_RETRY_S = 5.0  # a gateway that did not answer is asked again after so long, where no other is left
 ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_method"})  # another node may do better
 
@@ -301,23 +311,27 @@ class Session:
 
         inbox = self._inboxes[body.request] = _Inbox(gateway, send, trio.CancelScope(), others)
         self._expect()
-        running = True
+        running, accepted = True, None
         try:
             try:
                 async with self._openings:
                     with inbox.opening:
-                        replay.service = (await self._open(gateway, body, replay)).service
+                        accepted = await self._open(gateway, body, replay)
+                        replay.service = accepted.service
             except (_GatewayRefuses, ClientError):
                 running = False
                 raise
-            if inbox.opening.cancelled_caught:
+            if accepted is None:  # the wait was cancelled
                 raise _GatewayLost("it did not answer", HUNG_RETRY_S)
-            async for update in receive:
+            limits = GatewayWaitLimits(trio.current_time(), body.deadline_s, accepted.news_s)
+            while True:
+                update = await _receive(receive, limits, inbox)
                 if update is None and inbox.opening.cancel_called:
                     raise _GatewayLost("it did not answer", HUNG_RETRY_S)
                 if update is None:
                     running = False
                     raise _GatewayLost("the connection to it broke")
+                limits.note(update, trio.current_time())
                 delta = replay.take(update)
                 if delta is not None:
                     deliver(delta)
@@ -329,7 +343,6 @@ class Session:
             self._expect()
             if running:
                 self._stop(gateway, body.request)
-        raise AssertionError("an open channel does not end")
 
     async def _open(self, gateway: PeerId, body: Generate, replay: Replay) -> Generating:
         try:
@@ -418,6 +431,21 @@ class Session:
         for inbox in self._inboxes.values():
             if inbox.gateway == peer:
                 inbox.send.send_nowait(None)
+
+
+async def _receive(
+    receive: trio.MemoryReceiveChannel[AnswerUpdate | None], limits: GatewayWaitLimits, inbox: _Inbox
+) -> AnswerUpdate | None:
+    """What its gateway says next. Raises _GatewayLost when that takes too long, and another one could be asked."""
+    look_at = limits.give_up_at
+    while True:
+        with trio.move_on_at(look_at):
+            return await receive.receive()
+        with suppress(trio.WouldBlock):
+            return receive.receive_nowait()  # it has come while this process had no time
+        if inbox.others():
+            raise _GatewayLost(limits.explain(trio.current_time()), HUNG_RETRY_S)
+        look_at = trio.current_time() + LOOK_S
 
 
 def _finished(update: AnswerUpdate, replay: Replay) -> Generation:

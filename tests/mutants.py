@@ -62,7 +62,7 @@ MODULES = [
             "cells", "clustering", "light_rescheduling", "moves", "packing", "scorer", "search", "search_space",
             "seed_assignment", "tabu",
         ),
-        "coordinator/requests": ("machine", "placement"),
+        "coordinator/requests": ("attempt", "machine", "placement", "stalls"),
         "coordinator/routing": ("interface", "plan_and_queues", "router"),
         "kvtransport/link": ("budget", "dialling", "machine", "receiving", "sending", "transfers"),
         "kvtransport/probing": ("burst_meter", "estimates", "probe"),

@@ -12,9 +12,11 @@ of an attempt is lost, the next attempt has the answer so far as part of its pro
 client's stream goes on. When the prefill replica is lost, the decode replica is told to compute the
 prompt itself, and the attempt goes on.
 
-A replica that does not answer may be hung, or only its link slow. A decode replica in doubt keeps
-its attempt until there is another route; if it answers before that, nothing has happened. One that
-is about to leave keeps it as well, and then sends the KV that it has to the next one. ::
+A replica that does not answer may be hung, or only its link slow. One that answers, but has added
+nothing for much longer than was expected of its route, has stalled (`stalls`): its engine may hang,
+or it lies. A decode replica in doubt keeps its attempt until there is another route; if it answers,
+or gets on, before that, nothing has happened. One that is about to leave keeps it as well, and then
+sends the KV that it has to the next one. ::
 
     start -> ROUTING --routed--> SERVING --answer complete--> CLOSING --figures, or not--> OVER
                 ^                   |                (only while the KV transfer's report is awaited)
@@ -40,13 +42,16 @@ from typing import Final, final
 
 from ..names import name_of
 from ..routing.interface import Route
+from .attempt import Attempt
 from .placement import place
+from .stalls import ExpectedTimes
 from .values import (
     Answer,
     CancelTransfer,
     CancelWork,
     EndRequest,
     FindRoute,
+    NoteStall,
     OpenDecode,
     OpenPrefill,
     PassFirstToken,
@@ -58,6 +63,7 @@ from .values import (
 
 _DEFAULTS: Final = RequestSettings()
 _NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
+_NOTHING_EXPECTED: Final = ExpectedTimes()
 
 
 class _State(Enum):
@@ -68,35 +74,14 @@ class _State(Enum):
 
 
 @final
-class _Attempt:
-    """One try at a request, on one route."""
-
-    __slots__ = (
-        "decoding", "in_doubt", "leaves", "opening", "prefill_hung", "prefill_over", "prefilling", "shown", "tokens",
-        "without_kv",
-    )  # fmt: skip
-
-    def __init__(self, opening: OpenDecode, tokens: int) -> None:
-        self.opening = opening
-        self.tokens = tokens  # that the decode replica was given
-        self.prefilling = False  # the prefill replica may be at work
-        self.decoding = False  # the decode replica has told of tokens
-        self.shown: Tokens = ()  # the first token, told by the prefill replica before that
-        self.prefill_over = opening.prefill is None  # nothing is expected of it any more
-        self.without_kv = self.prefill_over  # the decode replica computes all of the prompt
-        self.in_doubt = False  # the decode replica does not answer, or
-        self.leaves = False  # it is about to leave
-        self.prefill_hung = False  # nor does the prefill replica, which has not been asked yet
-
-
-@final
 class RequestMachine:
     """See the module. Each public method is one event and returns what is to be done; `wake` is to
     be called at `wake_at`, unless another event has changed that."""
 
     __slots__ = (
         "_answer", "_arrived", "_attempt", "_attempts", "_blamed", "_cached", "_deadline", "_failures", "_first_at",
-        "_give_up_at", "_last_at", "_opening", "_prompt", "_recovered", "_service", "_settings", "_state", "wake_at",
+        "_give_up_at", "_last_at", "_opening", "_prompt", "_recovered", "_service", "_settings", "_stalls", "_state",
+        "wake_at",
     )  # fmt: skip
 
     def __init__(
@@ -116,7 +101,7 @@ class RequestMachine:
         self._deadline = deadline
         self._settings = settings
         self._state = _State.ROUTING
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._attempts = 0
         self._opening: OpenDecode | None = None  # of the latest attempt
         self.wake_at = deadline
@@ -124,6 +109,7 @@ class RequestMachine:
         self._give_up_at = inf  # while there is no route, and one has been looked for
         self._blamed: Mapping[str, int] = _NOBODY
         self._recovered: tuple[str, ...] = ()
+        self._stalls = 0  # in all attempts
         self._failures = 0  # of engines that were to decode it, since one has added to the answer
         self._first_at: float | None = None
         self._last_at = now
@@ -169,15 +155,15 @@ class RequestMachine:
             return self._end(self._answer.finish, "", now)
         return self._look_for_route(now)
 
-    def routed(self, route: Route, now: float) -> Ready:
-        """This is the route that was asked for."""
+    def routed(self, route: Route, now: float, expected: ExpectedTimes = _NOTHING_EXPECTED) -> Ready:
+        """This is the route that was asked for, and what is expected of it."""
         left: Ready = ()
         source = None  # of the KV so far
         if self._attempt is not None and self._attempt.in_doubt:
-            decode, leaves = self._attempt.opening.decode, self._attempt.leaves
-            source = decode if leaves and self._attempt.decoding else None
-            why = "is about to leave" if leaves else "did not answer"
-            self._recovered = (*self._recovered, f"decode node {name_of(decode)}: it {why}")
+            doubted = self._attempt
+            decode = doubted.opening.decode
+            source = decode if doubted.can_send_kv else None
+            self._recovered = (*self._recovered, f"decode node {name_of(decode)}: {doubted.doubt}")
             left, self._state = self._leave(), _State.ROUTING
         if self._state is not _State.ROUTING:
             return ()
@@ -185,8 +171,8 @@ class RequestMachine:
         tokens = self._prompt + answer.count
         self._attempts += 1
         opening = place(route, self._attempts, tokens, answer.left, settings, source)
-        self._opening, self._attempt = opening, _Attempt(opening, tokens)
-        self._state, self.wake_at = _State.SERVING, self._deadline
+        self._opening, self._attempt = opening, Attempt(opening, tokens, expected, now)
+        self._state, self.wake_at = _State.SERVING, self._look_at(self._attempt)
         return (*left, opening)
 
     def held(self, now: float) -> Ready:
@@ -227,6 +213,8 @@ class RequestMachine:
             reasons = f" ({'; '.join(self._recovered)})" if self._recovered else ""
             waited = self._deadline - self._arrived
             return self._end("error", f"deadline: the answer was not complete after {waited:.1f} s{reasons}", now)
+        if self._state is _State.SERVING and self._attempt is not None and not self._attempt.in_doubt:
+            return self._look(self._attempt, now)
         return self.network_changed(now)
 
     # ---- what the replicas say ------------------------------------------------------------------------------
@@ -235,7 +223,10 @@ class RequestMachine:
         """The decode replica has accepted; `receives`: it is ready for the KV that it was to
         receive."""
         current = self._current(attempt)
-        if current is None or current.opening.prefill is None or current.without_kv:
+        if current is None:
+            return ()
+        current.got_on_at = now
+        if current.opening.prefill is None or current.without_kv:
             return ()
         where = current.opening
         assert where.prefill is not None
@@ -245,7 +236,7 @@ class RequestMachine:
         # From now on it may be at work, whether or not its answer gets here.
         current.prefilling = True
         if current.prefill_hung:
-            return (self._go_without_kv(current, "it did not answer", None),)
+            return (self._go_without_kv(current, "it did not answer", None, now),)
         opening = OpenPrefill(current.opening.attempt, where.prefill, where.split, where.first_token)
         return (opening,)
 
@@ -260,7 +251,7 @@ class RequestMachine:
         if not current.prefilling:
             return ()
         forget = CancelWork(current.opening.attempt, replica)
-        return (forget, self._go_without_kv(current, why, engine))
+        return (forget, self._go_without_kv(current, why, engine, now))
 
     def first_token(self, attempt: int, tokens: Tokens, finish: str | None, now: float) -> Ready:
         """The prefill replica has sampled the first token of what is left of the answer."""
@@ -269,7 +260,7 @@ class RequestMachine:
             return ()
         if current.decoding or not current.prefilling:
             return ()  # the decode replica does without this prefill, and has begun or is about to
-        current.shown = tokens[:1]
+        current.shown, current.got_on_at = tokens[:1], now
         actions = self._show(current.shown, finish, now, now)
         if self._answer.finish is not None:
             return self._finish(actions, now, is_decode_over=False, wait=False)
@@ -291,9 +282,10 @@ class RequestMachine:
         current = self._current(attempt)
         if current is None or finish == "deadline":
             return ()  # the request's own deadline is the same moment, and says it better
-        self._trust(current)
+        self._trust(current, now, gets_on=bool(tokens))
         if tokens and not current.decoding:
             current.decoding = True
+            self.wake_at = self._look_at(current)
             shown = len(current.shown)
             if shown and tokens[:shown] != current.shown:
                 prefill = current.opening.prefill or current.opening.decode
@@ -335,10 +327,10 @@ class RequestMachine:
         if current is None or current.opening.attempt != attempt or not current.prefilling:
             return ()  # it was given up before it said so
         if failed:
-            cancelled = self._go_without_kv(current, failed, engine)
+            cancelled = self._go_without_kv(current, failed, engine, now)
             if self._state is _State.SERVING:
                 return (cancelled,)
-        current.prefilling, current.prefill_over = False, True
+        current.prefilling, current.prefill_over, current.got_on_at = False, True, now
         return () if self._state is _State.SERVING else self._end(self._answer.finish, "", now)
 
     def peer_lost(self, replica: str, engine: int, now: float) -> Ready:
@@ -350,7 +342,7 @@ class RequestMachine:
             self._blame(replica, engine, f"decode node {name_of(replica)} was lost")
             return self._try_again(now)
         if replica == current.opening.prefill and current.prefilling:  # else its part was over
-            return (self._go_without_kv(current, "it was lost", engine),)
+            return (self._go_without_kv(current, "it was lost", engine, now),)
         return ()
 
     def peer_hung(self, replica: str, now: float, *, leaves: bool = False) -> Ready:
@@ -358,12 +350,13 @@ class RequestMachine:
         current = self._attempt
         if current is None or self._state is not _State.SERVING:
             return ()
-        if replica == current.opening.decode and not current.in_doubt:
-            current.in_doubt, current.leaves = True, leaves
-            return (self._wanted(),)
+        if replica == current.opening.decode and not (current.leaves if leaves else current.is_hung):
+            was_in_doubt = current.in_doubt
+            current.is_hung, current.leaves = current.is_hung or not leaves, current.leaves or leaves
+            return () if was_in_doubt else (self._wanted(),)
         if replica == current.opening.prefill and current.prefilling:
             forget = CancelWork(current.opening.attempt, replica)
-            return (forget, self._go_without_kv(current, "it did not answer", None))
+            return (forget, self._go_without_kv(current, "it did not answer", None, now))
         current.prefill_hung = current.prefill_hung or replica == current.opening.prefill
         return ()
 
@@ -371,7 +364,7 @@ class RequestMachine:
         """It does again."""
         current = self._attempt
         if current is not None and replica == current.opening.decode:
-            self._trust(current)
+            self._trust(current, now, gets_on=False)
         if current is not None and replica == current.opening.prefill:
             current.prefill_hung = False
         return ()
@@ -384,7 +377,7 @@ class RequestMachine:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
-    def _current(self, number: int) -> _Attempt | None:
+    def _current(self, number: int) -> Attempt | None:
         """The attempt under way, if that is its number."""
         attempt = self._attempt
         if attempt is None or attempt.opening.attempt != number or self._state is not _State.SERVING:
@@ -395,10 +388,34 @@ class RequestMachine:
     def _is_in_doubt(self) -> bool:
         return self._state is _State.SERVING and self._attempt is not None and self._attempt.in_doubt
 
-    def _trust(self, attempt: _Attempt) -> None:
-        """Its decode replica works."""
-        if attempt.in_doubt and not attempt.leaves:
-            attempt.in_doubt, self.wake_at = False, self._deadline
+    def _trust(self, attempt: Attempt, now: float, *, gets_on: bool) -> None:
+        """Its decode replica answers; `gets_on`: with tokens. Signs of life alone do not end a stall."""
+        was_in_doubt, attempt.is_hung = attempt.in_doubt, False
+        if gets_on:
+            attempt.got_on_at, attempt.stalled_s = now, 0.0
+        if was_in_doubt and not attempt.in_doubt:
+            self.wake_at = self._look_at(attempt)
+
+    def _look_at(self, attempt: Attempt) -> float:
+        """When the silence of the attempt's replicas, if it lasts, is too long, or the deadline is over."""
+        return min(self._deadline, attempt.stalls_at(self._stalls, self._settings))
+
+    def _look(self, attempt: Attempt, now: float) -> Ready:
+        """See whether the attempt has stalled. Tokens that have come meanwhile did not move `wake_at`: that would wake
+        the request's task for each of them."""
+        self.wake_at = self._look_at(attempt)
+        if now < self.wake_at:
+            return ()
+        opening, silent_s = attempt.opening, now - attempt.got_on_at
+        self._stalls += 1
+        if opening.prefill is not None and attempt.awaits_prefill:
+            forget = CancelWork(opening.attempt, opening.prefill)
+            cancelled = self._go_without_kv(attempt, f"it stalled for {silent_s:.0f} s", None, now)
+            self.wake_at = self._look_at(attempt)
+            return (NoteStall(opening.prefill), forget, cancelled)
+        attempt.stalled_s = silent_s
+        self.wake_at = min(self._deadline, now + self._settings.route_retry_s)
+        return (NoteStall(opening.decode), self._wanted())
 
     def _wanted(self) -> FindRoute:
         leaving = self._attempt.opening.decode if self._attempt is not None and self._attempt.in_doubt else ""
@@ -423,12 +440,13 @@ class RequestMachine:
         self._blamed = {**self._blamed, replica: engine}
         self._recovered = (*self._recovered, what)
 
-    def _go_without_kv(self, attempt: _Attempt, reason: str, engine: int | None) -> CancelTransfer:
+    def _go_without_kv(self, attempt: Attempt, reason: str, engine: int | None, now: float) -> CancelTransfer:
         """The prefill replica has failed: let the decode replica compute what it did not get. `engine` None: another
         attempt may use it."""
         prefill = attempt.opening.prefill
         assert prefill is not None
         attempt.prefilling, attempt.prefill_over, attempt.without_kv = False, True, True
+        attempt.got_on_at = now  # the decode replica begins only now
         if engine is not None:
             self._blamed = {**self._blamed, prefill: engine}
         self._recovered = (*self._recovered, f"prefill node {name_of(prefill)}: {reason}")

@@ -26,6 +26,11 @@ class RequestSettings:
     one adds to its answer; the request may be what ends them, so higher risks more engines of the
     other requests. `first_token_at_prefill`: who prefills all of a prompt samples the first token
     too (the simulator can do without). `may_split`: one replica may prefill and another decode it.
+    `stall_floor_s`, `stall_factor`: a replica that has added nothing for the longer of the floor and
+    so many times what was expected is left for another, where there is one (`stalls`). Higher:
+    slow boxes are given up less often; lower: clients wait less for those that hang. `news_s`: a
+    client in the network hears something of its request at least so often, if only that it is under
+    way; shorter: it sooner asks another gateway than one that hangs, for 40 bytes each time.
     """
 
     open_timeout_s: float = 10.0
@@ -35,6 +40,9 @@ class RequestSettings:
     max_failures: int = 3
     first_token_at_prefill: bool = True
     may_split: bool = True
+    stall_floor_s: float = 15.0
+    stall_factor: float = 10.0
+    news_s: float = 5.0
 
 
 class Answer(Protocol):
@@ -128,6 +136,12 @@ class CancelWork(msgspec.Struct, frozen=True, gc=False):
     replica: str
 
 
+class NoteStall(msgspec.Struct, frozen=True, gc=False):
+    """A replica has stalled: it answers, and does not get on with the request. Trust it less."""
+
+    replica: str
+
+
 class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """What a request was. `prefill`, `decode`: of the last attempt; `cached_tokens`: of the first
     decode replica; `tokens` came here from `first_at` to `last_at`."""
@@ -175,6 +189,7 @@ Action = (
     | PassFirstToken
     | CancelTransfer
     | CancelWork
+    | NoteStall
     | EndRequest
 )  # fmt: skip
 

@@ -40,6 +40,7 @@ class EventKind(StrEnum):
     MEMBER_LEFT = "member.left"
     MEMBER_DEAD = "member.dead"
     MEMBER_HUNG = "member.hung"
+    MEMBER_STALLED = "member.stalled"
     MEMBER_ANSWERS = "member.answers"
     MEMBER_DRAINING = "member.draining"
     MEMBER_RESUMED = "member.resumed"

@@ -171,9 +171,9 @@ class Coordinator:
         current = self._task(view, leader, now)
         return current is None or current.roster != task.roster
 
-    def on_hung(self, box: PeerId, now: float) -> None:
-        """A box does not answer this node, though it is here."""
-        self._damping.note_fault(box, "it did not answer", now)
+    def on_fault(self, box: PeerId, fault: str, now: float) -> None:
+        """A box that is here has failed this node, as `fault` says."""
+        self._damping.note_fault(box, fault, now)
 
     def settle(
         self, task: PlanningTask, plan: Plan | None, view: NetworkView, leader: Leader | None, now: float

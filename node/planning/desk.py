@@ -114,7 +114,11 @@ class PlanningDesk:
 
     def _note_hung(self, peer: PeerId, hung: bool) -> None:
         if hung:
-            self._coordinator.on_hung(peer, trio.current_time())
+            self._coordinator.on_fault(peer, "it did not answer", trio.current_time())
+
+    def note_stalled(self, peer: PeerId) -> None:
+        """A box did not get on with a request of this node's gateway. Others are not told: they had only our word."""
+        self._coordinator.on_fault(peer, "it stalled with a request", trio.current_time())
 
     async def _on_order(self, peer: PeerId, role: Role, body: RegroupOrder) -> RegroupBegun:
         """An admin of the network wants other groups of boxes."""

@@ -19,10 +19,12 @@ from ...coordinator.requests.values import (
     CancelWork,
     EndRequest,
     FindRoute,
+    NoteStall,
     OpenDecode,
     OpenPrefill,
     PassFirstToken,
     Ready,
+    RequestSettings,
     ShowTokens,
 )
 from .. import messages
@@ -44,13 +46,17 @@ class Turns(Protocol):
     def on_tokens_shown(self, request: OpenedRequest, count: int) -> None:
         """Its client has been sent so many tokens of the answer."""
 
+    def on_stalled(self, replica: PeerId) -> None:
+        """A replica does not get on with a request, though it answers."""
+
     def on_end(self, request: OpenedRequest, end: EndRequest) -> None:
         """It is over."""
 
 
 @final
 class RequestDriver:
-    """Drives a request from its arrival to its end, as its `turns` allow. Questions are asked in `nursery`."""
+    """Drives a request from its arrival to its end, as its `turns` allow. Questions are asked in `nursery`; the client
+    hears something every `news_s` of the settings."""
 
     def __init__(
         self,
@@ -60,7 +66,7 @@ class RequestDriver:
         routes: RouteFinder,
         messenger: Messenger,
         nursery: trio.Nursery,
-        open_timeout_s: float,
+        settings: RequestSettings,
         turns: Turns,
         log: RequestLog,
     ) -> None:
@@ -70,7 +76,9 @@ class RequestDriver:
         self._routes = routes
         self._messenger = messenger
         self._nursery = nursery
-        self._open_timeout_s = open_timeout_s
+        self._open_timeout_s = settings.open_timeout_s
+        self._news_s = settings.news_s
+        self._told_at = trio.current_time()  # the client, of this request
         self._turns = turns
         self._is_over = False
         self._changed = trio.Event()  # the machine wants to be woken at another moment, or it is over
@@ -81,13 +89,23 @@ class RequestDriver:
         return f"<RequestDriver {self.request!r}>"
 
     async def run(self) -> None:
-        """Wake the machine whenever it wants to be, until it is over."""
+        """Wake the machine whenever it wants to be, and tell the client that it waits for something, until it is
+        over."""
+        request = self.request
         while not self._is_over:
             self._changed = trio.Event()
-            with trio.move_on_at(self.request.machine.wake_at) as scope:
+            with trio.move_on_at(min(request.machine.wake_at, self._told_at + self._news_s)) as scope:
                 await self._changed.wait()
             if scope.cancelled_caught:
-                self.step(self.request.machine.wake)
+                self.step(request.machine.wake)
+            if trio.current_time() >= self._told_at + self._news_s:
+                self._tell_news()
+
+    def _tell_news(self) -> None:
+        """Let the client know that its request is under way still."""
+        self._told_at = trio.current_time()
+        if not self._is_over and not self._tell(self.request.news()):
+            self.step(self.request.machine.stop)
 
     def step(self, event: Callable[[float], Ready]) -> None:
         """Feed one event to the machine, and do all that follows from it."""
@@ -119,9 +137,10 @@ class RequestDriver:
                 return request.machine.held(now)
             case FindRoute():
                 try:
-                    return request.machine.routed(self._routes.find(action, now, request.live.left), now)
+                    route = self._routes.find(action, now, request.live.left)
                 except NoRoute as error:
                     return request.machine.not_routed(str(error), now, is_hopeful=self._routes.is_hopeful)
+                return request.machine.routed(route, now, self._routes.expect(route, action.tokens))
             case OpenDecode():
                 plan = self._view.plan
                 assert plan is not None  # the route is from it
@@ -138,7 +157,10 @@ class RequestDriver:
                 # A client that is gone, or does not read, must not get an answer with a gap.
                 if not self._tell(request.telling(action)):
                     return request.machine.stop(now)
+                self._told_at = now
                 self._turns.on_tokens_shown(request, len(action.tokens))
+            case NoteStall():
+                self._turns.on_stalled(PeerId(action.replica))
             case EndRequest():
                 self._end(action)
             case _:

@@ -37,7 +37,7 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
     decoding = [(replica, engine) for replica, engine in usable if replica.decodes] or usable
     prefilling = [(replica, engine) for replica, engine in usable if replica.prefills] or usable
     places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - others.get(replica.head, 0)) for replica, e in decoding)
-    rate = sum(_prefill_tokens_s(view, replica, engine) for replica, engine in prefilling)
+    rate = sum(prefill_tokens_s(view, replica, engine) for replica, engine in prefilling)
     return ServiceRoom(
         # At least one: it would be wrong to wait for ever for gateways that tell more than is true.
         requests=max(1, sum(places)),
@@ -50,7 +50,7 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
     )
 
 
-def _prefill_tokens_s(view: NetworkView, replica: Replica, engine: EngineAdvert) -> float:
+def prefill_tokens_s(view: NetworkView, replica: Replica, engine: EngineAdvert) -> float:
     """Tokens per second that a replica prefills, by what a token is multiplied with: each stage computes its layers."""
     model = view.adverts[PeerId(replica.head)].model
     if model is None:

@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import final
 
 import trio
@@ -25,6 +26,7 @@ from ..models import ModelInfo
 from ..models.errors import PromptError
 from ..models.text import TextModel
 from ..observing.event_log import Record, ignore
+from ..observing.values import EventKind
 from ..settings import ClientLimits
 from ..view import NetworkView, Queue, count_queues
 from .acceptance import check, check_arrival, check_length, prepare
@@ -32,6 +34,7 @@ from .driver import RequestDriver
 from .engine_room import measure_room
 from .fair_queue import FairQueue, OverQuota, Quota
 from .live_request import LiveRequest
+from .local_clients import PREFIX
 from .opened import OpenedRequest
 from .request_log import RequestLog
 from .routes import RouteFinder
@@ -90,6 +93,8 @@ class Gateway:
         """Tells the node's log."""
         self.on_request: Callable[[], None] = lambda: None
         """Hears that there is one more."""
+        self.on_member_stalled: Callable[[PeerId], None] = lambda replica: None
+        """Hears whose replica did not get on."""
         self.on_stopped: Callable[[PeerId, messages.AnswerUpdate], None] = _tell_nobody
         """Hears what a request was that its client wanted no more; the client itself is not told."""
 
@@ -174,7 +179,8 @@ class Gateway:
             raise RemoteError("busy", str(error), retry_after_s=error.retry_after_s) from error
         finally:
             del self._tokenizing[key]
-        return messages.Generating(service=self._model.service, prompt_tokens=len(live.prompt))
+        news_s = self._settings.news_s
+        return messages.Generating(service=self._model.service, prompt_tokens=len(live.prompt), news_s=news_s)
 
     def _prepare(
         self, key: tuple[PeerId, str], body: messages.Generate, so_far: tuple[int, ...], longest: int
@@ -186,7 +192,9 @@ class Gateway:
         """Let an accepted request wait for its turn. Raises OverQuota."""
         self._queue.add(client, (client, live.id), live.size, trio.current_time())
         self._meter.record_start(trio.current_time(), len(live.prompt))
-        service, settings = self._model.service, replace(self._settings, may_split=live.may_split)
+        # A client in this process has no other gateway to ask.
+        news_s = inf if client.startswith(PREFIX) else self._settings.news_s
+        service, settings = self._model.service, replace(self._settings, may_split=live.may_split, news_s=news_s)
         machine = RequestMachine(
             live, service=service, prompt_tokens=len(live.prompt), now=arrived, deadline=deadline, settings=settings
         )
@@ -199,7 +207,7 @@ class Gateway:
             routes=self._routes,
             messenger=self._messenger,
             nursery=self._nursery,
-            open_timeout_s=settings.open_timeout_s,
+            settings=settings,
             turns=self,
             log=log,
         )
@@ -230,6 +238,12 @@ class Gateway:
         self._queue.grow(key, count, self._limits.output_cost * count)
         self._queue.start(key, trio.current_time())
         self._give_turns()  # also after later tokens: pauses end while others' answers go on
+
+    def on_stalled(self, replica: PeerId) -> None:
+        """A replica does not get on with a request, though it answers: it is the last to be taken for a while."""
+        if self._routes.note_stall(replica, trio.current_time()):
+            self.record(EventKind.MEMBER_STALLED, peer=replica)
+            self.on_member_stalled(replica)
 
     def on_end(self, request: OpenedRequest, end: EndRequest) -> None:
         """A request is over."""

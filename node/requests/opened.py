@@ -181,6 +181,10 @@ class OpenedRequest:
             case _:
                 assert_never(action)
 
+    def news(self) -> Telling[messages.AnswerUpdate]:
+        """The client is told that the request is under way."""
+        return Telling(self.client, ANSWER, messages.AnswerUpdate(request=self.id))
+
     def _update(self, shown: ShowTokens) -> messages.AnswerUpdate:
         prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
         cached_tokens, self._cached_tokens = self._cached_tokens, 0

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import final
+from math import inf
+from typing import Final, final
 
 from ...bootstrap import PeerId
 from ...coordinator import NoRoute, Plan, Route, Router, RoutingSettings
 from ...coordinator.names import name_of
+from ...coordinator.repair.damping import DampingSettings, FlapDamping
+from ...coordinator.requests.stalls import ExpectedTimes
 from ...coordinator.requests.values import FindRoute
 from ..adverts import IS_DEAD, join_faults
 from ..view import NetworkView, Queue
+from .engine_room import prefill_tokens_s
+
+STALL_DAMPING: Final = DampingSettings(suppress_at=1.0)
+"""Nobody but its gateway sees a stall, so one is enough: 50 s for the first, 150 s for each that follows soon."""
 
 
 @final
@@ -29,6 +36,7 @@ class RouteFinder:
         self._settings = settings
         self._queues = queues
         self._router: Router | None = None  # of the latest plan
+        self._stalls = FlapDamping(STALL_DAMPING)  # of heads of replicas
         self.hung: frozenset[str] = frozenset()  # heads of replicas that do not answer: the last to be taken
 
     @property
@@ -44,8 +52,10 @@ class RouteFinder:
         faults = self._find_faults(plan, wanted)
         unusable = frozenset(faults)
         needed_s = plan.deadlines.ttft_s + plan.deadlines.tpot_s * left  # at most, where the plan keeps its deadlines
-        # The last to be taken: those that do not answer, and those that end before the request does.
-        unsure = self.hung | {replica.head for replica in plan.replicas if view.ends_within(replica, needed_s)}
+        # The last to be taken: those that do not answer, or have stalled, and those that end before the request does.
+        stalled = self._stalls.held([replica.head for replica in plan.replicas], now)
+        ending = {replica.head for replica in plan.replicas if view.ends_within(replica, needed_s)}
+        unsure = self.hung | stalled | ending
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._settings)
         self._router.report(view.loads(self._queues()))
@@ -58,6 +68,28 @@ class RouteFinder:
             return self._router.route(wanted.tokens, unusable, now=now)
         except NoRoute as error:
             raise self._explain(error, faults, plan, now) from None
+
+    def expect(self, route: Route, tokens: int) -> ExpectedTimes:
+        """The times of a route that has just been found for so many tokens: those that the plan was made for, after
+        each of its replicas has prefilled what lies there and all of these, which it may have to compute again."""
+        plan, router, first_token_s = self._view.plan, self._router, 0.0
+        if plan is None or router is None:
+            return ExpectedTimes()
+        for replica in filter(None, (plan.replica(route.prefill or ""), plan.replica(route.decode))):
+            advert = self._view.adverts.get(PeerId(replica.head))
+            engine = advert.engine if advert is not None else None
+            rate = prefill_tokens_s(self._view, replica, engine) if engine is not None else 0.0
+            waiting = float(router.loads.prefill_tokens[router.loads.index[replica.id]])
+            first_token_s += (waiting + tokens) / rate if rate > 0.0 else inf
+        return ExpectedTimes(plan.deadlines.ttft_s + first_token_s, plan.deadlines.tpot_s)
+
+    def note_stall(self, head: str, now: float) -> bool:
+        """A replica does not get on with a request; whether that is news: what else it has will stall as well."""
+        if self._stalls.held_for_s(head, now) > 0.0:
+            return False
+        self._stalls.observe({}, now)
+        self._stalls.note_fault(head, "it stalled", now)
+        return True
 
     def _find_faults(self, plan: Plan, wanted: FindRoute) -> dict[str, str]:
         """By the head of each replica that cannot serve this request, why not."""

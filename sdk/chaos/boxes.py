@@ -168,16 +168,18 @@ class ChaosBox:
 
 @final
 class ChaosNetwork:
-    """The boxes of one network on this machine, under one folder."""
+    """The boxes of one network on this machine, under one folder. The first `closed` of them cannot be dialled."""
 
-    def __init__(self, home: Path, places: Sequence[BoxPlace], options: Sequence[Sequence[str]], codec: str) -> None:
+    def __init__(
+        self, home: Path, places: Sequence[BoxPlace], options: Sequence[Sequence[str]], codec: str, closed: int
+    ) -> None:
         self.home = home
         self.mark = secrets.token_hex(8)
         (home / "tmp").mkdir()
         self._codec = codec
         self.bootstrap = self._box(0, "bootstrap", places[0], ())
         self.serving = [
-            self._box(number, "join", place, its)
+            self._box(number, "join", place, (*its, *(place.closed_options() if number <= closed else ())))
             for number, (place, its) in enumerate(zip(places[1 : len(options) + 1], options, strict=True), 1)
         ]
         self._liar_place = places[-1]

@@ -9,14 +9,15 @@ from typing import Final, final
 
 import trio
 
-from ..errors import DemoFailed
+from ..errors import ClientError, DemoFailed
+from ..session import Session
 from .boxes import ChaosBox, ChaosNetwork, Say
 from .disks import fill_disk
 from .links import ChaosLinks
 from .looking import POLL_S, NetworkLook
-from .schedule import ENDING, OF_LINKS, FaultKind, PlannedFault, choose_victims
+from .schedule import ENDING, MOST_AWAY, OF_LINKS, FaultKind, PlannedFault, choose_victims
 
-MOST_AWAY: Final = 2  # boxes at once that something was done to and that do not serve again; a further fault waits
+ORDER_S: Final = 60.0  # until the network is in a state in which an admin's order is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class FaultInjector:
         network: ChaosNetwork,
         links: ChaosLinks | None,
         look: NetworkLook,
+        admin: Session,
         now: Callable[[], float],
         say: Say,
     ) -> None:
@@ -49,6 +51,7 @@ class FaultInjector:
         self._network = network
         self._links = links
         self._look = look
+        self._admin = admin
         self._now = now
         self._say = say
 
@@ -59,15 +62,24 @@ class FaultInjector:
         """Do it, as soon as not too many boxes are away, until those that it hits are back. `watchers` is where agents
         that are started again are watched."""
         async with self._turn:  # in their order: one that needs two boxes would otherwise wait for all that need one
-            while not (victims := self._choose(fault)):  # noqa: ASYNC110 (of other processes)
-                await trio.sleep(POLL_S)
+            if fault.kind is FaultKind.REGROUP:
+                victims = await self._regroup(fault)
+            else:
+                while not (victims := self._choose(fault)):  # noqa: ASYNC110 (of other processes)
+                    await trio.sleep(POLL_S)
             self.away |= {box.number for box in victims}
+        if not victims:
+            return
         self.done.append(DoneFault(self._now(), fault))
         names = " and ".join(f"box {box.number}" for box in victims)
         self._say(f"fault {fault.number}: {fault.kind.value}, {fault.victim.value}: {names}, {fault.lasts_s:.1f} s")
         if fault.kind in OF_LINKS and self._links is not None:
-            harm = self._links.cut if fault.kind is FaultKind.CUT else self._links.slow
-            await harm([box.number for box in victims], fault.lasts_s)
+            harms = {
+                FaultKind.CUT: self._links.cut,
+                FaultKind.SLOW: self._links.slow,
+                FaultKind.SPLIT: self._links.split,
+            }
+            await harms[fault.kind]([box.number for box in victims], fault.lasts_s)
         async with trio.open_nursery() as nursery:
             for box in victims:
                 nursery.start_soon(self._harm, fault, box, watchers)
@@ -76,6 +88,24 @@ class FaultInjector:
         boxes = {box.number: box for box in self._network.boxes if box.number not in self.away}
         roles = [self._look.roles_of(box, is_kept=box is self.kept) for box in boxes.values()]
         return [boxes[number] for number in choose_victims(fault, roles, MOST_AWAY - len(self.away))]
+
+    async def _regroup(self, fault: PlannedFault) -> list[ChaosBox]:
+        """Order it, as an admin does, once nothing is wrong with the network; returns the boxes that load anew. None
+        where no two can be ordered to for too long: boxes that failed often have no part in the plan."""
+        why = "no two boxes could join"
+        with trio.move_on_after(ORDER_S):
+            while True:
+                here = {box.peer: box for box in self._network.boxes if box.number not in self.away}
+                change = self._look.choose_groups(here, fault.pick) if not self.away else None
+                if change is not None:
+                    try:
+                        await self._look.order(self._admin, change.groups)
+                        return [here[peer] for peer in change.boxes]
+                    except ClientError as error:
+                        why = str(error)
+                await trio.sleep(POLL_S)
+        self._say(f"fault {fault.number}: {fault.kind.value} was left out: {why}")
+        return []
 
     async def _harm(self, fault: PlannedFault, box: ChaosBox, watchers: trio.Nursery) -> None:
         began = self._now()
@@ -115,6 +145,8 @@ class FaultInjector:
                 box.send_signal(signal.SIGSTOP)
                 await trio.sleep(fault.lasts_s)
                 box.send_signal(signal.SIGCONT)
+            case FaultKind.REGROUP:
+                await self._look.wait_regrouped()
             case FaultKind.FILL_DISK:
                 await fill_disk(box.home, fault.lasts_s)
             case FaultKind.KILL_ENGINE:

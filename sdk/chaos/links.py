@@ -22,6 +22,7 @@ from ..errors import DemoFailed
 
 CLIENTS: Final = "clients"
 PORT: Final = 4001
+NOWHERE: Final = 1
 CALM: Final = WanPair(rtt_ms=4.0, gbps=1.0)
 SLOW: Final = WanPair(rtt_ms=300.0, gbps=0.02)
 _NEW_NETWORK: Final = 0x40000000  # CLONE_NEWNET
@@ -33,6 +34,10 @@ class BoxPlace:
 
     listen: str
     prefix: tuple[str, ...] = ()
+
+    def closed_options(self) -> tuple[str, ...]:
+        """Options of a box that nobody can dial: it announces a port at which nobody listens."""
+        return ("--announce", f"{self.listen.rpartition(':')[0]}:{NOWHERE}")
 
 
 @final
@@ -56,6 +61,13 @@ class ChaosLinks:
         """Let nothing pass between these boxes and all others, for so long."""
         for ours, other in self._pairs(numbers):
             await trio.to_thread.run_sync(self._wan.outage, ours, other, seconds)
+        await trio.sleep(seconds)
+
+    async def split(self, numbers: Sequence[int], seconds: float) -> None:
+        """Let nothing pass between these boxes and all other boxes, for so long; clients reach both."""
+        for ours, other in self._pairs(numbers):
+            if other != CLIENTS:
+                await trio.to_thread.run_sync(self._wan.outage, ours, other, seconds)
         await trio.sleep(seconds)
 
     async def slow(self, numbers: Sequence[int], seconds: float) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, final
 
 import trio
 
-from ...bootstrap import PeerId
+from ...bootstrap import NetworkSettings, PeerId, Role
+from ...coordinator.plan import Groups
+from ...node.links.reach import choose_relays
 from ...node.messages import NodeStatus, Status, StatusQuery
-from ...node.methods import STATUS
-from ..errors import ClientError, DemoFailed
+from ...node.methods import PLAN_REGROUP, STATUS
+from ...node.planning.messages import RegroupOrder
+from ..errors import ClientError, DemoFailed, NotReady
 from ..session import Session
 from .boxes import ChaosBox, ChaosNetwork
+from .regrouping import GroupChange, choose_groups
 from .schedule import BoxRoles, VictimRole
 
 ASK_S: Final = 3.0
 POLL_S: Final = 0.1
 WATCH_S: Final = 0.5
 BACK_S: Final = 90.0
+BEGIN_S: Final = 10.0  # from an admin's order to a plan that begins with it
 
 
 @final
@@ -67,6 +72,31 @@ class NetworkLook:
             return
         raise DemoFailed(f"box {box.number} did not serve again within {BACK_S:g} s")
 
+    def choose_groups(self, here: Collection[str], pick: float) -> GroupChange | None:
+        """What may be ordered now, of the boxes that are `here`."""
+        seen = self._seen
+        return choose_groups(seen.plan, seen.nodes, here, pick) if seen is not None and seen.plan is not None else None
+
+    async def order(self, admin: Session, groups: Groups) -> None:
+        """Tell the coordinator which groups are wanted. Raises ClientError where it takes no order now."""
+        seen = self._seen
+        if seen is None or seen.plan is None or seen.coordinator is None:
+            raise NotReady("nobody coordinates the network")
+        order = RegroupOrder(service=seen.plan.service, groups=groups)
+        await admin.ask(PLAN_REGROUP, order, ASK_S, PeerId(seen.coordinator))
+
+    async def wait_regrouped(self) -> None:
+        """Wait until the plan is on its way to other groups, and then until it is no longer. Raises DemoFailed."""
+        for is_under_way, limit_s in ((True, BEGIN_S), (False, BACK_S)):
+            with trio.move_on_after(limit_s) as limit:
+                while self._is_regrouping() is not is_under_way:  # noqa: ASYNC110 (of other processes)
+                    await trio.sleep(POLL_S)
+            if limit.cancelled_caught and not is_under_way:
+                raise DemoFailed(f"the boxes had not taken their new parts within {BACK_S:g} s")
+
+    def _is_regrouping(self) -> bool:
+        return self._seen is not None and self._seen.plan is not None and self._seen.plan.regrouping is not None
+
     def is_ready(self, box: ChaosBox) -> bool:
         """Whether it is alive, with an engine that is ready if it has one."""
         node = self._node(box)
@@ -89,6 +119,8 @@ class NetworkLook:
             roles.add(VictimRole.COORDINATOR)
         if any(box.peer in session.asked for session in self._sessions):
             roles.add(VictimRole.GATEWAY)
+        if self._seen is not None and box.peer == find_relay(self._seen.nodes):
+            roles.add(VictimRole.RELAY)
         node = self._node(box)
         if node is not None and node.advert is not None and node.advert.phase is not None:
             roles.add(VictimRole(node.advert.phase.value))
@@ -107,7 +139,8 @@ class NetworkLook:
             if missing := sorted(numbers[peer] for peer in numbers.keys() - alive):
                 return f"box {box.number} does not see box {missing[0]}"
             if status.plan != seen[0].plan or status.coordinator != seen[0].coordinator:
-                return f"box {box.number} has another plan or coordinator than the bootstrap"
+                own, there = _describe_lead(status, numbers), _describe_lead(seen[0], numbers)
+                return f"box {box.number} follows {own}, the bootstrap {there}"
         planned = set(seen[0].plan.peers) & serving if seen[0].plan is not None else set()
         # A box that has failed often is left out for a while: then a part of them is enough.
         if not planned or not (planned == serving or idle):
@@ -123,6 +156,23 @@ class NetworkLook:
         if self._seen is None:
             return None
         return next((node for node in self._seen.nodes if node.peer == box.peer), None)
+
+
+def find_relay(nodes: Sequence[NodeStatus]) -> str | None:
+    """Which box others ask first for a connection to one that nobody can dial; None where there is no such box."""
+    alive = [PeerId(node.peer) for node in nodes if node.state == "alive" and node.role == Role.WORKER.value]
+    closed = {PeerId(node.peer) for node in nodes if node.closed}
+    for peer in sorted(closed.intersection(alive)):
+        for relay in choose_relays(peer, alive, closed, alive, NetworkSettings().full_mesh):
+            return relay
+    return None
+
+
+def _describe_lead(status: Status, numbers: Mapping[str, int]) -> str:
+    """Which plan a box follows, and whom."""
+    plan = f"plan {status.plan.epoch}.{status.plan.version}" if status.plan is not None else "no plan"
+    leader = numbers.get(status.coordinator or "")
+    return f"{plan} and {f'box {leader}' if leader is not None else 'nobody'} in epoch {status.epoch}"
 
 
 def describe_busy(node: NodeStatus | None) -> str:

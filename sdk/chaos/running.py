@@ -46,14 +46,17 @@ async def run_chaos(settings: ChaosSettings, say: Say) -> ChaosReport:
         count = settings.boxes + 1 + settings.liar
         links = stack.enter_context(open_links(count)) if settings.links == WAN else None
         places = links.places() if links is not None else find_loopback_places(count)
-        network = ChaosNetwork(home, places, setup.options, setup.codec)
+        network = ChaosNetwork(home, places, setup.options, setup.codec, settings.closed)
         if links is not None:
             stack.enter_context(open_disks([box.home for box in network.boxes]))
         try:
             say(f"seed {settings.seed}; starting a bootstrap and {settings.boxes} boxes")
             await network.start()
-            async with _open_sessions(network.tokens["client"], settings.clients) as sessions:
-                run = _ChaosRun(settings, setup, network, links, sessions, say)
+            async with (
+                _open_sessions(network.tokens["client"], settings.clients) as sessions,
+                open_session(network.tokens["admin"], None, WHOLE_S) as admin,
+            ):
+                run = _ChaosRun(settings, setup, network, links, sessions, admin, say)
                 await run.begin()
                 await run.inflict(schedule.faults, schedule.requests)
                 await run.settle()
@@ -99,6 +102,7 @@ class _ChaosRun:
         network: ChaosNetwork,
         links: ChaosLinks | None,
         sessions: list[Session],
+        admin: Session,
         say: Say,
     ) -> None:
         self._settings = settings
@@ -108,7 +112,7 @@ class _ChaosRun:
         self._say = say
         self._began = trio.current_time()
         self._look = NetworkLook(network, sessions)
-        self._injector = FaultInjector(network, links, self._look, self._now, say)
+        self._injector = FaultInjector(network, links, self._look, admin, self._now, say)
         self._records: list[AnswerRecord] = []
         self._wrong: list[str] = []
         self._lied: set[int] = set()

@@ -26,6 +26,11 @@ STARTS_AGAIN_S: Final = (0.5, 3.0)  # from the end of a box until its owner star
 FLAPS_S: Final = (0.3, 2.5)  # from a start of a box that flaps to its next end: before it has joined, or after
 STOPPED_S: Final = (0.5, 2.0, 5.0, 10.0)  # not noticed, found hung, suspected, found dead; links are cut as long
 SLOW_S: Final = (5.0, 12.0)
+SPLIT_S: Final = (
+    3.0,
+    15.0,
+)  # each half waits for the other, or has a coordinator of its own
+MOST_AWAY: Final = 2  # boxes at once that something was done to and that do not serve again; a further fault waits
 
 
 DrawPrompt = Callable[[random.Random], tuple[int, ...]]
@@ -42,6 +47,8 @@ class FaultKind(Enum):
     STOP_ENGINE = "stop engine"  # SIGSTOP to its engine alone, and SIGCONT
     CUT = "cut"  # nothing passes between it and all others; those that are hit together still hear each other
     SLOW = "slow"  # all its links are thin and long
+    REGROUP = "regroup"  # two boxes are ordered to hold the model together, or to part again: their engines load anew
+    SPLIT = "split"  # nothing passes between one half of the boxes and the other; clients reach both
     FILL_DISK = "fill disk"  # no room for its state, its logs and its plans
 
 
@@ -55,40 +62,54 @@ class VictimRole(Enum):
     PREFILL = "prefill"
     DECODE = "decode"
     KV_ENDS = "both ends"  # a box that prefills and one that decodes, at once
+    RELAY = "relay"  # to boxes that nobody can dial
+    HALF = "half of the boxes"
+    PLAN = "the plan"
 
 
 Combination = tuple[FaultKind, VictimRole]
 _ENGINES: Final = (VictimRole.PREFILL, VictimRole.DECODE)
+_ROLES: Final = tuple(role for role in VictimRole if role not in (VictimRole.RELAY, VictimRole.HALF, VictimRole.PLAN))
 
 ENDING: Final = frozenset({FaultKind.KILL, FaultKind.FLAP, FaultKind.LEAVE})
 """Those that end the agent of a box."""
 
 OF_ENGINES: Final = frozenset({FaultKind.KILL_ENGINE, FaultKind.STOP_ENGINE})
-OF_LINKS: Final = frozenset({FaultKind.CUT, FaultKind.SLOW})
+OF_LINKS: Final = frozenset({FaultKind.CUT, FaultKind.SLOW, FaultKind.SPLIT})
 
 COMBINATIONS: Final[tuple[Combination, ...]] = (
-    *((FaultKind.KILL, role) for role in VictimRole),
-    *((FaultKind.STOP, role) for role in VictimRole),
+    *((FaultKind.KILL, role) for role in _ROLES),
+    *((FaultKind.STOP, role) for role in _ROLES),
     *((FaultKind.FLAP, role) for role in (VictimRole.ANY, VictimRole.BOOTSTRAP, VictimRole.GATEWAY)),
     *((FaultKind.LEAVE, role) for role in (VictimRole.ANY, VictimRole.GATEWAY)),
     *((FaultKind.KILL_ENGINE, role) for role in _ENGINES),
     *((FaultKind.STOP_ENGINE, role) for role in _ENGINES),
+    (FaultKind.REGROUP, VictimRole.PLAN),
 )
 """Which faults hit whom. Each comes as often as any other."""
 
 ROOT_COMBINATIONS: Final[tuple[Combination, ...]] = (
-    *((FaultKind.CUT, role) for role in VictimRole),
+    *((FaultKind.CUT, role) for role in _ROLES),
+    (FaultKind.SPLIT, VictimRole.HALF),
     *((FaultKind.SLOW, role) for role in (VictimRole.COORDINATOR, VictimRole.GATEWAY, *_ENGINES, VictimRole.KV_ENDS)),
     *((FaultKind.FILL_DISK, role) for role in (VictimRole.ANY, VictimRole.COORDINATOR, VictimRole.GATEWAY)),
 )
 """Those that need root, since links are emulated and disks small."""
+
+RELAY_COMBINATIONS: Final[tuple[Combination, ...]] = (
+    (FaultKind.KILL, VictimRole.RELAY),
+    (FaultKind.STOP, VictimRole.RELAY),
+    (FaultKind.LEAVE, VictimRole.RELAY),
+)
+"""Those of networks with boxes that nobody can dial."""
 
 
 class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`faults` and `requests` within `seconds`, of `boxes` that serve; one more is the bootstrap. `engine`: emulated,
     with these `cards` and this `model`, or vllm, with the bundled model. `links`: loopback, or wan, where they are cut
     and slowed too, and disks filled. Tokens of prompts and answers at most; `deadline_s` of each request; `clients`
-    that ask in turn. `liar`: there is one more box, which lies."""
+    that ask in turn. `closed`: so many of the boxes cannot be dialled, so that KV between them goes over a relay.
+    `liar`: there is one more box, which lies."""
 
     seed: int = 0
     faults: int = 200
@@ -100,6 +121,7 @@ class ChaosSettings(msgspec.Struct, frozen=True, kw_only=True):
     cards: str = "1xA40"
     model: str = "qwen2.5-14b"
     links: str = LOOPBACK
+    closed: int = 0
     liar: bool = False
     prompt: int = 128
     output: int = 64
@@ -162,6 +184,8 @@ def check_settings(settings: ChaosSettings) -> None:
     for name, known in (("links", (LOOPBACK, WAN)), ("engine", (EMULATED, VLLM))):
         if getattr(settings, name) not in known:
             raise UsageError(f"{name}: {getattr(settings, name)!r} is neither {known[0]} nor {known[1]}")
+    if not 0 <= settings.closed <= settings.boxes - 2:
+        raise UsageError(f"closed: {settings.closed} is not between 0 and {settings.boxes - 2}: two must be dialled")
     if not CALM_S < settings.seconds <= 86_400:
         raise UsageError(f"seconds: {settings.seconds:g} is not between {CALM_S:g} and 86400")
     if not 1 <= settings.deadline_s <= 3600:
@@ -173,6 +197,7 @@ def draw_schedule(settings: ChaosSettings, draw_prompt: DrawPrompt) -> ChaosSche
     rng = random.Random(f"faults {settings.seed}")
     times = _spread(rng, settings.faults, CALM_S, settings.seconds)
     combinations = COMBINATIONS if settings.links == LOOPBACK else (*COMBINATIONS, *ROOT_COMBINATIONS)
+    combinations = (*combinations, *RELAY_COMBINATIONS) if settings.closed else combinations
     kinds = _deal(rng, combinations, settings.faults)
     faults = [_draw_fault(rng, number, at, *kinds[number]) for number, at in enumerate(times)]
     rng = random.Random(f"requests {settings.seed}")
@@ -192,7 +217,11 @@ def draw_schedule(settings: ChaosSettings, draw_prompt: DrawPrompt) -> ChaosSche
 
 def choose_victims(fault: PlannedFault, boxes: Sequence[BoxRoles], room: int) -> list[int]:
     """Whom a fault hits; nobody while there is no room for it, or the bootstrap it is meant for is not among `boxes`.
-    Where nobody else has the role that it is meant for, another box is hit."""
+    Where nobody else has the role that it is meant for, another box is hit. The network is split when nothing else is
+    wrong with it; nothing else is done to it meanwhile."""
+    if fault.victim is VictimRole.HALF:
+        numbers = sorted(box.number for box in boxes)
+        return random.Random(fault.pick).sample(numbers, len(numbers) // 2) if room >= MOST_AWAY else []
     if fault.kind in ENDING:
         boxes = [box for box in boxes if not box.is_kept]
     if fault.victim is VictimRole.KV_ENDS:
@@ -219,6 +248,8 @@ def _draw_fault(rng: random.Random, number: int, at: float, kind: FaultKind, vic
         lasts = rng.choice(STOPPED_S)
     elif kind in (FaultKind.SLOW, FaultKind.FILL_DISK):
         lasts = rng.uniform(*SLOW_S)
+    elif kind is FaultKind.SPLIT:
+        lasts = rng.uniform(*SPLIT_S)
     elif kind is FaultKind.FLAP:
         pauses = tuple(rng.uniform(*FLAPS_S) for _ in range(FLAPS - 1))
     return PlannedFault(

@@ -22,6 +22,7 @@ from p2pserve.bootstrap.errors import PeerLost
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.coordinator import Phase
+from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node import messages, methods
 from p2pserve.node.agent import Started, run_node
 from p2pserve.node.engine.agent_side.fork_server import fork_server_command
@@ -219,11 +220,13 @@ async def open_cluster(
     phases: Sequence[Phase | None] = (Phase.PREFILL, Phase.DECODE),
     announce: Sequence[str | None] = (),
     drain_s: float = 1.0,
+    requests: RequestSettings | None = None,
 ) -> AsyncIterator[Cluster]:
     """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server, or, without
     `channels`, each from its own.
 
-    `knobs` has what is different for the engines of the first nodes, `announce` where they say that they are. Several
+    `knobs` has what is different for the engines of the first nodes, `announce` where they say that they are,
+    `requests` how long their gateways wait. Several
     nodes are pinned to `phases` in turn: of so small a model and machine, the planner would let each do both.
     """
     said: list[str] = []
@@ -245,6 +248,7 @@ async def open_cluster(
                 model=str(model) if token is not None else None,
                 codec=codec,
                 engine=replace(KNOBS, **changes),
+                requests=requests or RequestSettings(),
                 drain_s=drain_s,
                 phase=phase,
                 announce=at,

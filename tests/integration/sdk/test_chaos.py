@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 REASON = why_no_links()
 needs_root = pytest.mark.skipif(REASON is not None, reason=f"links cannot be emulated here: {REASON}")
 SETTINGS = ChaosSettings(
-    seed=6, faults=5, requests=40, seconds=13.0, boxes=4, links=WAN if REASON is None else LOOPBACK
+    seed=32, faults=5, requests=40, seconds=13.0, boxes=4, links=WAN if REASON is None else LOOPBACK, liar=True
 )
 
 
@@ -34,8 +34,9 @@ def test_every_answer_is_right_or_ends_in_time_and_nothing_is_left_over() -> Non
     assert report.wrong == report.lost == (), said
     assert report.left_over == report.troubles == (), said
     assert report.requests == SETTINGS.requests
-    assert report.completed + sum(report.failed.values()) == report.requests
-    assert report.completed > 0.9 * report.requests, report.failed
+    assert report.completed + report.lied + sum(report.failed.values()) == report.requests
+    assert report.completed + report.lied > 0.9 * report.requests, report.failed
+    assert report.completed > 0.5 * report.requests, "the one that lies looks like the best of five boxes"
     assert sum(report.faults.values()) == SETTINGS.faults
 
 

@@ -296,6 +296,64 @@ def test_a_gateway_that_falls_silent_meets_the_deadline_and_is_told_to_stop() ->
     in_virtual_time(main)
 
 
+@pytest.mark.parametrize("news_s", [None, 5.0], ids=["of an earlier release", "that was to say something"])
+def test_another_gateway_is_asked_than_one_that_falls_silent_in_mid_answer(news_s: float | None) -> None:
+    async def script(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
+        gateway.say(client, body, WORDS[0], 1)
+        return Generating(service="m-1", prompt_tokens=3, news_s=news_s)
+
+    async def main() -> None:
+        async with world(script, other_words) as (made, session):
+            began = trio.current_time()
+            answer = await session.generate(request(deadline_s=100.0), lambda delta: None)
+            assert answer == COMPLETE
+            waited = trio.current_time() - began
+            assert 20.0 <= waited < 21.0 if news_s else 50.0 <= waited < 51.0
+            assert made.gateways[0].stopped == [made.gateways[0].asked[0].request]
+            assert made.gateways[1].continued[0].tokens == (1,)
+
+    in_virtual_time(main)
+
+
+def test_a_gateway_that_only_says_that_a_request_is_under_way_is_left_when_half_of_its_time_is_over() -> None:
+    async def main() -> None:
+        async with world(talker, whole) as (_, session):
+            began = trio.current_time()
+            assert await session.generate(request(deadline_s=100.0), lambda delta: None) == COMPLETE
+            assert 50.0 <= trio.current_time() - began < 51.0
+
+    in_virtual_time(main)
+
+
+def test_a_silent_gateway_is_kept_while_there_is_no_other() -> None:
+    async def slow(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
+        gateway.nursery.start_soon(late, gateway, client, body)
+        return Generating(service="m-1", prompt_tokens=3, news_s=1.0)
+
+    async def late(gateway: Gateway, client: PeerId, body: Generate) -> None:
+        await let_pass(80.0)
+        await whole(gateway, client, body)
+
+    async def main() -> None:
+        async with world(slow) as (made, session):
+            assert await session.generate(request(deadline_s=100.0), lambda delta: None) == COMPLETE
+            assert made.gateways[0].stopped == []
+
+    in_virtual_time(main)
+
+
+async def talker(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
+    """Accepts, and says again and again that the request is under way."""
+
+    async def talk() -> None:
+        while body.request not in gateway.stopped:
+            gateway.say(client, body, "")
+            await let_pass(1.0)
+
+    gateway.nursery.start_soon(talk)
+    return Generating(service="m-1", prompt_tokens=3, news_s=1.0)
+
+
 def test_a_network_without_a_model_says_what_is_missing() -> None:
     async def main() -> None:
         async with world() as (_, session):

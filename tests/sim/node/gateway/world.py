@@ -357,7 +357,8 @@ class World:
         fields = {"prompt": PROMPT, "max_tokens": 12, "deadline_s": 60.0, **settings}
         body = messages.Generate(request=name, **fields)
         accepted = await self.gateway.generate(client, Role.CLIENT, body)
-        assert accepted == messages.Generating(service=SERVICE, prompt_tokens=len(PROMPT_TOKENS))
+        news_s = RequestSettings().news_s
+        assert accepted == messages.Generating(service=SERVICE, prompt_tokens=len(PROMPT_TOKENS), news_s=news_s)
         return name
 
     async def answer(self, **settings: Any) -> messages.AnswerUpdate:

@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 
 from p2pserve.coordinator.requests.machine import RequestMachine
+from p2pserve.coordinator.requests.stalls import ExpectedTimes
 from p2pserve.coordinator.requests.values import (
     Action,
     CancelTransfer,
     CancelWork,
     EndRequest,
     FindRoute,
+    NoteStall,
     OpenDecode,
     OpenPrefill,
     PassFirstToken,
@@ -107,7 +109,7 @@ class Interpreter:
             self.engines[rest] = self.engines.get(rest, 0) + 1
             return None
         alone: dict[str, Callable[[], Ready]] = {
-            "routed": lambda: machine.routed(route_of(words), now),
+            "routed": lambda: machine.routed(route_of(words), now, expected_of(words)),
             "not-routed": lambda: machine.not_routed(rest, now, is_hopeful=False),
             "not-yet-routed": lambda: machine.not_routed(rest, now, is_hopeful=True),
             "network-changed": lambda: machine.network_changed(now),
@@ -149,9 +151,18 @@ class Interpreter:
 
 def route_of(words: list[str]) -> Route:
     """`d1`, or `p1 d1 10`."""
+    words = [word for word in words if not word.startswith("expect=")]
     if len(words) == 1:
         return Route(prefill=None, decode=words[0])
     return Route(prefill=words[0], decode=words[1], split=int(words[2]))
+
+
+def expected_of(words: list[str]) -> ExpectedTimes:
+    """`expect=0.5,0.05`: so many seconds to the first token and from token to token."""
+    for word in words:
+        if word.startswith("expect="):
+            return ExpectedTimes(*map(float, word.removeprefix("expect=").split(",")))
+    return ExpectedTimes()
 
 
 def describe(action: Action) -> str:
@@ -172,6 +183,8 @@ def describe(action: Action) -> str:
             return f"cancel transfer {attempt} at {decode}: {reason}"
         case CancelWork(attempt, replica):
             return f"cancel work {attempt} at {replica}"
+        case NoteStall(replica):
+            return f"note a stall of {replica}"
         case EndRequest(finish, error, record):
             if record is None:
                 return f"end {finish}, never routed{': ' + error if error else ''}"

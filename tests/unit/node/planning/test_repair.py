@@ -186,7 +186,7 @@ def test_boxes_that_are_held_are_planned_with_where_no_others_can_serve() -> Non
 def test_a_box_that_did_not_answer_twice_is_held() -> None:
     coordinator, view = started("x", "x", "x")
     for now in (5.0, 6.0):
-        coordinator.on_hung(B, now)
+        coordinator.on_fault(B, "it did not answer", now)
     plan = publish(coordinator, view, 7.0)
     assert plan is not None
     assert B not in plan.peers

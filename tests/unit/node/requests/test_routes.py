@@ -1,6 +1,7 @@
 """Which route a request takes by the plan, and when there is none."""
 
 import re
+from math import inf
 
 import msgspec
 import pytest
@@ -10,10 +11,12 @@ from p2pserve.coordinator import NoRoute, Pairing, Phase, Plan, Replica, Routing
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import Deadlines
+from p2pserve.coordinator.requests.stalls import ExpectedTimes
 from p2pserve.coordinator.requests.values import FindRoute
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.requests.engine_room import prefill_tokens_s
 from p2pserve.node.requests.routes import RouteFinder
 from p2pserve.node.view import NetworkView, Queue
 
@@ -91,6 +94,42 @@ def test_a_request_goes_to_a_box_that_ends_before_it_only_where_no_other_serves(
     assert finder(view, busy).find(WANTED, 0.0, 100).decode == ONE  # that finishes in time
     view.adverts[TWO] = advert("restarting")
     assert finder(view).find(WANTED, 0.0, 400).decode == ONE
+
+
+def test_what_is_expected_of_a_route_is_what_the_plan_was_made_for_after_the_prompts_that_wait_there() -> None:
+    plan = msgspec.structs.replace(plan_of(ONE), deadlines=Deadlines(ttft_s=2.0, tpot_s=0.1))
+    view = NetworkView(adverts={ONE: advert()}, plan=plan)
+    engine = view.adverts[ONE].engine
+    assert engine is not None
+    rate = prefill_tokens_s(view, plan.replicas[0], engine)
+    for queues, tokens in (({}, 20), ({ONE: Queue(3, 5000)}, 5020)):
+        routes = finder(view, queues)
+        expected = routes.expect(routes.find(WANTED, 0.0), WANTED.tokens)
+        assert expected == pytest.approx(ExpectedTimes(2.0 + tokens / rate, 0.1))
+
+
+def test_nothing_is_expected_of_a_box_that_has_measured_nothing() -> None:
+    unmeasured = msgspec.structs.replace(advert(), engine=EngineAdvert(state="ready", kv_tokens=10_000))
+    view = NetworkView(adverts={ONE: unmeasured}, plan=plan_of(ONE))
+    routes = finder(view)
+    assert routes.expect(routes.find(WANTED, 0.0), WANTED.tokens).first_token_s == inf
+
+
+def test_a_box_that_stalls_is_the_last_to_be_taken_for_longer_the_second_time_and_never_more_than_half_are() -> None:
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    routes = finder(view)
+    now, held_s = 0.0, []
+    for _ in range(3):
+        assert routes.note_stall(ONE, now)
+        assert not routes.note_stall(ONE, now + 1.0), "what else it has stalls as well"
+        began = now
+        while {routes.find(WANTED, now).decode for _ in range(4)} == {TWO}:
+            now += 1.0
+        held_s.append(now - began)
+    assert 45.0 < held_s[0] < held_s[1] == held_s[2] < 150.0
+    assert routes.note_stall(ONE, now)
+    assert routes.note_stall(TWO, now)
+    assert routes.find(WANTED, now).decode == TWO, "the one that stalled less often"
 
 
 def test_boxes_of_the_plan_that_are_dead_are_named_with_their_age() -> None:

@@ -6,7 +6,7 @@ import pytest
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, NodeStatus
-from p2pserve.sdk.chaos.looking import describe_busy
+from p2pserve.sdk.chaos.looking import describe_busy, find_relay
 
 IDLE = EngineStats(running=0, waiting=0, kv_usage=0.0, kv_free_tokens=100)
 
@@ -26,3 +26,13 @@ def test_an_idle_engine_or_one_that_has_not_run_has_nothing() -> None:
 )
 def test_a_request_or_a_kv_block_that_is_left_is_said(field: str, value: float, said: str) -> None:
     assert said in describe_busy(node(msgspec.structs.replace(IDLE, **{field: value})))
+
+
+def test_the_relay_is_whom_others_ask_first_to_reach_a_box_that_nobody_can_dial() -> None:
+    members = [msgspec.structs.replace(node(None), peer=peer) for peer in "abcd"]
+    assert find_relay(members) is None
+    members[0] = msgspec.structs.replace(members[0], closed=True)
+    assert find_relay(members) == "b"
+    members[1] = msgspec.structs.replace(members[1], state="dead")
+    assert find_relay(members) == "c"
+    assert find_relay(members[:2]) is None

@@ -10,6 +10,8 @@ from p2pserve.sdk.chaos.schedule import (
     CALM_S,
     COMBINATIONS,
     FLAPS,
+    MOST_AWAY,
+    RELAY_COMBINATIONS,
     ROOT_COMBINATIONS,
     STOPPED_S,
     WAN,
@@ -55,6 +57,9 @@ def test_every_combination_comes_as_often_as_any_other() -> None:
     everything = (*COMBINATIONS, *ROOT_COMBINATIONS)
     found = Counter((each.kind, each.victim) for each in draw(links=WAN, faults=2 * len(everything)).faults)
     assert found == dict.fromkeys(everything, 2)
+    some = (*COMBINATIONS, *RELAY_COMBINATIONS)
+    found = Counter((each.kind, each.victim) for each in draw(closed=1, faults=len(some)).faults)
+    assert found == dict.fromkeys(some, 1)
 
 
 def test_faults_and_requests_come_in_their_order_and_within_the_run() -> None:
@@ -104,6 +109,14 @@ def test_a_fault_of_the_bootstrap_waits_for_it() -> None:
     assert choose_victims(fault(FaultKind.KILL, VictimRole.BOOTSTRAP), BOXES[1:], room=2) == []
 
 
+def test_the_network_is_split_into_halves_by_the_seed_and_only_while_nothing_else_is_wrong() -> None:
+    halves = [choose_victims(fault(FaultKind.SPLIT, VictimRole.HALF, pick / 8), BOXES, MOST_AWAY) for pick in range(8)]
+    assert all(len(set(half)) == 2 for half in halves)
+    assert len({frozenset(half) for half in halves}) > 1
+    assert halves[3] == choose_victims(fault(FaultKind.SPLIT, VictimRole.HALF, 3 / 8), BOXES, MOST_AWAY)
+    assert choose_victims(fault(FaultKind.SPLIT, VictimRole.HALF), BOXES, MOST_AWAY - 1) == []
+
+
 def test_a_fault_waits_while_too_many_boxes_are_away() -> None:
     assert choose_victims(fault(FaultKind.KILL, VictimRole.ANY), BOXES, room=0) == []
     assert choose_victims(fault(FaultKind.KILL, VictimRole.KV_ENDS), BOXES, room=1) == []
@@ -128,6 +141,7 @@ def test_the_box_that_is_kept_is_stopped_but_does_not_end() -> None:
         ({"boxes": 99}, "boxes: 99 are more than 16, which one machine does not carry"),
         ({"links": "adsl"}, "links: 'adsl' is neither loopback nor wan"),
         ({"engine": "tgi"}, "engine: 'tgi' is neither emulated nor vllm"),
+        ({"closed": 5}, "closed: 5 is not between 0 and 4: two must be dialled"),
         ({"seconds": 2.0}, "seconds: 2 is not between 3 and 86400"),
         ({"seconds": float("nan")}, "seconds: nan is not between 3 and 86400"),
         ({"deadline_s": 0.0}, "deadline_s: 0 is not between 1 and 3600"),
