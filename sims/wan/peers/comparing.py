@@ -99,13 +99,14 @@ class PeerComparison:
 
     def _circumstances(self, load: float) -> list[str]:
         cores = os.cpu_count() or 1
-        lines = ["Every link but loopback is emulated, by namespaces and TUN devices of one machine."]
         after = os.getloadavg()[0]
-        lines.append(
-            f"It has {cores} cores for all ends, stages and the emulator; load {load:.1f} before, {after:.1f} after."
-        )
+        where = "Every link but loopback is emulated, by namespaces and TUN devices of one machine."
+        cost = f"It has {cores} cores for all ends, stages and the emulator; load {load:.1f} before, {after:.1f} after."
+        lines = [f"{where} {cost}"]
         if self._cannot_show:
-            lines.append(f"What the emulation cannot show: {'; '.join(self._cannot_show)}.")
+            lines += (
+                f"What the emulation cannot show: {'; '.join(half)}." for half in _halves(list(self._cannot_show))
+            )
         return lines
 
     def _seconds(self, link: str) -> float:
@@ -171,3 +172,9 @@ class PeerComparison:
             stages, pairs=options.rounds, tokens=options.tokens, seconds=seconds, say=self._say
         )
         return list(measured)
+
+
+def _halves(items: list[str]) -> list[list[str]]:
+    """A paragraph of the page each."""
+    middle = -(-len(items) // 2)
+    return [half for half in (items[:middle], items[middle:]) if half]

@@ -252,9 +252,12 @@ def missed_lines(figures: PeerFigures) -> list[str]:
 ASSUMES: Final = """\
 Each peer and ours move the same bytes over the same link in turn: in each round every contender is started, moves 32
 MiB to warm its connections, is timed once, and ended. What is timed ends when the receiver has all in place and the
-sender knows. A contender that is slow is timed with less, as `mib` says. Links are emulated (network namespaces, 1
-Gb/s at each box): real sockets, TCP of this kernel. Ours is encrypted and has the streams that path choice gives it
-from a burst; plain TCP and the libraries are not encrypted. NIXL and Mooncake have their default settings and TCP.
+sender knows. A contender that is slow is timed with less, as `mib` says.
+
+Links are emulated (network namespaces, 1 Gb/s at each box): real sockets, TCP of this kernel. Ours is encrypted and
+has the streams that path choice gives it from a burst; plain TCP and the libraries are not encrypted. NIXL and
+Mooncake have their default settings and TCP.
+
 Pipelines: the bundled model on CPUs, one process a stage and box; a token's time is that between two tokens of one
 greedy answer to the same prompt, and vLLM stands still while ours computes."""
 
@@ -290,7 +293,9 @@ def make_page(figures: PeerFigures) -> Page:
         name=NAME,
         title="Beside NIXL, Mooncake, rsync, plain TCP, vLLM's pipeline and etcd",
         command=COMMAND,
-        assumes="\n\n".join((" ".join(ASSUMES.split()), " ".join(figures.circumstances))),
+        assumes="\n\n".join(
+            " ".join(paragraph.split()) for paragraph in (*ASSUMES.split("\n\n"), *figures.circumstances)
+        ),
         tables=tuple(table for table in tables if table.rows),
         remarks="\n".join(f"- {line}" for line in missed) + "\n" + REMARKS,
     )
