@@ -12,7 +12,7 @@ from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node.engine import protocol
 from p2pserve.node.replica.worker import Worker
 
-from ..conftest import WAIT_LIMIT_S, Answer, Cluster, open_cluster
+from ...conftest import WAIT_LIMIT_S, Answer, Cluster, open_cluster
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 

@@ -10,8 +10,8 @@ from p2pserve.coordinator import Phase
 from p2pserve.node.models import BUNDLED
 from p2pserve.node.models.text import TextModel
 
-from ..conftest import WAIT_LIMIT_S, Answer, Cluster, open_cluster
-from .engine.answers.answers import prompts, regrets
+from ...conftest import WAIT_LIMIT_S, Answer, Cluster, open_cluster
+from ..engine.answers.answers import prompts, regrets
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 
