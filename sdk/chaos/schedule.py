@@ -84,9 +84,11 @@ COMBINATIONS: Final[tuple[Combination, ...]] = (
     *((FaultKind.LEAVE, role) for role in (VictimRole.ANY, VictimRole.GATEWAY)),
     *((FaultKind.KILL_ENGINE, role) for role in _ENGINES),
     *((FaultKind.STOP_ENGINE, role) for role in _ENGINES),
-    (FaultKind.REGROUP, VictimRole.PLAN),
 )
 """Which faults hit whom. Each comes as often as any other."""
+
+REGROUP_COMBINATIONS: Final[tuple[Combination, ...]] = ((FaultKind.REGROUP, VictimRole.PLAN),)
+"""Those of engines that are stages and prefill for others as well: emulated stages transfer no KV."""
 
 ROOT_COMBINATIONS: Final[tuple[Combination, ...]] = (
     *((FaultKind.CUT, role) for role in _ROLES),
@@ -197,6 +199,7 @@ def draw_schedule(settings: ChaosSettings, draw_prompt: DrawPrompt) -> ChaosSche
     rng = random.Random(f"faults {settings.seed}")
     times = _spread(rng, settings.faults, CALM_S, settings.seconds)
     combinations = COMBINATIONS if settings.links == LOOPBACK else (*COMBINATIONS, *ROOT_COMBINATIONS)
+    combinations = (*combinations, *REGROUP_COMBINATIONS) if settings.engine == VLLM else combinations
     combinations = (*combinations, *RELAY_COMBINATIONS) if settings.closed else combinations
     kinds = _deal(rng, combinations, settings.faults)
     faults = [_draw_fault(rng, number, at, *kinds[number]) for number, at in enumerate(times)]
