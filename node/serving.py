@@ -183,6 +183,7 @@ class Serving:
         self.http.peer_lost(peer)
 
     def _peer_hung(self, peer: PeerId, hung: bool) -> None:
+        self._selector.peer_hung(peer, hung)  # first: what the others do about it may choose paths
         self.host.worker.peer_hung(peer, hung)
         self.gateway.peer_hung(peer, hung)
 

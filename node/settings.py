@@ -140,7 +140,8 @@ class NodeTuning:
     before. Longer than two plans take. Shorter: a coordinator that plans nonsense is passed over sooner."""
 
     # Questions to other nodes. Longer: a slow peer is waited for; shorter: a request finds another route sooner.
-    ask_s: float = 5.0  # for a link, a permit or a burst; also for dialling a burst
+    ask_s: float = 5.0  # for a link or a burst; also for dialling a burst
+    permit_ask_s: float = 1.0  # a relay for a permit, while a transfer waits that can go without it
     stage_ask_s: float = 8.0  # a head its stages for their ends of a transfer; less than a gateway waits
     stage_open_s: float = 120.0  # a stage for its process: its fork server may still be importing vLLM
     stage_retry_s: float = 0.5  # before a stage that was not ready is asked again

@@ -183,7 +183,7 @@ class KvOutlets:
             # Counted from the question, by this node's own clock: the relay's may be days apart.
             until = trio.current_time() + self._tuning.permit_life_s - self._tuning.permit_margin_s
             body = messages.RelayOpen(target=target)
-            permit = (await self._messenger.request(relay, RELAY_OPEN, body, self._tuning.ask_s)).permit
+            permit = (await self._messenger.request(relay, RELAY_OPEN, body, self._tuning.permit_ask_s)).permit
             self._permits[relay, target] = permit, until
         return permit
 

@@ -67,6 +67,7 @@ class PathSelector:
         self._tuning = tuning
         self._links: dict[bytes, LinkInUse] = {}
         self._refused: dict[tuple[PeerId, PeerId], float] = {}  # relay and target -> when
+        self._hung: set[PeerId] = set()  # members that do not answer
 
     def __repr__(self) -> str:
         return f"<PathSelector links={len(self._links)} refused={len(self._refused)}>"
@@ -186,8 +187,16 @@ class PathSelector:
         """How many links move something now."""
         return sum(known.is_moving(now, self._tuning.fresh_s) for known in self._links.values())
 
+    def peer_hung(self, peer: PeerId, hung: bool) -> None:
+        """A member does not answer (`hung`), or does again. What hangs forwards nothing."""
+        if hung:
+            self._hung.add(peer)
+        else:
+            self._hung.discard(peer)
+
     def forget_peer(self, peer: PeerId) -> None:
         """A node is gone."""
+        self._hung.discard(peer)
         self._links = {link: known for link, known in self._links.items() if known.ends.peer != peer}
 
     def forget_all(self) -> None:
@@ -204,13 +213,13 @@ class PathSelector:
         )
 
     def _usable_relays(self, target: PeerId, now: float) -> frozenset[str]:
-        """Relays that can be dialled and have not refused lately."""
+        """Relays that can be dialled, answer, and have not refused lately."""
         refused_s = self._tuning.relay_refused_s
         self._refused = {pair: at for pair, at in self._refused.items() if now - at < refused_s}
         return frozenset(
             relay
             for relay in self._knowledge.relays_to(target)
-            if self._can_dial(relay) and (relay, target) not in self._refused
+            if self._can_dial(relay) and relay not in self._hung and (relay, target) not in self._refused
         )
 
     def _measure(self, known: LinkInUse, report: protocol.LinkReport, limited: bool, now: float) -> None:

@@ -77,6 +77,7 @@ class World:
     addresses: dict[PeerId, Address] = field(default_factory=dict)
     links: dict[PeerId, LinkTicket] = field(default_factory=dict)
     faults: dict[PeerId, NetworkError] = field(default_factory=dict)
+    hung: set[PeerId] = field(default_factory=set)  # never answer for a permit
     paths: list[tuple[bytes, tuple[DialPath, ...]]] = field(default_factory=list)
     relay_clock: float = 0.0  # what it says at the start
 
@@ -103,7 +104,7 @@ class World:
         if peer not in self.exchange.nodes:
             others = self.exchange.join(peer)
             others.handle(LINK_OPEN, partial(self._open_link, peer))
-            others.handle(RELAY_OPEN, self._permit)
+            others.handle(RELAY_OPEN, partial(self._permit, peer))
         self.links.setdefault(peer, issue_link(600.0, self.rng.randbytes))
         self.lives.setdefault(peer, 1)
         known = self.tables.get(peer, messages.LinkTable())
@@ -143,7 +144,9 @@ class World:
         assert body.service == "tiny"
         return messages.LinkOpened(link=self.links[peer])
 
-    async def _permit(self, source: PeerId, role: Role, body: messages.RelayOpen) -> messages.RelayOpened:
+    async def _permit(self, peer: PeerId, source: PeerId, role: Role, body: messages.RelayOpen) -> messages.RelayOpened:
+        if peer in self.hung:
+            await trio.sleep_forever()
         address = self.addresses[PeerId(body.target)]
         permit = Permit(
             permit=self.rng.randbytes(16),

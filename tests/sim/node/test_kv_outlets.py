@@ -131,6 +131,20 @@ def test_no_relay_without_a_reason_and_the_means(case: str) -> None:
     play(main)
 
 
+def test_a_relay_that_does_not_answer_costs_a_transfer_no_more_than_its_permit_may() -> None:
+    async def main() -> None:
+        async with open_world() as world:
+            world.triangle()
+            world.hung.add(R)
+            began = trio.current_time()
+            assert labels(await world.outlet()) == {"direct"}
+            assert trio.current_time() - began < WAN.permit_ask_s + 0.1
+            await world.outlet()
+            assert world.asked.count((R, "relay.open")) == 1
+
+    play(main)
+
+
 def test_a_relay_that_refuses_is_left_out_for_a_while() -> None:
     """The direct path gets what it needs then, not a single stream; and another relay has its chance."""
 

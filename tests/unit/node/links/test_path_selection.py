@@ -81,6 +81,17 @@ def test_a_relay_that_refused_or_cannot_be_dialled_is_left_out_for_a_while() -> 
     assert vias(world.choose(1000.0)) == {None}
 
 
+def test_a_relay_that_hangs_is_left_out_until_it_answers() -> None:
+    world = Selection()
+    world.selector.peer_hung(R, True)
+    assert vias(world.choose()) == {None}
+    world.selector.peer_hung(R, False)
+    assert R in vias(world.choose())
+    world.selector.peer_hung(R, True)
+    world.selector.forget_peer(R)  # gone: what joins under its key is another life of it
+    assert R in vias(world.choose())
+
+
 def test_links_move_while_something_waits_and_reports_are_fresh() -> None:
     world = Selection(direct_gbps=2.0)
     world.begin()
