@@ -23,7 +23,7 @@ from ...coordinator.names import name_of
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
-from ...node.box.heap import share_one_heap
+from ...node.box.heap import release_library_pages, return_freed_memory, share_one_heap
 from ...node.engine.api.options import OptionRefused, check_options
 from ...node.engine.vllm_program.backend import VLLM
 from ...node.messages import MAX_DEADLINE_S
@@ -38,6 +38,9 @@ from .http_options import read_admin_token, read_http, read_keys
 
 SWITCH_S: Final = 0.0005
 """Longest a planning or measuring thread may hold up the event loop; a tenth of the default."""
+SETTLED_S: Final = 20.0
+"""After joining, before memory that only the start has needed is given back. Sooner: the first exchanges with other
+members need it again."""
 
 
 def bootstrap(arguments: SimpleNamespace) -> int:
@@ -179,7 +182,15 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
                 started: Started = await nursery.start(serve)
                 joined = True
             greet(started)
+            nursery.start_soon(_release_memory)
     return code
+
+
+async def _release_memory() -> None:
+    """Give back what has been used to start, and is not used to serve: about a quarter of the process."""
+    await trio.sleep(SETTLED_S)
+    await trio.to_thread.run_sync(return_freed_memory)
+    await trio.to_thread.run_sync(release_library_pages)
 
 
 def _greet(started: Started) -> None:
