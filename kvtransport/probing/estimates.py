@@ -99,6 +99,8 @@ class EstimateSettings:
     sure. `rtt_half_life_s`: the same for pings. `rtt_window_s`: how long the least round trip
     counts. `slow_in_a_row`, `fast_in_a_row`: samples that replace what was believed. `least_bytes`,
     `least_s`: transfers below either, or below three round trips, are too short to tell a rate.
+    `far_s`: from this round trip on a lost packet costs a stream dear, so that one is not taken to
+    fill its window before it has. Lower: more streams on near links, which cost CPU there.
     `window_share`: a transfer at this share of n windows per round trip is taken to be held up by
     its windows. `lossy`: at this loss one stream may fall short of its window without the link
     being full. `join_s`: stretches of a transfer with no longer gap between them count as one.
@@ -113,6 +115,7 @@ class EstimateSettings:
     fast_in_a_row: int = 3
     least_bytes: int = 1_000_000
     least_s: float = 0.05
+    far_s: float = 0.005
     failures_to_unreachable: int = 3
     window_share: float = 0.85
     lossy: float = 1e-3
@@ -122,7 +125,7 @@ class EstimateSettings:
     history: int = 256
 
     def __post_init__(self) -> None:
-        require_positive(self, "estimates", ("half_life_s", "rtt_half_life_s", "rtt_window_s"))
+        require_positive(self, "estimates", ("half_life_s", "rtt_half_life_s", "rtt_window_s", "far_s"))
         require_counts(self, "estimates", ("slow_in_a_row", "fast_in_a_row", "failures_to_unreachable", "history"))
 
 
@@ -276,7 +279,7 @@ class LinkEstimator:
         link as a burst would: the link set its pace, for long enough to tell a rate."""
         self._failures, self._heard = 0, True
         gbps = gbps_of(sample.bytes, sample.seconds)
-        rtt_s = self._rtt.value if self._rtt.known else self._prior.rtt_s
+        rtt_s = self._rtt_now
         if sample.link_limited:
             sample = self._join_stretch(sample, now)
             if sample.bytes < self.settings.least_bytes or sample.seconds < max(self.settings.least_s, 3.0 * rtt_s):
@@ -353,7 +356,18 @@ class LinkEstimator:
         if self._single.known and not self._single.floor:
             return self._single.value
         modelled = one_stream_gbps(self._rtt.value) if self._rtt.known else self._prior.one_stream_gbps
-        return max(modelled, self._single.value) if self._single.known else modelled
+        if not self._single.known:
+            return modelled
+        if self._capacity.known and not self._capacity.floor and self._rtt_now >= self.settings.far_s:
+            # Streams that fill a link together may each fall short of their windows because the link is full, or
+            # because it loses packets, of which TCP says nothing here. The best that one has shown serves both: it
+            # asks for as many streams as filled the link, and the next burst tries twice as many.
+            return self._single.value
+        return max(modelled, self._single.value)
+
+    @property
+    def _rtt_now(self) -> float:
+        return self._rtt.value if self._rtt.known else self._prior.rtt_s
 
     def _capacity_now(self, now: float) -> tuple[float, float, bool]:
         """Gb/s, confidence, and whether it may be more."""
@@ -384,7 +398,7 @@ class LinkEstimator:
     def _on_rate(self, gbps: float, streams: int, weight: float, *, limited: bool, now: float) -> None:
         self._samples += 1
         each = gbps / streams
-        rtt_s = self._rtt.value if self._rtt.known else self._prior.rtt_s
+        rtt_s = self._rtt_now
         window = self._single.value if self._single.known and not self._single.floor else one_stream_gbps(rtt_s)
         by_window = each >= self.settings.window_share * window or (streams == 1 and self._loss >= self.settings.lossy)
         if limited and (streams == 1 or by_window):

@@ -338,3 +338,35 @@ class TestCounts:
     def test_a_reason_counts_the_rates_and_tells_their_age(self) -> None:
         link = fed(1.0, 1.0)
         assert link.figures(7.0).reason == "2 measured rates, the last 7 s ago"
+
+
+@pytest.mark.parametrize(
+    ("stream_gbps", "capacity_gbps", "streams"),
+    [
+        (0.26, 1.0, 5),  # streams fill their windows until the link is full
+        (0.15, 1.0, 7),  # each loses packets: more of them fill it all the same
+        (0.05, 1.0, 20),
+    ],
+)
+def test_bursts_end_at_as_many_streams_as_fill_a_far_link(
+    stream_gbps: float, capacity_gbps: float, streams: int
+) -> None:
+    one = LinkEstimator(prior(80.0, 0.26, 0.6))
+    for number in range(20):
+        figures = one.figures(60.0 * number)
+        count = max(4, streams_for(2.0 * figures.capacity_gbps, figures.rtt_s, figures.one_stream_gbps))  # as `probe`
+        gbps = min(capacity_gbps, count * stream_gbps)
+        sample = BurstSample(bytes=1 << 27, seconds=1.0, streams=count, gbps=gbps)
+        one.on_ping(0.08, now=60.0 * number)
+        one.on_burst(sample, now=60.0 * number)
+    figures = one.figures(1200.0)
+    assert figures.capacity_gbps == pytest.approx(capacity_gbps, rel=0.05)
+    assert streams <= streams_for(figures.capacity_gbps, figures.rtt_s, figures.one_stream_gbps) <= 1.5 * streams
+
+
+def test_near_links_are_not_taken_to_need_as_many_streams_as_filled_them() -> None:
+    one = LinkEstimator(prior(0.2, 10.0, 10.0))
+    one.on_ping(0.0002, now=0.0)
+    one.on_burst(BurstSample(bytes=1 << 30, seconds=1.0, streams=4, gbps=10.0), now=0.0)
+    figures = one.figures(0.0)
+    assert streams_for(figures.capacity_gbps, figures.rtt_s, figures.one_stream_gbps) == 1
