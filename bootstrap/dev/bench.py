@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import psutil
@@ -188,9 +188,7 @@ def measure_idle(count: int, seconds: float, settle_s: float) -> Figures:
         time.sleep(seconds)
         heard = bytes_heard()
         used = [sum(agent.cpu_times()[:2]) - start for agent, start in zip(agents, before, strict=True)]
-        rates = [
-            (heard[agent.pid] - heard_before.get(agent.pid, 0)) / seconds for agent in agents if agent.pid in heard
-        ]
+        rates = [sum(heard_since(heard_before, heard, agent.pid).values()) / seconds for agent in agents if heard]
         return {
             "agent_cpu_percent": 100.0 * statistics.median(used) / seconds,
             "agent_rss_mb": statistics.median(agent.memory_info().rss for agent in agents) / 1e6,
@@ -198,17 +196,28 @@ def measure_idle(count: int, seconds: float, settle_s: float) -> Figures:
         }
 
 
-def bytes_heard() -> dict[int, int]:
-    """By process, what the kernel counts of its open TCP connections; nothing where there is no `ss` (iproute2)."""
+Connection = tuple[int, str, str]
+"""A process, and where the two ends of one of its TCP connections are."""
+
+
+def bytes_heard() -> dict[Connection, int]:
+    """What the kernel counts of each open TCP connection; nothing where there is no `ss` (iproute2)."""
     if shutil.which("ss") is None:
         return {}
     said = subprocess.run(("ss", "-tinHOp"), capture_output=True, text=True, check=True).stdout
-    heard: dict[int, int] = {}
+    heard: dict[Connection, int] = {}
     for line in said.splitlines():
         owner, count = re.search(r"pid=(\d+)", line), re.search(r"bytes_received:(\d+)", line)
         if owner is not None and count is not None:
-            heard[int(owner[1])] = heard.get(int(owner[1]), 0) + int(count[1])
+            here, there = line.split()[3:5]
+            heard[int(owner[1]), here, there] = int(count[1])
     return heard
+
+
+def heard_since(before: Mapping[Connection, int], after: Mapping[Connection, int], pid: int) -> dict[Connection, int]:
+    """What one process has heard meanwhile over each connection that is open still. What those heard that have been
+    closed is not counted anywhere; they carried next to nothing, or they would not have been."""
+    return {key: count - before.get(key, 0) for key, count in after.items() if key[0] == pid}
 
 
 def measure_strangers(sockets: int, entries: int, times: int) -> Figures:
