@@ -224,6 +224,9 @@ class Serving:
         if before is None or (before.state, before.detail) != (engine.state, engine.detail):
             self._record_engine(engine)
         self._on_news()
+        if before is not None and before.state == engine.state == "ready" and before.starts == engine.starts:
+            self._show(engine.detail)  # it serves on
+            return
         is_long = engine.state in ("waiting", "loading", "starting") or (
             engine.state == "restarting" and before is not None and before.state == engine.state
         )

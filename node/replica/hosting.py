@@ -31,6 +31,7 @@ from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
 from .place import Place, find_place
+from .prefetch import Prefetch
 from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .worker import Worker
@@ -138,11 +139,12 @@ class Host:
         self._wanted = self._alone  # the place that the plan gives this box
         self._moves = trio.Event()  # set while requests finish before it takes that place
         served_by_vllm = settings.engine.backend == VLLM.name
+        self._prefetch = Prefetch(self._fetch, lambda detail: self._supervisor.tell_beside(detail))
         self._supervisor = Supervisor(
             configs.most,
             worker=self.worker,
             stages=stages,
-            fetch=self._fetch,
+            fetch=self._prefetch.fetch,
             channel=settings.engine_channel,
             on_change=on_change,
             tuning=tuning,
@@ -161,6 +163,7 @@ class Host:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.worker.learner.run)
             nursery.start_soon(self._move)
+            nursery.start_soon(self._prefetch.run)
             nursery.start_soon(self._supervisor.run)
 
     async def wait_server(self) -> EngineStarter:
@@ -180,6 +183,7 @@ class Host:
         if changes and self._alone is not None and not (self.worker.idle or self.worker.is_hung):
             self.worker.is_moving = True
             self._moves.set()
+            self._prefetch.want(place)
         else:
             self._take_place()
 
@@ -201,7 +205,8 @@ class Host:
 
     def _take_place(self) -> None:
         self.worker.is_moving = False
-        self._supervisor.assign(self._wanted)
+        runs_on = self._supervisor.assign(self._wanted)
+        self._prefetch.want(self._wanted if runs_on else None)
 
     async def _fetch(self, place: Place, say: Callable[[str], None]) -> Path:
         """Download what the place needs and is not here. Raises ModelError."""

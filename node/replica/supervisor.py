@@ -13,7 +13,7 @@ several boxes, else none yet. States as the advert shows them:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, final
 
@@ -29,14 +29,12 @@ from ..models import ModelError
 from ..settings import WAN, NodeTuning
 from .loading import LoadingWorkers, describe_starting
 from .place import Place
+from .prefetch import Fetch
 from .stages import StageCall, Stages, limits_of, with_limits, with_stage
 from .worker import Worker
 
 QUICK_IMPORT_S: Final = 1.0
 """An engine that takes longer to import is told of: vLLM may take half a minute."""
-
-Fetch = Callable[[Place, Callable[[str], None]], Awaitable[Path]]
-"""Makes sure that the weights of a place are on this box and returns their folder; tells how far it is."""
 
 
 @final
@@ -94,12 +92,12 @@ class Supervisor:
         """What the box has to run."""
         return self._place
 
-    def assign(self, place: Place | None) -> None:
+    def assign(self, place: Place | None) -> bool:
         """What the box has to run from now on. What runs for another place ends, but a loaded stage
         ends with its head, which may still have requests; one that is wanted elsewhere does not wait
-        for it without end."""
+        for it without end. Returns whether what runs goes on for a while."""
         if place == self._place:
-            return
+            return False
         leaves_with_head = self._loaded
         self._place = place
         self._failures, self._failure = 0, ""
@@ -109,6 +107,7 @@ class Supervisor:
             self._life.cancel()
         elif place is not None:
             self._life.deadline = trio.current_time() + 2.0 * self._tuning.move_s
+        return leaves_with_head
 
     async def run(self) -> None:
         """Serve until cancelled. Raises EngineStartError when the very first start fails on a box that serves alone:
@@ -220,6 +219,13 @@ class Supervisor:
             self._failures = 0
         return f"the engine process {how}"
 
+    def tell_beside(self, detail: str) -> None:
+        """What is done beforehand while the engine serves, and how far; empty: nothing."""
+        if self._advert is not None and self._advert.state == "ready":
+            # Nothing but this has changed: what runs may still be for the place before.
+            told = f"for its next part: {detail}" if detail else ""
+            self._publish(msgspec.structs.replace(self._advert, detail=told))
+
     def _tell_starting(self, state: str, progress: protocol.Starting) -> None:
         """How far the engine is, until it serves."""
         if self._advert is not None and self._advert.state == state:
@@ -265,6 +271,9 @@ class Supervisor:
                 max_model_len=ready.max_model_len,
                 pid=ready.pid if state in ("ready", "loading") else 0,
             )
+        self._publish(advert)
+
+    def _publish(self, advert: EngineAdvert) -> None:
         if advert != self._advert:
             self._advert = advert
             self._on_change(advert)
