@@ -139,7 +139,7 @@ class Host:
         self._wanted = self._alone  # the place that the plan gives this box
         self._moves = trio.Event()  # set while requests finish before it takes that place
         served_by_vllm = settings.engine.backend == VLLM.name
-        self._prefetch = Prefetch(self._fetch, lambda detail: self._supervisor.tell_beside(detail))
+        self._prefetch = Prefetch(self._fetch, self._tell_beside)
         self._supervisor = Supervisor(
             configs.most,
             worker=self.worker,
@@ -186,6 +186,9 @@ class Host:
             self._prefetch.want(place)
         else:
             self._take_place()
+
+    def _tell_beside(self, detail: str) -> None:
+        self._supervisor.tell_beside(detail)
 
     async def _move(self) -> None:
         """Take another place when all requests have ended here, or have had their time: they go on elsewhere."""
