@@ -77,6 +77,8 @@ LEAVE_S = 2.0
 OPENINGS = 64  # requests that wait to be accepted at once; gateways accept them in turn, and refuse too many of them
 LOOK_S = 1.0  # between two looks for another gateway than one that is silent
 HUNG_RETRY_S = 5.0  # a gateway that did not answer is asked again after so long, where no other is left
+BROKEN_RETRY_S = 2.0  # one whose connection broke; sooner: it is still taken for alive, and the try is wasted
+RETURN_S = 10.0  # after a gateway was lost, others may come back; longer: more answers go on, and errors come later
 ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_method"})  # another node may do better
 
 
@@ -188,6 +190,10 @@ class _GatewayRefuses(_GatewayLost):
     """It has answered, and has nothing of the request."""
 
 
+class _GatewayBroken(_GatewayLost):
+    """The connection to it has ended. It may have been started anew: it is tried once more."""
+
+
 class _GatewayUnreachable(_GatewayLost):
     """The request did not get there. A path may be broken for a moment: it is tried once more."""
 
@@ -195,11 +201,12 @@ class _GatewayUnreachable(_GatewayLost):
 @final
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """Why a gateway is not asked, and from when on it is again; infinite: never."""
+    """Why a gateway is not asked, and from when on it is again; infinite: never. `answered`: it said so itself."""
 
     reason: str
     retry_at: float
     at: float
+    answered: bool
 
 
 @final
@@ -290,10 +297,11 @@ class Session:
                 except _GatewayLost as error:
                     if not isinstance(error, _GatewayRefuses):
                         earlier.append(f"gateway {name_of(gateway)} was lost: {error}")
-                    is_tried = isinstance(error, _GatewayUnreachable) and gateway in lost
-                    wait_s = None if is_tried else error.retry_after_s
+                    answered = isinstance(error, _GatewayRefuses)
+                    may_be_back = isinstance(error, _GatewayUnreachable | _GatewayBroken)
+                    wait_s = None if may_be_back and gateway in lost else error.retry_after_s
                     now = trio.current_time()
-                    lost[gateway] = _Loss(str(error), math.inf if wait_s is None else now + wait_s, now)
+                    lost[gateway] = _Loss(str(error), math.inf if wait_s is None else now + wait_s, now, answered)
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
 
     async def _attempt(
@@ -330,7 +338,7 @@ class Session:
                     raise _GatewayLost("it did not answer", HUNG_RETRY_S)
                 if update is None:
                     running = False
-                    raise _GatewayLost("the connection to it broke")
+                    raise _GatewayBroken("the connection to it broke", BROKEN_RETRY_S)
                 limits.note(update, trio.current_time())
                 delta = replay.take(update)
                 if delta is not None:
@@ -387,7 +395,10 @@ class Session:
                 return await self._gateways.pick(usable, service)
             again = min((lost[peer].retry_at for peer in ranked), default=math.inf)
             is_over = again == math.inf
-            if lost and is_over and (now >= give_up or self._gateways.find_silent(service) <= lost.keys()):
+            # Others may come back: a box that was started anew, the other side of a cut that heals.
+            hope = max((loss.at + RETURN_S for loss in lost.values() if not loss.answered), default=-math.inf)
+            is_hopeless = now >= hope and self._gateways.find_silent(service) <= lost.keys()
+            if lost and is_over and (now >= give_up or is_hopeless):
                 raise RequestFailed(f"no gateway is left: {_reasons(lost)}")
             if lost and not is_over and again >= deadline:
                 raise Busy(_reasons(lost), again - now)
@@ -398,7 +409,8 @@ class Session:
                 raise NotReady(
                     f"no node of this network serves {model} ({nodes} alive{others}); start one with `p2pserve join`"
                 )
-            with trio.move_on_at(give_up if is_over else again):  # one that is silent is heard again, or found dead
+            wake_at = min(give_up, hope) if now < hope else give_up
+            with trio.move_on_at(wake_at if is_over else again):  # one that is silent is heard again, or found dead
                 await self._network.wait_changed(revision)
 
     async def _describe_others(self, service: str | None) -> str:

@@ -14,7 +14,7 @@ from p2pserve.node.messages import (
 from p2pserve.node.methods import STATUS
 from p2pserve.sdk.errors import Busy, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
 from p2pserve.sdk.requests import TextDelta
-from p2pserve.sdk.session import OPENINGS, enter
+from p2pserve.sdk.session import OPENINGS, RETURN_S, enter
 
 from .client_world import (
     COMPLETE,
@@ -170,6 +170,30 @@ def test_a_gateway_out_of_reach_for_a_moment_is_waited_for_before_none_is_left(
             with pytest.raises(RequestFailed, match="no gateway is left") as caught:
                 await session.generate(request(), death.deliver)
             assert name_of(peers[0]) in str(caught.value)
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("back_after_s", [4.0, None])
+def test_a_gateway_that_comes_back_soon_after_the_last_one_was_lost_goes_on(back_after_s: float | None) -> None:
+    async def main() -> None:
+        death = Death(2)
+        async with world(death.script, whole) as (made, session):
+            death.world = made
+            second = made.gateways[1].network.peer_id
+            made.memory.block(made.client, second)
+            await let_pass(60.0)  # it is taken for dead
+            began = trio.current_time()
+            async with trio.open_nursery() as nursery:
+                if back_after_s is not None:
+                    nursery.start_soon(heal_after, made, back_after_s)
+                    assert await session.generate(request(), death.deliver) == COMPLETE
+                    assert trio.current_time() - began >= back_after_s
+                    assert [len(gateway.continued) for gateway in made.gateways] == [0, 1]
+                else:
+                    with pytest.raises(RequestFailed, match="no gateway is left"):
+                        await session.generate(request(), death.deliver)
+                    assert RETURN_S <= trio.current_time() - began <= 2.0 * RETURN_S
 
     in_virtual_time(main)
 
