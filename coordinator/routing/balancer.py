@@ -21,7 +21,6 @@ from __future__ import annotations
 from typing import Annotated, Final
 
 import msgspec
-import numpy as np
 
 from ..bounds import Count, Seconds
 
@@ -81,10 +80,13 @@ def choose_split(prompt_tokens: int, prefill: PrefillLine, chunk: ChunkLine, sta
     tokens_of_a_chunk = state.step_tokens - state.decoding
     if prompt_tokens <= 1 or tokens_of_a_chunk < 1 or not state.has_room_for(prompt_tokens):
         return prompt_tokens
-    parts = -(-np.arange(1, CANDIDATES + 1) * prompt_tokens // CANDIDATES)  # each rounded up
-    chunks = -(-(prompt_tokens - parts) // tokens_of_a_chunk)
-    last_context = parts + (chunks - 1) * tokens_of_a_chunk
     decode_s = chunk.decode_context_s * state.context_tokens + chunk.base_s
-    chunked_s = chunks * (chunk.prefill_context_s * (parts + last_context) / 2.0 + decode_s)
-    prefill_s = prefill.token_s * parts + prefill.base_s
-    return int(parts[np.abs(prefill_s - chunked_s).argmin()])  # the first of the least
+
+    def difference_s(part: int) -> float:
+        chunks = -(-(prompt_tokens - part) // tokens_of_a_chunk)
+        last_context = part + (chunks - 1) * tokens_of_a_chunk
+        chunked_s = chunks * (chunk.prefill_context_s * (part + last_context) / 2.0 + decode_s)
+        return abs(prefill.seconds(part) - chunked_s)
+
+    parts = (-(-number * prompt_tokens // CANDIDATES) for number in range(1, CANDIDATES + 1))  # each rounded up
+    return min(parts, key=difference_s)  # the first of the least

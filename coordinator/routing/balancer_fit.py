@@ -15,6 +15,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..costs.gpus import GpuSpec, Specs
+from ..costs.model_shape import ModelShape
+from ..costs.replica import StageHardware, replica_times
 from ..costs.roofline import TYPICAL_CONTEXT
 from ..costs.step_times import StepTimes, chunk_pairs
 from ..profile import StepSample
@@ -35,12 +38,26 @@ FULL_STEP: Final = 0.9
 """Of its tokens, what a step has to compute to count as filled up."""
 
 
+LEAST_RATE: Final = 1e-3
+"""TFLOP/s and GB/s: no device is slower."""
+
+
 class FitQuality(NamedTuple):
     """How well a line says what was measured: the coefficient of determination, and the mean of
     |predicted - measured| / measured."""
 
     r_squared: float
     mean_error: float
+
+
+def measured_times(model: ModelShape, tflops: float, memory_gbps: float) -> StepTimes:
+    """Of an engine that has measured these rates of its device, all of its GPUs together. A replica of several boxes
+    is taken for one box: what its links cost is found in its steps."""
+    card = GpuSpec(
+        name="", memory_gib=1.0, memory_gbps=max(memory_gbps, LEAST_RATE), tflops=max(tflops, LEAST_RATE),
+        nvlink_gbps=0.0, pcie_gen=0, usd_per_hour=0.0, specs=Specs.ENGINE,
+    )  # fmt: skip
+    return replica_times(model, [StageHardware(card, 1, model.layers, 1.0)])
 
 
 def expected_prefill_line(times: StepTimes) -> PrefillLine:

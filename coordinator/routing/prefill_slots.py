@@ -16,6 +16,7 @@ same replica: it has been accepted, and nobody takes a slot meanwhile.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import inf
 from typing import Final, Generic, TypeVar, final
 
 SLOTS: Final = 2
@@ -77,11 +78,11 @@ class PrefillSlots(Generic[Key]):
         self._taken.clear()
         self._entered.clear()
 
-    def wake_at(self) -> float | None:
-        """When the next slot is free because nobody entered it; None: none is taken."""
-        return min(self._taken.values()) + self._lease_s if self._taken else None
+    def wake_at(self) -> float:
+        """When the next of those who wait or have taken a slot is forgotten; infinite: nobody does."""
+        return min((*self._waiting.values(), *self._taken.values()), default=inf) + self._lease_s
 
     def _forget_expired(self, now: float) -> None:
         for each in (self._waiting, self._taken):
-            for request in [request for request, since in each.items() if now - since > self._lease_s]:
+            for request in [request for request, since in each.items() if now >= since + self._lease_s]:
                 del each[request]

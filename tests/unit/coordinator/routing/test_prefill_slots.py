@@ -1,5 +1,7 @@
 """Slots of a partial-prefill replica: how many, for whom, and until when."""
 
+from math import inf
+
 from p2pserve.coordinator.routing.prefill_slots import PrefillSlots
 
 LEASE_S = 10.0
@@ -45,9 +47,10 @@ def test_a_slot_is_used_from_when_it_is_taken_until_the_prefill_is_over() -> Non
 
 def test_who_does_not_ask_again_loses_its_turn() -> None:
     slots = slots_with("a", "b")
-    slots.ask("b", LEASE_S)
-    assert slots.take("b", LEASE_S + 1.0)
-    assert not slots.take("a", LEASE_S + 1.0)
+    slots.ask("b", LEASE_S / 2)
+    assert not slots.take("b", LEASE_S - 1.0)
+    assert slots.take("b", LEASE_S)
+    assert not slots.take("a", LEASE_S)
 
 
 def test_asking_again_keeps_the_turn() -> None:
@@ -97,11 +100,14 @@ def test_leaving_says_whether_it_was_known() -> None:
     assert not slots.leave("a")
 
 
-def test_it_says_when_a_slot_that_nobody_has_entered_is_free_again() -> None:
-    slots = slots_with("a", "b", "c")
-    assert slots.wake_at() is None
-    slots.take("a", 1.0)
-    slots.take("b", 3.0)
-    assert slots.wake_at() == 1.0 + LEASE_S
+def test_it_says_when_the_next_is_forgotten() -> None:
+    slots: PrefillSlots[str] = PrefillSlots(LEASE_S)
+    assert slots.wake_at() == inf
+    slots.ask("a", 1.0)
+    slots.take("a", 2.0)
+    assert slots.wake_at() == 2.0 + LEASE_S
+    slots.ask("b", 1.5)
+    assert slots.wake_at() == 1.5 + LEASE_S
+    assert not slots.take("b", 1.5 + LEASE_S)  # it waits no more at that moment
     slots.enter("a")
-    assert slots.wake_at() == 3.0 + LEASE_S
+    assert slots.wake_at() == inf
