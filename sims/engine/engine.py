@@ -103,6 +103,11 @@ class Engine:
         return self._free * self.settings.block_tokens
 
     @property
+    def waiting(self) -> int:
+        """Requests that have no place in a batch yet."""
+        return len(self._queue)
+
+    @property
     def decoding(self) -> int:
         """Requests that decode."""
         return self._batch.size
