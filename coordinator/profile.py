@@ -22,7 +22,7 @@ class StepSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
     A request that computes one position counts as decoding, whatever it is called: that is what it
     costs. Others count as prefilling. `decode_context` is how many positions the decoding ones held
-    before, all together.
+    before, all together; `prefill_context` those of the prefilling ones.
     """
 
     seconds: Seconds
@@ -30,6 +30,7 @@ class StepSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     prefill_tokens: Count
     decode_requests: Count
     decode_context: Count
+    prefill_context: Count = 0
 
 
 class PhaseCost(msgspec.Struct, frozen=True, kw_only=True):

@@ -105,7 +105,7 @@ def _fit_phase(points: Sequence[_Point], terms: Sequence[Term]) -> PhaseFit | No
     }
     used = _distinct(terms, {term: column / seconds for term, column in columns.items()})[: len(points) // 2]
     matrix = np.stack([columns[term] / seconds for term in used], axis=1)
-    solution = _robust(matrix)
+    solution = solve_robustly(matrix)
     error = float(np.median(np.abs(matrix @ solution - 1.0)))
     constants: dict[str, float] = {term: float(value) for term, value in zip(used, solution, strict=True)}
     cost = PhaseCost(**constants)
@@ -129,8 +129,8 @@ def _distinct(terms: Sequence[Term], columns: dict[Term, Array]) -> list[Term]:
     return kept
 
 
-def _robust(matrix: Array) -> Array:
-    """Weights x >= 0 with `matrix` x close to 1 for most rows."""
+def solve_robustly(matrix: Array) -> Array:
+    """Coefficients x >= 0 with `matrix` x close to 1 for most rows."""
     weights = np.ones(len(matrix))
     solution = _non_negative(matrix, weights)
     for _ in range(ROUNDS):

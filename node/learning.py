@@ -6,7 +6,7 @@ from typing import final
 
 import trio
 
-from ..coordinator.profile import LatencyProfile
+from ..coordinator.profile import LatencyProfile, StepSample
 from ..coordinator.profile_fit import SampleBook, fit
 from .engine.protocol import Iterations
 from .settings import WAN
@@ -29,6 +29,10 @@ class Learner:
         """Steps of the engine."""
         self._book.add(iterations.samples)
         self._news = self._news or bool(iterations.samples)
+
+    def samples(self) -> list[StepSample]:
+        """What is kept of them."""
+        return self._book.samples()
 
     def forget(self) -> None:
         """The engine has gone, and the next one may hold other layers."""

@@ -14,6 +14,8 @@ from functools import partial
 from itertools import count
 from typing import final
 
+import msgspec
+
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.requests.machine import RequestMachine
 from ..coordinator.requests.values import (
@@ -25,14 +27,15 @@ from ..coordinator.requests.values import (
     Ready,
     RequestSettings,
 )
-from ..coordinator.routing.interface import NoRoute
+from ..coordinator.routing.balancer import choose_split
+from ..coordinator.routing.interface import NoRoute, Route
 from .deployment import Deployment
 from .engine.sequence import Sequence as EngineSequence
 from .engine.values import EngineSignal, SignalKind
 from .kv_transfers import KVTransfer, KVTransfers
 from .results.outcomes import TransferRecord
 from .scenario import SimSettings
-from .serving import Assignment, ReplicaHost, SimRequest, Split
+from .serving import Assignment, ReplicaHost, SimRequest, SlotWaiter, Split
 
 Act = Callable[[float], None]
 """What happens at a moment, which it is given."""
@@ -155,6 +158,7 @@ class SimGateway:
         replica.is_noticed = True
         for assignment in stranded:
             self._tell_of_loss(assignment, replica, now)
+        self._send_waiters_on(replica, now)
 
     def retry(self, service: int, now: float) -> None:
         """There may be a route for the requests of a service that have none."""
@@ -229,14 +233,96 @@ class SimGateway:
                     pass
 
     def _find_route(self, request: SimRequest, wanted: FindRoute, now: float) -> None:
+        self._free_slot(request, now)
         try:
             route = self._deployments[request.service].route(wanted.tokens, now, wanted.blamed)
         except NoRoute as error:
             self._waiting[request.service].append(request)
             ready = request.machine.not_routed(str(error), now, is_hopeful=True)
         else:
+            if route.splits_there and route.prefill is not None:
+                prefill = self._deployments[request.service].hosts[route.prefill]
+                self._send(request, prefill, partial(self._wait_for_slot, SlotWaiter(request, route), prefill), now)
+                return
             ready = request.machine.routed(route, now)
         self._carry_out(request, ready, now)
+
+    # ---- splits that the prefill replica chooses ------------------------------------------------------------
+
+    def _wait_for_slot(self, waiter: SlotWaiter, prefill: ReplicaHost, now: float) -> None:
+        """A request asks the prefill replica to take it, and counts in the load there until it does."""
+        prefill.slots.ask(waiter.request, now)
+        prefill.waiting.append(waiter)
+        prefill.outstanding += 1
+        prefill.prefill_tokens += waiter.route.split
+        self._on_load(prefill)
+        if prefill.is_noticed:
+            self._send_waiters_on(prefill, now)
+        elif not prefill.is_lost:
+            self._give_slots(prefill, now)
+
+    def _give_slots(self, prefill: ReplicaHost, now: float) -> None:
+        """Take requests while there are slots: how each is split is chosen now, by how it stands at the decode
+        replica, which is asked."""
+        while prefill.waiting and prefill.slots.take(prefill.waiting[0].request, now):
+            waiter = self._take_waiter(prefill)
+            waiter.request.slot_at = prefill
+            decode = self._deployments[waiter.request.service].hosts.get(waiter.route.decode)
+            if decode is None:  # the plan has changed
+                self._use_slot(waiter, prefill, waiter.route, now)
+                continue
+            half_s = self._between(prefill, decode) / 2
+            self._do_at(now + half_s, partial(self._split, waiter, prefill, decode, half_s), now)
+
+    def _split(self, waiter: SlotWaiter, prefill: ReplicaHost, decode: ReplicaHost, half_s: float, now: float) -> None:
+        """The decode replica says how it stands there now, and the prefill replica hears of it half a round trip
+        later."""
+        split = choose_split(waiter.route.split, prefill.prefill_line, decode.chunk_line, decode.chunked_prefill_state)
+        route = msgspec.structs.replace(waiter.route, split=split, splits_there=False)
+        self._do_at(now + half_s, partial(self._use_slot, waiter, prefill, route), now)
+
+    def _use_slot(self, waiter: SlotWaiter, prefill: ReplicaHost, route: Route, now: float) -> None:
+        """The gateway hears that the request has a slot, and how it is split."""
+        request = waiter.request
+
+        def begin(then: float) -> Ready:
+            hosts = self._deployments[request.service].hosts
+            if hosts.get(route.prefill or "") is prefill and route.decode in hosts:
+                return request.machine.routed(route, then)
+            return request.machine.network_changed(then)
+
+        self._hear(request, prefill, begin, now)
+
+    def _free_slot(self, request: SimRequest, now: float) -> None:
+        """It does not use the slot that it has, if it has one."""
+        prefill, request.slot_at = request.slot_at, None
+        if prefill is not None:
+            prefill.slots.leave(request)
+            self._give_slots(prefill, now)
+
+    def _send_waiters_on(self, prefill: ReplicaHost, now: float) -> None:
+        """The replica is lost: who waits for it looks for another route."""
+        while prefill.waiting:
+            request = self._take_waiter(prefill).request
+            prefill.slots.leave(request)
+            self._carry_out(request, request.machine.network_changed(now), now)
+
+    def _take_waiter(self, prefill: ReplicaHost) -> SlotWaiter:
+        waiter = prefill.waiting.popleft()
+        prefill.outstanding -= 1
+        prefill.prefill_tokens -= waiter.route.split
+        self._on_load(prefill)
+        return waiter
+
+    def _between(self, one: ReplicaHost, other: ReplicaHost) -> float:
+        """The round trip between two replicas' heads, where messages take time."""
+        if not self._gateways:
+            return 0.0
+        return float(
+            self._cluster.rtt_s[self._cluster.index(one.replica.head), self._cluster.index(other.replica.head)]
+        )
+
+    # ---- both halves of a request ---------------------------------------------------------------------------
 
     def _open_decode(self, request: SimRequest, opening: OpenDecode, now: float) -> None:
         hosts = self._deployments[request.service].hosts
@@ -260,6 +346,8 @@ class SimGateway:
                 self._on_load(decode)
             if opening.prefill is not None:
                 receives = assignment.decode_seq.external > 0
+                if not receives:
+                    self._free_slot(request, now)
                 opened = partial(machine.decode_opened, opening.attempt, receives=receives)
                 self._hear(request, decode, opened, now)
 
@@ -299,6 +387,9 @@ class SimGateway:
         links = deployment.transfer_links(prefill.replica, decode.replica)
         transfer = KVTransfer(key, links, deployment.token_bytes, deployment.service.model.layers)
         assignment.split, assignment.prefill_number = Split(prefill, sequence, transfer), prefill.number
+        request.slot_at = None
+        prefill.slots.leave(request)
+        prefill.slots.enter(key)
         prefill.outstanding += 1
         prefill.prefill_tokens += sequence.known
         prefill.engine.submit(sequence, now)
@@ -310,6 +401,7 @@ class SimGateway:
     def _prefill_at_decode(self, request: SimRequest, now: float) -> None:
         assignment = request.assignment
         assert assignment is not None
+        self._free_slot(request, now)
         self._send(request, assignment.decode, partial(self._do_without_kv, assignment), now)
 
     def _do_without_kv(self, assignment: Assignment, now: float) -> None:
@@ -325,6 +417,8 @@ class SimGateway:
     ) -> None:
         replica.outstanding -= 1
         replica.prefill_tokens -= sequence.known
+        replica.slots.leave(sequence.key)
+        self._give_slots(replica, now)
         if assignment is None or assignment.split is None:
             replica.engine.release_kv(sequence, now)
             return
@@ -353,6 +447,7 @@ class SimGateway:
 
     def _end(self, request: SimRequest, end: EndRequest, now: float) -> None:
         log, row, record = self._deployments[request.service].log, request.row, end.record
+        self._free_slot(request, now)
         request.end()
         if record is not None:
             log.replays[row] = len(record.recovered)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from math import inf
 from typing import Final, NamedTuple, final
 
+from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.plan import Replica
 from ..coordinator.requests.machine import RequestMachine
 from ..coordinator.requests.values import OpenDecode, Tokens
+from ..coordinator.routing.balancer import ChunkedPrefillState, ChunkLine, PrefillLine
+from ..coordinator.routing.balancer_fit import expected_chunk_line, expected_prefill_line
+from ..coordinator.routing.interface import Route
+from ..coordinator.routing.prefill_slots import PrefillSlots
 from .engine.engine import Engine
 from .engine.sequence import Sequence
 from .engine.values import SimEngineError
@@ -21,13 +28,20 @@ AdvanceHost = Callable[["ReplicaHost", float], list[Scheduled]]
 """Called when a replica's engine is due; returns the events that follow."""
 
 
+class SlotWaiter(NamedTuple):
+    """A request that waits until a prefill replica takes it, and the route that it then has."""
+
+    request: SimRequest
+    route: Route
+
+
 @final
 class ReplicaHost:
     """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
 
     __slots__ = (
-        "_advance", "alarm", "engine", "is_loading", "is_lost", "is_noticed", "number", "outstanding", "prefill_tokens",
-        "replica", "service", "stranded"
+        "_advance", "_lines", "alarm", "engine", "is_loading", "is_lost", "is_noticed", "number", "outstanding",
+        "prefill_tokens", "replica", "service", "slots", "stranded", "waiting"
     )  # fmt: skip
 
     def __init__(self, number: int, service: int, replica: Replica, engine: Engine, advance: AdvanceHost) -> None:
@@ -42,7 +56,11 @@ class ReplicaHost:
         self.is_lost = False  # one of its boxes has failed
         self.is_noticed = False  # gateways know of that
         self.stranded: list[Assignment] = []  # held when it failed, or routed here before anybody noticed
+        # A request has its slot until its prefill begins, then that prefill has it, by the key of its sequence.
+        self.slots: PrefillSlots[SimRequest | int] = PrefillSlots(lease_s=inf)
+        self.waiting: deque[SlotWaiter] = deque()  # for a slot, in order
         self._advance = advance
+        self._lines: tuple[StepTimes, int, PrefillLine, ChunkLine] | None = None
 
     def happen(self, now: float) -> Iterable[Scheduled]:
         """Advance the engine, unless its next event has moved since this alarm was set."""
@@ -51,9 +69,40 @@ class ReplicaHost:
         self.alarm = NEVER
         return self._advance(self, now)
 
+    @property
+    def prefill_line(self) -> PrefillLine:
+        """What it expects of a prefill here."""
+        return self._expected_lines()[2]
+
+    @property
+    def chunk_line(self) -> ChunkLine:
+        """What it expects of a step here with a chunk of a prompt."""
+        return self._expected_lines()[3]
+
+    @property
+    def chunked_prefill_state(self) -> ChunkedPrefillState:
+        """How it stands here now."""
+        engine = self.engine
+        return ChunkedPrefillState(
+            decoding=engine.decoding,
+            context_tokens=engine.context_tokens,
+            free_tokens=engine.free_tokens,
+            block_tokens=engine.settings.block_tokens,
+            step_tokens=engine.settings.max_batched_tokens,
+        )
+
+    def _expected_lines(self) -> tuple[StepTimes, int, PrefillLine, ChunkLine]:
+        times, tokens, known = self.engine.times, self.engine.settings.max_batched_tokens, self._lines
+        if known is None or known[0] is not times or known[1] != tokens:
+            known = (times, tokens, expected_prefill_line(times), expected_chunk_line(times, tokens))
+            self._lines = known
+        return known
+
     def check_integrity(self) -> None:
         """Nothing is left when all requests have ended. Raises SimEngineError."""
         self.engine.check_integrity()
+        if self.slots.used or self.waiting:
+            raise SimEngineError(f"{self.replica.id} is left with {self.slots!r}")
         if self.outstanding or self.prefill_tokens:
             raise SimEngineError(
                 f"{self.replica.id} is left with {self.outstanding} requests, {self.prefill_tokens} tokens to prefill"
@@ -76,7 +125,9 @@ class ReplicaHost:
 class SimRequest:
     """A request while it runs: the `Answer` of its machine, with counts for tokens."""
 
-    __slots__ = ("assignment", "count", "finish", "gateway", "is_over", "left", "machine", "prompt", "row", "service")
+    __slots__ = (
+        "assignment", "count", "finish", "gateway", "is_over", "left", "machine", "prompt", "row", "service", "slot_at"
+    )  # fmt: skip
 
     def __init__(self, service: int, row: int, prompt: int, output: int) -> None:
         self.service = service
@@ -89,6 +140,7 @@ class SimRequest:
         self.gateway: int | None = None  # the box to whose gateway it came; None: one that is as near as can be
         self.machine: RequestMachine  # from its arrival to its end
         self.assignment: Assignment | None = None  # of the latest attempt
+        self.slot_at: ReplicaHost | None = None  # has a slot for it, until its prefill begins there
 
     def take(self, tokens: Tokens, finish: str | None) -> None:
         """Count more tokens. Nobody looks at them."""
@@ -100,7 +152,7 @@ class SimRequest:
     def end(self) -> None:
         """Nothing follows: let go of what refers back to it, or only the garbage collector could free it."""
         self.is_over = True
-        self.assignment = None
+        self.assignment = self.slot_at = None
         del self.machine
 
 

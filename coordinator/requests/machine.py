@@ -79,9 +79,9 @@ class RequestMachine:
     be called at `wake_at`, unless another event has changed that."""
 
     __slots__ = (
-        "_answer", "_arrived", "_attempt", "_attempts", "_blamed", "_cached", "_deadline", "_failures", "_first_at",
+        "_answer", "_arrived", "_attempt", "_blamed", "_cached", "_deadline", "_failures", "_first_at",
         "_give_up_at", "_last_at", "_opening", "_prompt", "_recovered", "_service", "_settings", "_stalls", "_state",
-        "wake_at",
+        "attempts", "wake_at",
     )  # fmt: skip
 
     def __init__(
@@ -102,7 +102,7 @@ class RequestMachine:
         self._settings = settings
         self._state = _State.ROUTING
         self._attempt: Attempt | None = None
-        self._attempts = 0
+        self.attempts = 0  # that have begun
         self._opening: OpenDecode | None = None  # of the latest attempt
         self.wake_at = deadline
         """When it wants to be woken, in seconds; infinite: never. Any event may change that."""
@@ -117,7 +117,7 @@ class RequestMachine:
 
     def __repr__(self) -> str:
         return (
-            f"<RequestMachine {self._prompt}+{self._answer.count} tokens {self._state.value}, attempt {self._attempts}>"
+            f"<RequestMachine {self._prompt}+{self._answer.count} tokens {self._state.value}, attempt {self.attempts}>"
         )
 
     @property
@@ -169,8 +169,8 @@ class RequestMachine:
             return ()
         answer, settings = self._answer, self._settings
         tokens = self._prompt + answer.count
-        self._attempts += 1
-        opening = place(route, self._attempts, tokens, answer.left, settings, source)
+        self.attempts += 1
+        opening = place(route, self.attempts, tokens, answer.left, settings, source)
         self._opening, self._attempt = opening, Attempt(opening, tokens, expected, now)
         self._state, self.wake_at = _State.SERVING, self._look_at(self._attempt)
         return (*left, opening)
@@ -495,6 +495,6 @@ class RequestMachine:
         if first is None:
             first = last = now
         return RequestRecord(
-            opening.prefill, opening.decode, self._attempts, self._recovered, self._cached or 0, self._answer.count,
+            opening.prefill, opening.decode, self.attempts, self._recovered, self._cached or 0, self._answer.count,
             self._arrived, first, last,
         )  # fmt: skip

@@ -56,12 +56,14 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Replica ids for one request; `prefill` None: the decode replica prefills as well.
 
     `split` is how many tokens of the prompt the prefill replica computes, from its beginning: any
-    number from 1 to all of them, or 0 without such a replica.
+    number from 1 to all of them, or 0 without such a replica. `splits_there`: that replica says how
+    many when it takes the request, `split` at most (`balancer`).
     """
 
     prefill: str | None
     decode: str
     split: int = 0
+    splits_there: bool = False
 
     @classmethod
     def between(cls, prefill: str, decode: str, split: int) -> Route:

@@ -274,6 +274,8 @@ class EngineReady(EngineMessage, frozen=True, kw_only=True, tag="ready"):
     tflops: float = 0.0
     memory_gbps: float = 0.0
     async_scheduling: bool = False
+    block_tokens: int = 1  # KV memory is given out in blocks of so many tokens
+    step_tokens: int = 0  # that a step computes at most, as it has started
 
 
 class Starting(EngineMessage, frozen=True, kw_only=True, tag="starting"):

@@ -169,16 +169,18 @@ def count_computed(scheduled: Any) -> dict[str, int]:
 def describe_step(scheduled: Iterable[tuple[int, int]], seconds: float) -> StepSample:
     """The step as a sample for the profiler: of each request, the first position and how many tokens; one token counts
     as decode."""
-    chunks, contexts = list[int](), list[int]()
+    chunks, begun, contexts = list[int](), list[int](), list[int]()
     for first, tokens in scheduled:
         if tokens == 1:
             contexts.append(first)
         else:
             chunks.append(tokens)
+            begun.append(first)
     return StepSample(
         seconds=seconds,
         prefill_requests=len(chunks),
         prefill_tokens=sum(chunks),
         decode_requests=len(contexts),
         decode_context=sum(contexts),
+        prefill_context=sum(begun),
     )

@@ -32,6 +32,7 @@ from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
 from .place import Place, find_place
 from .prefetch import Prefetch
+from .splitting import PromptSplitter
 from .stages import Stages, with_limits
 from .supervisor import Supervisor
 from .worker import Worker
@@ -128,6 +129,7 @@ class Host:
         info, tuning = served.model.info, settings.tuning
         transfers = KvTransfers(model=info, outlets=outlets, messenger=network, tuning=tuning)
         self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning, record=record)
+        PromptSplitter(self.worker, model=info, messenger=network)  # lives as a handler of the network
         outlets.set_paths = self.worker.set_paths
         stages = Stages(
             service=info.service, messenger=network, path_to=path_to, random=secrets.token_bytes, tuning=tuning

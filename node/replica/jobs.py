@@ -8,7 +8,7 @@ from typing import final
 
 from msgspec.structs import replace
 
-from ...bootstrap import PeerId
+from ...bootstrap import PeerId, RemoteError
 from .. import messages
 from ..engine.protocol import Iterations, Sampling
 from ..links.path_selection import DIRECT
@@ -29,6 +29,22 @@ class Job:
     figures: messages.TransferFigures | None = None  # of one whose KV was delivered before that
     since_s: float = 0.0  # the share clock when it came
     tokens: int = 0  # that it has
+
+
+def refuse_known(request: str, jobs: dict[str, Job]) -> None:
+    """An id names one request: another gateway's must not take over its tokens."""
+    if request in jobs:
+        raise RemoteError("invalid", f"request: the id {request} is in use")
+
+
+def decode_id(request: str) -> str:
+    """What the engine calls the decode of a request."""
+    return f"decode:{request}"
+
+
+def prefill_id(request: str) -> str:
+    """What the engine calls its prefill."""
+    return f"prefill:{request}"
 
 
 def first_token_of(sampling: Sampling) -> Sampling:

@@ -22,9 +22,10 @@ from ..observing.event_log import Record, ignore
 from ..observing.values import EventKind, Served
 from ..settings import WAN, NodeTuning
 from .hung import ReplicaWatch
-from .jobs import Job, JobLog, first_token_of
+from .jobs import Job, JobLog, decode_id, first_token_of, prefill_id, refuse_known
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
+from .slot_desk import SlotDesk
 
 UNREAD_SAMPLING = protocol.Sampling(max_tokens=1)  # of a part of a prompt: vLLM must sample something
 
@@ -60,6 +61,7 @@ class Worker:
         self._log = JobLog(record, clock)
         self.stats: protocol.EngineStats | None = None
         self.learner = Learner(tuning.profile_interval_s)
+        self.slots = SlotDesk()
         self.on_request: Callable[[], None] = lambda: None
         """Hears that there is one more in the engine."""
         messenger.handle(methods.DECODE_OPEN, self.open_decode)
@@ -139,6 +141,7 @@ class Worker:
         self._transfers.engine_lost()
         decodes, self._decodes = self._decodes, {}
         prefills, self._prefills = self._prefills, {}
+        self.slots.clear()
         failed = f"the engine process {how}"
         for job in decodes.values():
             self._log.note_end(EventKind.DECODE_ENDED, job, failed=failed)
@@ -203,7 +206,7 @@ class Worker:
     async def open_decode(self, gateway: PeerId, role: Role, body: messages.DecodeOpen) -> messages.DecodeOpened:
         """Queue a request; with `receive_tokens`, first make tickets for its KV."""
         self._engine_for(body.service)
-        _refuse_known(body.request, self._decodes)
+        refuse_known(body.request, self._decodes)
         if body.receive_tokens > len(body.prompt) or (
             body.awaits_first_token and body.receive_tokens < len(body.prompt)
         ):
@@ -227,7 +230,7 @@ class Worker:
                 job,
                 self._decodes,
                 protocol.Submit(
-                    request=_decode_id(body.request),
+                    request=decode_id(body.request),
                     prompt=body.prompt,
                     sampling=body.sampling,
                     deadline_s=body.deadline_s,
@@ -248,10 +251,11 @@ class Worker:
     async def open_prefill(self, gateway: PeerId, role: Role, body: messages.PrefillOpen) -> messages.Opened:
         """Compute a prompt's KV and push it where the slices say; tell the gateway the first token if it is wanted."""
         self._engine_for(body.service, sends_kv=True)
-        _refuse_known(body.request, self._prefills)
+        refuse_known(body.request, self._prefills)
         transfer = body.slices[0].ticket.transfer
         # Known from here on, so that it can be stopped while the links are being agreed on.
         job = self._prefills[body.request] = self._log.begin(gateway, body.request, self._present)
+        self.slots.enter((gateway, body.request))
         self.on_request()
         job.transfer, job.wants_first_token = transfer, body.sampling is not None
         decode = body.slices[0].rank_slice.target_peer
@@ -263,7 +267,7 @@ class Worker:
                 job,
                 self._prefills,
                 protocol.Submit(
-                    request=_prefill_id(body.request),
+                    request=prefill_id(body.request),
                     prompt=body.prompt,
                     sampling=first_token_of(body.sampling) if body.sampling is not None else UNREAD_SAMPLING,
                     deadline_s=body.deadline_s,
@@ -272,6 +276,7 @@ class Worker:
             )
         except BaseException as error:
             self._transfers.abort(transfer, "the prefill did not begin")
+            self.slots.leave((gateway, body.request))
             if self._prefills.get(body.request) is job:
                 del self._prefills[body.request]
                 self._log.note(EventKind.PREFILL_ENDED, job, failed=str(error) or type(error).__name__)
@@ -284,7 +289,7 @@ class Worker:
         """The answer to this request has begun at its prefill node."""
         job = self._decodes.get(body.request)
         if job is not None and job.gateway == gateway and job.transfer is not None:
-            told = protocol.SetFirstToken(request=_decode_id(body.request), token=body.token)
+            told = protocol.SetFirstToken(request=decode_id(body.request), token=body.token)
             self._send(told)
 
     def stop_request(self, gateway: PeerId, role: Role, body: messages.StopRequest) -> None:
@@ -294,6 +299,7 @@ class Worker:
             self._cancel_decode(body.request)
         if prefill is not None and prefill.gateway == gateway:
             self._cancel_prefill(body.request)
+        self.slots.leave((gateway, body.request))
 
     def stop_transfer(self, gateway: PeerId, role: Role, body: messages.StopTransfer) -> None:
         """No KV will come for this request: its engine computes the prompt."""
@@ -384,6 +390,7 @@ class Worker:
         job = self._prefills.get(request)
         if job is not None and output.tokens and not job.tokens:
             job.tokens = len(output.tokens)
+            self.slots.leave((job.gateway, request))  # what is left is the transfer of its KV
             self._log.note(EventKind.PREFILL_DONE, job)
         if output.finish in ("deadline", "error", "refused"):
             self._end_prefill(request, f"prefill ended with {output.finish}", None)
@@ -416,13 +423,14 @@ class Worker:
                 return
             self._end_prefill(found, ended.failed, figures)
             # It may go on all the same: because its KV failed, or is not needed.
-            self._send(protocol.Cancel(request=_prefill_id(found)))
+            self._send(protocol.Cancel(request=prefill_id(found)))
             if ended.failed:
                 self._send(protocol.AbortTransfer(transfer=ended.transfer, reason=ended.failed))
 
     def _end_prefill(self, request: str, failed: str, figures: messages.TransferFigures | None) -> None:
         job = self._prefills.pop(request, None)
         if job is not None:
+            self.slots.leave((job.gateway, request))
             if failed and job.transfer is not None:
                 self._transfers.abort(job.transfer, failed)
             self._log.note_end(EventKind.PREFILL_ENDED, job, failed=failed or None)
@@ -436,6 +444,14 @@ class Worker:
         except PeerLost:
             return False
         return True
+
+    def describe_engine(self, service: str) -> protocol.EngineReady:
+        """Of the engine that takes requests here, its steps as they are limited now. Raises RemoteError for none."""
+        ready = self._engine_for(service).ready
+        if ready is None:
+            raise RemoteError("no-engine", "the engine process of this node is not ready")
+        least = min(filter(None, (ready.step_tokens, self._step_tokens)), default=0)
+        return msgspec.structs.replace(ready, step_tokens=least)
 
     def _engine_for(self, service: str, *, sends_kv: bool = False) -> EngineHandle:
         if service != self._service:
@@ -464,13 +480,14 @@ class Worker:
         decode = self._decodes.pop(request, None)
         if decode is not None:
             self._log.note_end(EventKind.DECODE_ENDED, decode, finish="cancelled")
-            self._send(protocol.Cancel(request=_decode_id(request)))
+            self._send(protocol.Cancel(request=decode_id(request)))
 
     def _cancel_prefill(self, request: str) -> None:
         prefill = self._prefills.pop(request, None)
         if prefill is not None and prefill.transfer is not None:
+            self.slots.leave((prefill.gateway, request))
             self._log.note_end(EventKind.PREFILL_ENDED, prefill, failed="cancelled")
-            self._send(protocol.Cancel(request=_prefill_id(request)))
+            self._send(protocol.Cancel(request=prefill_id(request)))
             # The prompt may be done while its KV is still being sent.
             self._abort(prefill.transfer, "the request was cancelled")
 
@@ -481,17 +498,3 @@ class Worker:
     def _send(self, message: protocol.EngineMessage) -> None:
         if self._engine is not None and self._engine.running:
             self._engine.send(message)
-
-
-def _refuse_known(request: str, jobs: dict[str, Job]) -> None:
-    """An id names one request: another gateway's must not take over its tokens."""
-    if request in jobs:
-        raise RemoteError("invalid", f"request: the id {request} is in use")
-
-
-def _decode_id(request: str) -> str:
-    return f"decode:{request}"
-
-
-def _prefill_id(request: str) -> str:
-    return f"prefill:{request}"

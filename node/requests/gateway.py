@@ -73,7 +73,7 @@ class Gateway:
         self._nursery = nursery
         self._settings = settings
         self._limits = limits
-        self._routes = RouteFinder(view, model.service, routing, lambda: self.queues)
+        self._routes = RouteFinder(view, model.service, routing, lambda: self._queues_and_waiting)
         self._tokenizing: dict[tuple[PeerId, str], bool] = {}  # requests; whether their clients still want them
         self._requests: dict[tuple[PeerId, str], RequestDriver] = {}  # by client, and the id that it gave
         self._by_token: dict[str, RequestDriver] = {}  # by what the ids of their attempts begin with
@@ -132,8 +132,13 @@ class Gateway:
 
     @property
     def queues(self) -> dict[PeerId, Queue]:
-        """What this gateway has at each node."""
+        """What this gateway has at the engine of each node."""
         return count_queues(work for driver in self._requests.values() for work in driver.request.machine.list_work())
+
+    @property
+    def _queues_and_waiting(self) -> dict[PeerId, Queue]:
+        """The same, with what waits for a slot there."""
+        return count_queues(work for driver in self._requests.values() for work in driver.list_work())
 
     def drain(self) -> None:
         """Finish what is running, refuse what is new."""

@@ -73,6 +73,11 @@ class OpenedRequest:
         """The id by which the replicas know the latest attempt: late messages of another are told apart by it."""
         return self._asked.request if self._asked is not None else ""
 
+    @property
+    def next_attempt(self) -> str:
+        """The id that the next attempt will have."""
+        return f"{self.token}.{self.machine.attempts + 1}"
+
     # ---- events ---------------------------------------------------------------------------------------------
 
     def on_decode_opened(self, attempt: int, opened: messages.DecodeOpened, now: float) -> Ready:

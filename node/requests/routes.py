@@ -32,7 +32,7 @@ class RouteFinder:
         queues: Callable[[], Mapping[PeerId, Queue]],
     ) -> None:
         self._view = view
-        self._service = service
+        self.service = service
         self._settings = settings
         self._queues = queues
         self._router: Router | None = None  # of the latest plan
@@ -42,12 +42,12 @@ class RouteFinder:
     @property
     def is_hopeful(self) -> bool:
         """Whether an engine is being started, so that waiting for a route makes sense."""
-        return self._view.hopeful(self._service)
+        return self._view.hopeful(self.service)
 
     def find(self, wanted: FindRoute, now: float, left: int = 0) -> Route:
         """The route for what a request's machine wants; `left` tokens of its answer may still come. Raises NoRoute."""
         view, plan = self._view, self._view.plan
-        if plan is None or plan.service != self._service:
+        if plan is None or plan.service != self.service:
             raise NoRoute("the coordinator has made no plan for it yet")
         faults = self._find_faults(plan, wanted)
         unusable = frozenset(faults)
@@ -95,7 +95,7 @@ class RouteFinder:
         """By the head of each replica that cannot serve this request, why not."""
         view, faults = self._view, {}
         for replica in plan.replicas:
-            fault = view.find_fault(replica, self._service)
+            fault = view.find_fault(replica, self.service)
             # An engine that has failed this request is not asked again; one started since then is another engine.
             if not fault and wanted.blamed.get(replica.head) == view.starts(PeerId(replica.head)):
                 fault = f"the engine of {name_of(replica.head)} has failed with this request"

@@ -125,7 +125,7 @@ sim_options: Final = combine(
     ),
     option(
         "--dispatch",
-        type=click.Choice(("plan", "random", "round-robin")),
+        type=click.Choice(("plan", "cronus", "random", "round-robin")),
         default="plan",
         help="who chooses (default: plan)",
         section="Engines and network",

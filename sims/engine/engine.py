@@ -102,6 +102,21 @@ class Engine:
         """KV tokens that there is room for, as of the last step that has ended."""
         return self._free * self.settings.block_tokens
 
+    @property
+    def waiting(self) -> int:
+        """Requests that have no place in a batch yet."""
+        return len(self._queue)
+
+    @property
+    def decoding(self) -> int:
+        """Requests that decode."""
+        return self._batch.size
+
+    @property
+    def context_tokens(self) -> int:
+        """KV tokens of those, as of the last step that has ended."""
+        return self._batch.context
+
     def change_times(self, times: StepTimes) -> None:
         """Steps that begin from now on take as long as these say."""
         self.times = times

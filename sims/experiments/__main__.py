@@ -20,6 +20,7 @@ from .deployments import deployments
 from .headline import headline
 from .links import links
 from .page import COMMAND, Page, write_index, write_page
+from .papers.cronus import cronus
 from .phases import phases
 from .ratios import ratios
 from .recovery import recovery
@@ -39,6 +40,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         baselines,
         deadlines,
         convergence,
+        cronus,
     )
 }
 SUMMARY: Final = "headline"
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m p2pserve.sims.experiments",
-        description="ThunderServe's figures and tables from this project's planner and simulator.",
+        description="The papers' figures and tables from this project's planner and simulator.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

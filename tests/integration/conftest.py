@@ -21,7 +21,7 @@ from p2pserve.bootstrap import Address, Identity, JoinToken, PeerId, Role
 from p2pserve.bootstrap.errors import PeerLost
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
-from p2pserve.coordinator import Phase
+from p2pserve.coordinator import Phase, RoutingSettings
 from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node import messages, methods
 from p2pserve.node.agent import Started, run_node
@@ -221,12 +221,13 @@ async def open_cluster(
     announce: Sequence[str | None] = (),
     drain_s: float = 1.0,
     requests: RequestSettings | None = None,
+    policy: str = "plan",
 ) -> AsyncIterator[Cluster]:
     """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server, or, without
     `channels`, each from its own.
 
     `knobs` has what is different for the engines of the first nodes, `announce` where they say that they are,
-    `requests` how long their gateways wait. Several
+    `requests` how long their gateways wait, `policy` how they route. Several
     nodes are pinned to `phases` in turn: of so small a model and machine, the planner would let each do both.
     """
     said: list[str] = []
@@ -249,6 +250,7 @@ async def open_cluster(
                 codec=codec,
                 engine=replace(KNOBS, **changes),
                 requests=requests or RequestSettings(),
+                routing=RoutingSettings(policy=policy),
                 drain_s=drain_s,
                 phase=phase,
                 announce=at,

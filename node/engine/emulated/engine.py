@@ -175,6 +175,7 @@ class EmulatedEngine:
             load_s=load_s,
             tflops=gpu.tflops * self._tp,
             memory_gbps=gpu.memory_gbps * self._tp,
+            step_tokens=self._config.max_batched_tokens,
         )
 
     def handle(self, message: protocol.ToEngine | KvEnded | KvSent, now: float) -> None:

@@ -174,6 +174,8 @@ class EngineRunner:
             tflops=tflops,
             memory_gbps=memory_gbps,
             async_scheduling=bool(self._core.async_scheduling),
+            block_tokens=cache.block_size,
+            step_tokens=self._engine.vllm_config.scheduler_config.max_num_batched_tokens,
         )
 
     def _measure(self, device: DeviceKind, dtype: torch.dtype) -> tuple[float, float]:

@@ -22,7 +22,10 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
 from p2pserve.node.models.text import TextModel
+from p2pserve.node.replica.slot_desk import SlotDesk
+from p2pserve.node.replica.splitting import SLOT_WAIT_S
 from p2pserve.node.requests.gateway import Gateway
+from p2pserve.node.requests.slot_messages import SlotOpen, SlotOpened
 from p2pserve.node.settings import ClientLimits
 from p2pserve.node.view import NetworkView
 
@@ -117,6 +120,9 @@ class World:
     otherwise: dict[PeerId, tuple[int, ...]] = field(default_factory=dict)  # what an engine writes that begins anew
     requests: int = 0
     limits: ClientLimits = field(default_factory=ClientLimits)
+    routing: RoutingSettings = field(default_factory=RoutingSettings)
+    slots: defaultdict[PeerId, SlotDesk] = field(default_factory=lambda: defaultdict(SlotDesk))
+    splits: dict[PeerId, Callable[[], Awaitable[int]]] = field(default_factory=dict)  # what prefill replicas say
 
     def __post_init__(self) -> None:
         self.gateway = Gateway(
@@ -125,7 +131,7 @@ class World:
             model=MODEL,
             text=TEXT,
             nursery=self.nursery,
-            routing=RoutingSettings(),
+            routing=self.routing,
             settings=RequestSettings(),
             limits=self.limits,
         )
@@ -180,6 +186,7 @@ class World:
         """The connection to a node ends: its jobs with it."""
         self.dead.add(peer)
         self.view.adverts.pop(peer, None)
+        self.slots.pop(peer, None)
         self.kill_jobs(peer)
         self.gateway.peer_lost(peer)
         self.gateway.network_changed()
@@ -189,7 +196,7 @@ class World:
         found = [job for job in self.jobs.values() if job.peer == peer]
         for job in found:
             job.scope.cancel()
-            del self.jobs[job.peer, job.kind, job.request]
+            self._close(job)
         return found
 
     def engine_lost(self, peer: PeerId) -> None:
@@ -226,6 +233,7 @@ class World:
                 job = self.jobs.pop((peer, kind, message.request), None)
                 if job is not None:
                     job.scope.cancel()
+            self.slots[peer].leave((self.peer_id, message.request))
         else:
             job = self.jobs.get((peer, "decode", message.request))  # type: ignore[attr-defined]
             if isinstance(message, messages.FirstToken):
@@ -244,6 +252,8 @@ class World:
         kind = method.removesuffix(".open")
         if peer in self.dead:
             raise PeerLost(f"{peer} is gone")
+        if method == "prefill.slot":
+            return await self._give_slot(peer, body)
         fault = self.faults[peer].pop(0) if self.faults[peer] else ""
         self.opened.append((kind, peer, body))
         if fault == "lost":
@@ -261,6 +271,8 @@ class World:
         if fault == "timeout":
             await elapse(timeout)
             raise RequestTimeout(f"{peer} did not answer")
+        if kind == "prefill":
+            self.slots[peer].enter((self.peer_id, body.request))
         run = self._decode if kind == "decode" else self._prefill
         self.nursery.start_soon(run, job, body, fault)
         if kind == "prefill":
@@ -271,6 +283,16 @@ class World:
 
     def _close(self, job: Job) -> None:
         del self.jobs[job.peer, job.kind, job.request]
+        if job.kind == "prefill":
+            self.slots[job.peer].leave((self.peer_id, job.request))
+
+    async def _give_slot(self, peer: PeerId, body: SlotOpen) -> SlotOpened:
+        assert (body.service, body.prompt_tokens) == (SERVICE, len(PROMPT_TOKENS))
+        self.opened.append(("slot", peer, body))
+        await elapse(LATENCY_S)
+        if not await self.slots[peer].wait((self.peer_id, body.request), SLOT_WAIT_S):
+            return SlotOpened()
+        return SlotOpened(split=await self.splits[peer]() if peer in self.splits else body.prompt_tokens)
 
     async def _decode(self, job: Job, body: messages.DecodeOpen, fault: str) -> None:
         assert body.prompt[: len(PROMPT_TOKENS)] == PROMPT_TOKENS
@@ -394,13 +416,14 @@ class World:
         assert self.gateway.idle
         assert self.gateway.queues == {}
         assert self.jobs == {}, "a worker still works for a request that is over"
+        assert [desk for desk in self.slots.values() if desk.used] == [], "a request that is over has a slot"
 
 
 @asynccontextmanager
-async def open_world(*peers: PeerId, limits: ClientLimits | None = None) -> AsyncIterator[World]:
+async def open_world(*peers: PeerId, limits: ClientLimits | None = None, policy: str = "plan") -> AsyncIterator[World]:
     """A world in which a plan over these peers is followed; checked at its end."""
     async with trio.open_nursery() as nursery:
-        world = World(nursery, limits=limits or ClientLimits())
+        world = World(nursery, limits=limits or ClientLimits(), routing=RoutingSettings(policy=policy))
         if peers:
             world.follow(*peers)
         yield world

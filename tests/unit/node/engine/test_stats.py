@@ -94,7 +94,7 @@ def test_a_step_is_told_by_what_it_costs() -> None:
     held = count_computed(step)
     assert held == {"prompt": 0, "transferred": 255, "chunk": 512, "a": 40, "b": 50}
     counts = step.num_scheduled_tokens.items()
-    assert describe_step(((held[name], count) for name, count in counts), 0.5) == StepSample(0.5, 2, 164, 3, 345)
+    assert describe_step(((held[name], count) for name, count in counts), 0.5) == StepSample(0.5, 2, 164, 3, 345, 512)
 
 
 class FakeScheduler:

@@ -1,0 +1,1 @@
+"""Experiments of other papers than ThunderServe's, in those papers' own settings."""

@@ -1,0 +1,119 @@
+"""The systems that Cronus is compared with, added up by hand, and its page."""
+
+from math import inf
+
+import numpy as np
+import pytest
+
+from p2pserve.sims.engine.engine import Engine
+from p2pserve.sims.engine.sequence import Sequence
+from p2pserve.sims.engine.values import SimEngineSettings, StepRecord
+from p2pserve.sims.experiments.papers import cronus_systems
+from p2pserve.sims.experiments.papers.cronus import PAPERS_RATES, SYSTEMS, cronus
+from p2pserve.sims.experiments.papers.cronus_systems import (
+    HIGH,
+    PAIRS,
+    PAPERS,
+    QUEUES,
+    Served,
+    _between_tokens,
+    _choose_engine,
+    decode_rate,
+    first_rows,
+    prefill_rate,
+    run_cronus,
+    run_data_parallel,
+)
+from p2pserve.sims.experiments.setting import Scope
+
+from ....linear_times import LinearTimes
+
+SMALL = Scope(seconds=15.0)  # a tenth of the requests
+
+
+def engine() -> Engine:
+    return Engine(LinearTimes(step=1.0), SimEngineSettings(max_sequences=1, max_batched_tokens=16), kv_tokens=10_000)
+
+
+def test_the_requests_are_the_papers() -> None:
+    trace = first_rows(1000, interval_s=0.5)
+    assert (round(float(trace.prompt.mean())), round(float(trace.output.mean()))) == (1014, 247)
+    assert trace.arrival_s[:3].tolist() == [0.0, 0.5, 1.0]
+    assert not first_rows(3).arrival_s.any()
+
+
+def test_a_token_takes_as_long_as_the_step_that_decoded_it() -> None:
+    steps = [
+        StepRecord(0.0, 5.0, "prefill", 100, 0, 1),  # nobody waits for a token
+        StepRecord(5.0, 6.0, "mixed", 10, 2, 1),
+        StepRecord(6.0, 12.0, "decode", 0, 1, 3),
+    ]
+    assert _between_tokens(steps).tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+def test_the_percentiles_and_the_rate() -> None:
+    served = Served(np.arange(101.0), np.arange(201.0), 50.0)
+    assert (served.ttft_p99_s, served.tbt_p99_s, served.rate) == (99.0, 198.0, 101 / 50)
+
+
+def test_data_parallel_sends_by_weight_to_those_whose_queue_is_not_full() -> None:
+    engines, sent, order = [engine(), engine()], [0, 0], []
+    while (number := _choose_engine(engines, sent)) is not None:
+        sent[number] += 1
+        order.append(number)
+        engines[number].submit(Sequence(len(order), 5, 5), 0.0)
+    # 3:1, until each queue is full: nobody has begun
+    assert order == [0, 0, 0, 1]
+    assert tuple(one.waiting for one in engines) == QUEUES
+    engines[1].advance(0.0)  # its request is in a batch now
+    assert _choose_engine(engines, sent) == 1
+
+
+def test_all_requests_are_served_and_first_tokens_are_timed_from_their_arrival() -> None:
+    trace = first_rows(60, interval_s=0.3)
+    for run in SYSTEMS.values():
+        served = run(PAIRS[0], trace, PAPERS)
+        assert np.isfinite(served.ttft_s).all()
+        assert (served.ttft_s > 0.0).all()
+        assert served.end_s > float(trace.arrival_s[-1])
+        # one for each token after the first; those of preempted requests are computed again
+        assert len(served.tbt_s) >= int((trace.output - 1).sum()) - len(trace)
+
+
+def test_a_card_that_does_one_half_alone_is_as_fast_as_that_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cronus_systems, "times_on", lambda name, model: LinearTimes(step=0.0, token=0.01))
+    trace = first_rows(50)
+    assert prefill_rate(HIGH, "llama3-8b", trace) == pytest.approx(50 / (0.01 * trace.prompt.sum()))
+    monkeypatch.setattr(cronus_systems, "times_on", lambda name, model: LinearTimes(step=0.5))
+    assert decode_rate(HIGH, "llama3-8b", trace) == pytest.approx(50 / (0.5 * trace.output.max()))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_cronus_carries_more_than_data_parallel_and_splits_prompts(pair: cronus_systems.PairOfCards) -> None:
+    trace = first_rows(400)
+    ours = run_cronus(pair, trace)
+    assert ours.rate > run_data_parallel(pair, trace).rate
+    assert ours.first_share is not None
+    assert 0.3 < ours.first_share < 0.8
+
+
+def test_the_page_has_the_papers_figures_beside_ours() -> None:
+    page = cronus(SMALL)
+    throughput, use, latencies, lower, fits, equal = page.tables
+    assert "The first 100 conversations" in " ".join(page.markdown().split())
+    assert [len(table.rows) for table in page.tables] == [20, 8, 60, 7, 2, 4]
+    rates = {(row.cards_and_model, row.system): row for row in throughput.rows}
+    for name, papers in PAPERS_RATES.items():
+        for pair, paper in zip(PAIRS, papers, strict=True):
+            row = rates[pair.name, name]
+            assert row.paper_rate == paper
+            assert row.over_paper == pytest.approx(row.rate / paper)
+            assert 0.0 < row.rate < inf
+    assert all(0.0 < row.prefill_pct <= 105.0 and 0.0 < row.decode_pct <= 105.0 for row in use.rows)
+    compared = [row for row in latencies.rows if row.cronus_ttft_lower_pct is not None]
+    assert all(row.system != "Cronus" and row.load <= 0.9 for row in compared)
+    assert {(row.time, row.than) for row in lower.rows} == {
+        ("TTFT", "DP"), ("TTFT", "L-H"), ("TTFT", "PP"), ("TBT", "PP"), ("TBT", "DP"), ("TBT", "H-L"),
+    }  # fmt: skip
+    assert all(0.95 < row.r2 <= 1.0 for row in fits.rows)
+    assert equal.rows[0].cards_and_model == PAIRS[0].name
