@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from .hetero import MinMaxWorkload
 from .interface import PolicyFactory
 from .plan_and_queues import PlanAndQueues
 
-NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues}
+NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues, "hetero": MinMaxWorkload}

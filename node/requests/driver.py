@@ -137,7 +137,7 @@ class RequestDriver:
                 return request.machine.held(now)
             case FindRoute():
                 try:
-                    route = self._routes.find(action, now, request.live.left)
+                    route = self._routes.find(action, now, request.live.left, request.token)
                 except NoRoute as error:
                     return request.machine.not_routed(str(error), now, is_hopeful=self._routes.is_hopeful)
                 return request.machine.routed(route, now, self._routes.expect(route, action.tokens))
