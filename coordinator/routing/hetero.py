@@ -27,6 +27,8 @@ loads of requests that have not ended.
 from __future__ import annotations
 
 from collections import defaultdict
+from enum import Enum
+from functools import partial
 from math import exp, expm1
 from typing import ClassVar, Final, NamedTuple, final
 
@@ -42,6 +44,17 @@ REMEMBERED: Final = 128
 
 MOST_USED: Final = 100.0
 """KV caches that a replica's requests may count for; the exponent has to stay a number."""
+
+
+class WorkloadKind(Enum):
+    """What a request counts as before its replica's KV cache is looked at."""
+
+    TIME = "time"
+    """Its share of an ideal batch's time: the paper's scheduler."""
+    ONE = "one"
+    """1, whatever it is: the paper's memory-based scheduler."""
+    TOKENS = "tokens"
+    """Its tokens, however fast the replica is and however full: the fewest tokens outstanding."""
 
 
 class _Placed(NamedTuple):
@@ -85,7 +98,7 @@ class _Lengths(NamedTuple):
         return self.prompt + self.output
 
 
-class _Choice(NamedTuple):
+class _WeighedReplica(NamedTuple):
     """A replica, its load with the request, and what of that is the request's."""
 
     load: float
@@ -139,9 +152,10 @@ class MinMaxWorkload(RoutingPolicy):
 
     needs_profiles: ClassVar[bool] = True
 
-    def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
+    def __init__(self, plan: Plan, settings: RoutingSettings, workload: WorkloadKind = WorkloadKind.TIME) -> None:
         self._plan = plan
-        self._theta = settings.kv_pressure
+        self._workload = workload
+        self._theta = settings.kv_pressure if workload is not WorkloadKind.TOKENS else 0.0
         self.open = OpenRequests(make_predictor(settings.length_predictor))
 
     def __repr__(self) -> str:
@@ -179,12 +193,12 @@ class MinMaxWorkload(RoutingPolicy):
             output = min(output, float(max(1, request.max_output_tokens)))
         return _Lengths(float(max(1, request.prompt_tokens)), output)
 
-    def _choose_replicas(self, usable: list[Replica], lengths: _Lengths, loads: ReplicaLoads) -> list[_Choice]:
+    def _choose_replicas(self, usable: list[Replica], lengths: _Lengths, loads: ReplicaLoads) -> list[_WeighedReplica]:
         """The replica for all of the request, or one for its prefill and one for its decode."""
         prefill = [item.id for item in usable if not item.decodes]
         decode = [item.id for item in usable if not item.prefills]
         mixed = [item.id for item in usable if item.prefills and item.decodes]
-        routes: list[list[_Choice]] = []
+        routes: list[list[_WeighedReplica]] = []
         # one that does both stands in for a side that has no other left
         firsts, lasts = prefill or mixed, decode or mixed
         if firsts and lasts and (prefill or decode):
@@ -203,47 +217,51 @@ class MinMaxWorkload(RoutingPolicy):
         *,
         prefills: bool = True,
         decodes: bool = True,
-    ) -> _Choice:
+    ) -> _WeighedReplica:
         """The one that would have the least load, with what it is to do of this request."""
         at = [loads.index[replica] for replica in replicas]
         profiles = [loads.profiles[place] for place in at]
-        works = [_Work(profile, prefills, decodes) for profile in profiles if profile is not None]
+        make_work = partial(_Work, self._workload, prefills, decodes)
+        works = [make_work(profile) for profile in profiles if profile is not None]
         # silence is no sign of speed
-        unknown = max(works, key=lambda work: work.seconds(lengths), default=_Work(None, prefills, decodes))
+        unknown = max(works, key=lambda work: work.seconds(lengths), default=make_work(None))
         # One whose KV cache cannot hold the prompt comes after all others: the request would be refused there.
         fits = [profile is None or not 0 < profile.kv_tokens <= lengths.prompt for profile in profiles]
         choices = (
-            self._weigh(replica, _Work(profile, prefills, decodes) if profile is not None else unknown, lengths, loads)
+            self._weigh(replica, make_work(profile) if profile is not None else unknown, lengths, loads)
             for replica, profile, does_fit in zip(replicas, profiles, fits, strict=True)
             if does_fit or not any(fits)
         )
         return min(choices, key=lambda choice: choice.load)  # the first of the least
 
-    def _weigh(self, replica: str, work: _Work, lengths: _Lengths, loads: ReplicaLoads) -> _Choice:
+    def _weigh(self, replica: str, work: _Work, lengths: _Lengths, loads: ReplicaLoads) -> _WeighedReplica:
         """A replica's load with this work."""
         at = loads.index[replica]
         seconds = work.seconds(lengths)
         if not work.decodes:
-            return _Choice(seconds * (1.0 + float(loads.prefill_tokens[at]) / lengths.prompt), replica, seconds)
+            return _WeighedReplica(seconds * (1.0 + float(loads.prefill_tokens[at]) / lengths.prompt), replica, seconds)
         own, mean = self.open.at(replica), self.open.mean or lengths
         others = max(0.0, float(loads.outstanding[at]) - own.requests)
         pressure = self._theta * min(MOST_USED, work.kv_usage(own.tokens + others * mean.tokens))
         workload = seconds * exp(pressure)
         risen = expm1(pressure) / pressure if pressure > 0.0 else 1.0
-        return _Choice(own.workload + others * work.seconds(mean) * risen + workload, replica, workload)
+        return _WeighedReplica(own.workload + others * work.seconds(mean) * risen + workload, replica, workload)
 
 
 class _Work(NamedTuple):
     """What a replica, as fast as `profile` says, is to do of requests. Where nothing is known of
     any replica, tokens stand for seconds."""
 
-    profile: ReplicaProfile | None
+    workload: WorkloadKind
     prefills: bool
     decodes: bool
+    profile: ReplicaProfile | None
 
     def seconds(self, lengths: _Lengths) -> float:
         """T of equation 6: of an ideal batch, over its requests."""
-        if self.profile is None:
+        if self.workload is WorkloadKind.ONE:
+            return 1.0
+        if self.profile is None or self.workload is WorkloadKind.TOKENS:
             return self.prefills * lengths.prompt + self.decodes * lengths.output
         requests = max(1.0, self.profile.kv_tokens / lengths.tokens)  # equation 5
         prefill_s, decode_s = self.profile.batch_s(requests, *lengths)

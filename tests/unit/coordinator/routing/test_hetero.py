@@ -1,4 +1,4 @@
-"""The policy of Xiong et al., section 4: its equations by hand, its hooks, and its state with one gateway and with four."""
+"""The policy of Xiong et al., section 4: equations by hand, hooks, and its state with one gateway and with four."""
 
 from __future__ import annotations
 
