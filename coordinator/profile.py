@@ -49,6 +49,11 @@ class PhaseCost(msgspec.Struct, frozen=True, kw_only=True):
         """What these requests add to a step that runs anyway."""
         return self.seconds(requests, length) - self.step_s if requests else 0.0
 
+    def run_s(self, requests: float, length: float, steps: float) -> float:
+        """Of `steps` decode steps in a row (equation 4): before the first, each request holds this
+        length, and it holds one token more at each."""
+        return steps * self.seconds(requests, length + (steps + 1.0) / 2.0)
+
 
 class PhaseFit(msgspec.Struct, frozen=True, kw_only=True):
     """A phase's constants, from how many samples, and the median of |predicted - measured| /
@@ -64,6 +69,19 @@ class LatencyProfile(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill: PhaseFit | None = None
     decode: PhaseFit | None = None
+
+
+class ReplicaProfile(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast a replica is, and how many tokens its KV cache holds; 0: that is not known."""
+
+    prefill: PhaseCost
+    decode: PhaseCost
+    kv_tokens: Count = 0
+
+    def batch_s(self, requests: float, prompt: float, output: float) -> tuple[float, float]:
+        """Seconds in which a batch of equal requests is prefilled, and decoded (equations 3 and
+        4)."""
+        return self.prefill.seconds(requests, prompt), self.decode.run_s(requests, prompt, output)
 
 
 def prompt_s(prefill: PhaseCost, tokens: int, chunk: int) -> float:

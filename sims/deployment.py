@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
 import numpy as np
 
+from ..coordinator.costs.sweep import profile_times
 from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
+from ..coordinator.profile import ReplicaProfile
 from ..coordinator.routing.interface import NoRoute, Route
 from ..coordinator.routing.router import Router
 from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
 from .results.outcomes import ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
-from .serving import ReplicaHost
+from .serving import ReplicaHost, SimRequest
+
+
+@final
+class _Report:
+    """What a replica has told of its load, and by gateway, what that has sent there or has seen end
+    since: requests, and tokens of prompts."""
+
+    __slots__ = ("kv_free_tokens", "outstanding", "own", "own_tokens", "prefill_tokens")
+
+    def __init__(self, host: ReplicaHost) -> None:
+        self.outstanding = host.outstanding
+        self.prefill_tokens = host.prefill_tokens
+        self.kv_free_tokens = host.engine.free_tokens
+        self.own: Counter[int | None] = Counter()
+        self.own_tokens: Counter[int | None] = Counter()
 
 
 @final
@@ -34,7 +52,12 @@ class Deployment:
         self._cluster = cluster
         self._settings = settings
         self._rng = np.random.default_rng((settings.seed, number))
-        self._router = Router(run.plan, settings.routing, policies=POLICIES, rng=self._rng)
+        # By the box of the gateway; None: of all gateways, which route as one while they hear of all loads at once.
+        self._routers: dict[int | None, Router] = {None: self._make_router(None)}
+        self._profiles: dict[int, ReplicaProfile] = {}  # by the number of the host
+        self._reports: dict[str, _Report] = {}  # what gateways have heard, where they hear it late
+        self._report_at = 0.0  # when they hear the next
+        self._routed: dict[int, tuple[int | None, str]] = {}  # by row: the gateway, and where it decodes
         self._excluded: frozenset[str] = frozenset()  # boxes and replicas that get no requests
         self._missing: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()  # boxes that are the last to be taken
@@ -42,22 +65,82 @@ class Deployment:
         self._links: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
 
-    def route(self, tokens: int, now: float, blamed: Mapping[str, int]) -> Route:
-        """Choose replicas by present loads, without hosts `blamed` by number. Raises NoRoute."""
-        loads = self._router.loads
-        for name, host in self._changed.items():
-            loads.note(name, host.outstanding, host.prefill_tokens, host.engine.free_tokens)
-        self._changed.clear()
+    def route(self, tokens: int, now: float, blamed: Mapping[str, int], request: SimRequest | None = None) -> Route:
+        """Choose replicas by the loads that the request's gateway knows, without hosts `blamed` by
+        number. Raises NoRoute."""
+        gateway = request.gateway if request is not None and self._settings.report_s else None
+        router = self._routers.get(gateway)
+        if router is None:
+            router = self._routers[gateway] = self._make_router(None)
+        self._tell_loads(router, gateway, now)
         excluded = self._excluded
         if blamed:
             failed = frozenset(blamed.values())
             excluded |= {name for name, host in self.hosts.items() if host.number in failed}
+        row = request.row if request is not None else None
         try:
-            return self._router.route(tokens, excluded | self._held, now=now)
+            route = router.route(tokens, excluded | self._held, now=now, request=row)
         except NoRoute:
             if self._held <= excluded:
                 raise
-        return self._router.route(tokens, excluded, now=now)
+            route = router.route(tokens, excluded, now=now, request=row)
+        if self._settings.report_s and row is not None:
+            self._count_own(row, gateway, route, tokens)
+        return route
+
+    def end_request(self, request: SimRequest, output_tokens: int | None) -> None:
+        """A request has ended, with so many tokens of its answer; None: not with all of it."""
+        router = self._routers.get(request.gateway if self._settings.report_s else None)
+        if router is not None:
+            router.end_request(request.row, output_tokens)
+        self._uncount_own(request.row)
+
+    def _make_router(self, earlier: Router | None) -> Router:
+        return Router(self.plan, self._settings.routing, policies=POLICIES, rng=self._rng, earlier=earlier)
+
+    def _tell_loads(self, router: Router, gateway: int | None, now: float) -> None:
+        """What is known of loads at this gateway: all that is so, or what replicas have told last,
+        and what it has routed or has seen end since."""
+        if not self._settings.report_s:
+            for host in self._changed.values():
+                self._note(router, host, host.outstanding, host.prefill_tokens, host.engine.free_tokens)
+            self._changed.clear()
+            return
+        if now >= self._report_at:
+            self._reports = {name: _Report(host) for name, host in self.hosts.items()}
+            self._report_at = now - now % self._settings.report_s + self._settings.report_s
+        for name, report in self._reports.items():
+            outstanding = max(0, report.outstanding + report.own[gateway])
+            tokens = report.prefill_tokens + report.own_tokens[gateway]
+            self._note(router, self.hosts[name], outstanding, tokens, report.kv_free_tokens)
+
+    def _note(
+        self, router: Router, host: ReplicaHost, outstanding: int, prefill_tokens: int, kv_free_tokens: int
+    ) -> None:
+        loads, name = router.loads, host.replica.id
+        loads.note(name, outstanding, prefill_tokens, kv_free_tokens)
+        if router.needs_profiles and loads.profiles[loads.index[name]] is None:
+            loads.profiles[loads.index[name]] = self._profile(host)
+
+    def _profile(self, host: ReplicaHost) -> ReplicaProfile:
+        """As found by a sweep before it has traffic."""
+        found = self._profiles.get(host.number)
+        if found is None:
+            engine = host.engine
+            tokens = engine.blocks * engine.settings.block_tokens
+            found = self._profiles[host.number] = profile_times(engine.times, tokens)
+        return found
+
+    def _count_own(self, row: int, gateway: int | None, route: Route, tokens: int) -> None:
+        self._uncount_own(row)
+        self._routed[row] = gateway, route.decode
+        self._reports[route.decode].own[gateway] += 1
+        self._reports[route.prefill or route.decode].own_tokens[gateway] += tokens
+
+    def _uncount_own(self, row: int) -> None:
+        gateway, decode = self._routed.pop(row, (None, ""))
+        if decode in self._reports:
+            self._reports[decode].own[gateway] -= 1
 
     def note_load(self, host: ReplicaHost) -> None:
         """The router is to hear of this replica's load before it routes the next request."""
@@ -117,7 +200,8 @@ class Deployment:
             host.replica = replica
             self.hosts[replica.id] = host
         self.plan = plan
-        self._router = Router(plan, self._settings.routing, policies=POLICIES, rng=self._rng)
+        self._routers = {gateway: self._make_router(router) for gateway, router in self._routers.items()}
+        self._reports, self._report_at = {}, 0.0
         self._links.clear()
         self._changed = dict(self.hosts)
         self.set_missing(self._missing)

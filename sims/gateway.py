@@ -235,7 +235,7 @@ class SimGateway:
     def _find_route(self, request: SimRequest, wanted: FindRoute, now: float) -> None:
         self._free_slot(request, now)
         try:
-            route = self._deployments[request.service].route(wanted.tokens, now, wanted.blamed)
+            route = self._deployments[request.service].route(wanted.tokens, now, wanted.blamed, request)
         except NoRoute as error:
             self._waiting[request.service].append(request)
             ready = request.machine.not_routed(str(error), now, is_hopeful=True)
@@ -446,7 +446,9 @@ class SimGateway:
         self._hear(request, assignment.decode, hear_all, now, assignment.first_heard_at)
 
     def _end(self, request: SimRequest, end: EndRequest, now: float) -> None:
-        log, row, record = self._deployments[request.service].log, request.row, end.record
+        deployment = self._deployments[request.service]
+        log, row, record = deployment.log, request.row, end.record
+        deployment.end_request(request, None if end.finish in (None, "error") else request.count)
         self._free_slot(request, now)
         request.end()
         if record is not None:

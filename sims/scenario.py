@@ -50,6 +50,9 @@ class SimSettings:
       as many as the link needs.
     - `gateways`: the boxes whose gateways take the requests, in turn. What they and replicas say to
       each other takes half a round trip; none: no time.
+    - `report_s`: seconds between a replica's reports of its load, by which gateways know of each
+      other's requests; their own they know at once. 0: gateways know of all at once, and route as
+      one. The running network: 1.
     - `first_token_at_decode`: the decode replica generates the first token, once the KV is there;
       else the prefill replica does, earlier, as on the network and in the papers.
     - `detect_s`: seconds until gateways notice that a box is lost; its requests stall as long.
@@ -67,6 +70,7 @@ class SimSettings:
     layerwise: bool = True
     streams: int | None = None
     gateways: tuple[str, ...] = ()
+    report_s: float = 0.0
     first_token_at_decode: bool = False
     detect_s: float = 1.0
     dead_s: float | None = None
@@ -79,7 +83,7 @@ class SimSettings:
     def __post_init__(self) -> None:
         if self.streams is not None and self.streams < 1:
             raise WorldError(f"streams is {self.streams}; it must be at least 1")
-        for name in ("detect_s", "dead_s", "told_s", "quiet_s"):
+        for name in ("report_s", "detect_s", "dead_s", "told_s", "quiet_s"):
             value = getattr(self, name)
             if value is not None and not value >= 0.0:
                 raise WorldError(f"{name} is {value}; it must not be negative")

@@ -11,13 +11,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from math import isfinite
+from typing import ClassVar, Final, NamedTuple, final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import Plan
+from ..profile import ReplicaProfile
+
+RequestId = str | int
+"""Tells the requests of a gateway apart."""
+
+LENGTH_PREDICTORS: Final = ("learned", "sampled")
+"""What `RoutingSettings.length_predictor` may be."""
 
 
 class NoRoute(LookupError):
@@ -79,12 +87,15 @@ class RequestFacts(NamedTuple):
     `prompt_tokens`: tokens to prefill; of a request that goes on after a failure, its prompt and
     its answer so far. `excluded`: ids of boxes and replicas that it must not be sent to.
     `output_tokens`: the length of its answer, where that is known beforehand, as it is in a
-    simulation; gateways do not know it.
+    simulation; gateways do not know it. `id`: the same for all attempts of a request; None: nobody
+    will tell of its end. `max_output_tokens`: that its answer may still have, where its client says.
     """
 
     prompt_tokens: int
     excluded: frozenset[str] = frozenset()
     output_tokens: int | None = None
+    id: RequestId | None = None
+    max_output_tokens: int | None = None
 
 
 @final
@@ -93,8 +104,9 @@ class ReplicaLoads:
 
     `outstanding` requests; `prefill_tokens` of their prompts still to compute; `kv_free_tokens`,
     infinite until it is reported; `waiting` requests that have no place in a batch yet (0 where
-    that is not told); `is_silent`: nothing has been reported. Whoever runs the replicas writes
-    here; policies only read.
+    that is not told); `is_silent`: nothing has been reported. `profiles`: how fast the replicas
+    are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known. Whoever
+    runs the replicas writes here; policies only read.
     """
 
     def __init__(self, ids: Iterable[str]) -> None:
@@ -106,6 +118,7 @@ class ReplicaLoads:
         self.kv_free_tokens: NDArray[np.float64] = np.full(size, np.inf)
         self.waiting: NDArray[np.float64] = np.zeros(size)
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
+        self.profiles: list[ReplicaProfile | None] = [None] * size
 
     def forget(self) -> None:
         """Take all replicas for silent."""
@@ -137,6 +150,9 @@ class RoutingPolicy(ABC):
     numbers but from `rng`, so that the same calls have the same answers.
     """
 
+    needs_profiles: ClassVar[bool] = False
+    """Whether `loads.profiles` is to be kept up to date for it."""
+
     @abstractmethod
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
         """The replicas for a request that is routed at `now` (seconds, of a clock that does not go
@@ -146,6 +162,15 @@ class RoutingPolicy(ABC):
         excluded nor with an excluded box, the first of which prefills and the second decodes,
         unless a request could not be served otherwise. Raises NoRoute where no replica is left.
         """
+
+    def on_end(self, request: RequestId, output_tokens: int | None) -> None:  # noqa: B027 (likewise)
+        """A request of this gateway has ended, for whatever reason; `output_tokens` of its answer,
+        None where that is not complete. Told once of each, also of one that was never routed, or by
+        an earlier policy."""
+
+    def take_over(self, earlier: RoutingPolicy) -> None:  # noqa: B027 (likewise)
+        """This policy takes the place of `earlier`, whose plan is followed no more: keep what holds
+        still, such as the requests that have not ended."""
 
     def on_drained(self, replica: int) -> None:  # noqa: B027 (a hook that most policies leave as it is)
         """A replica (index in the live state) has run out of work. Told by simulations only:
@@ -161,17 +186,30 @@ class RoutingSettings:
     closely in the long run, and take longer to answer to a change. `free_share`: times its share of
     those requests that a pair of replicas over a link may have before it counts as busier than its
     queues say. Higher values let idle replicas take more over thin links, which then fall behind.
+
+    Of the policy `hetero`: `kv_pressure` is theta of Xiong et al., equation 7: a replica counts as
+    e^(theta * u) times as slow while the share u of its KV cache is spoken for. Higher values share
+    requests by memory rather than by speed. `length_predictor` guesses how long answers will be:
+    `learned`, the mean of answers to prompts of about this length; `sampled`, as in the paper, a
+    number drawn from the normal distribution of all answers lately.
     """
 
     policy: str = "plan"
     remembered_requests: int = 128
     free_share: float = 1.5
+    kv_pressure: float = 2.0
+    length_predictor: str = "learned"
 
     def __post_init__(self) -> None:
         if self.remembered_requests < 1:
             raise PolicyError(f"routing.remembered_requests is {self.remembered_requests}; it must be at least 1")
         if not self.free_share >= 1.0:
             raise PolicyError(f"routing.free_share is {self.free_share}; it must be at least 1")
+        if not (isfinite(self.kv_pressure) and self.kv_pressure >= 0.0):
+            raise PolicyError(f"routing.kv_pressure is {self.kv_pressure}; it must be 0 or more")
+        if self.length_predictor not in LENGTH_PREDICTORS:
+            known = ", ".join(LENGTH_PREDICTORS)
+            raise PolicyError(f"routing.length_predictor is {self.length_predictor!r}, none of {known}")
 
 
 PolicyFactory = Callable[[Plan, RoutingSettings], RoutingPolicy]

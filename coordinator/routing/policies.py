@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from .cronus import Cronus
+from .hetero import MinMaxWorkload
 from .interface import PolicyFactory
 from .plan_and_queues import PlanAndQueues
 
-NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues, "cronus": Cronus}
+NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues, "hetero": MinMaxWorkload, "cronus": Cronus}

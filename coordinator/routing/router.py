@@ -8,7 +8,16 @@ from typing import Final, final
 import numpy as np
 
 from ..plan import Plan
-from .interface import Load, PolicyError, PolicyFactory, ReplicaLoads, RequestFacts, Route, RoutingSettings
+from .interface import (
+    Load,
+    PolicyError,
+    PolicyFactory,
+    ReplicaLoads,
+    RequestFacts,
+    RequestId,
+    Route,
+    RoutingSettings,
+)
 from .policies import NETWORK_POLICIES
 
 DEFAULT_SETTINGS: Final = RoutingSettings()
@@ -16,11 +25,12 @@ DEFAULT_SETTINGS: Final = RoutingSettings()
 
 @final
 class Router:
-    """Made once for a plan, and asked for every request. `loads` is what it has heard of the plan's
-    replicas.
+    """Made once for a plan, and asked for every request by its `policy`. `loads` is what it has heard
+    of the plan's replicas.
 
     `policies`: those that `settings.policy` may name. `rng`: for policies that draw lots; without
-    one, they draw the same lots for each router. Raises PolicyError for a policy that is not known.
+    one, they draw the same lots for each router. `earlier`: the router of the plan before, whose
+    place this one takes. Raises PolicyError for a policy that is not known.
     """
 
     def __init__(
@@ -30,14 +40,22 @@ class Router:
         *,
         policies: Mapping[str, PolicyFactory] = NETWORK_POLICIES,
         rng: np.random.Generator | None = None,
+        earlier: Router | None = None,
     ) -> None:
         make_policy = policies.get(settings.policy)
         if make_policy is None:
             raise PolicyError(f"routing.policy is {settings.policy!r}, none of {', '.join(policies)}")
         self.plan = plan
-        self._policy = make_policy(plan, settings)
+        self.policy = make_policy(plan, settings)
+        if earlier is not None:
+            self.policy.take_over(earlier.policy)
         self.loads = ReplicaLoads(replica.id for replica in plan.replicas)
         self._rng = rng if rng is not None else np.random.default_rng(0)
+
+    @property
+    def needs_profiles(self) -> bool:
+        """Whether `loads.profiles` is to be kept up to date."""
+        return self.policy.needs_profiles
 
     def report(self, loads: Iterable[Load]) -> None:
         """Take in the latest report of every replica, in place of all earlier ones; one that is not
@@ -47,9 +65,25 @@ class Router:
             if load.replica in self.loads.index:
                 self.loads.note(load.replica, load.outstanding, load.prefill_tokens, load.kv_free_tokens)
 
-    def route(self, prompt_tokens: int, exclude: frozenset[str] = frozenset(), *, now: float = 0.0) -> Route:
+    def route(
+        self,
+        prompt_tokens: int,
+        exclude: frozenset[str] = frozenset(),
+        *,
+        now: float = 0.0,
+        request: RequestId | None = None,
+        max_output_tokens: int | None = None,
+    ) -> Route:
         """The policy's choice for a request of so many tokens to prefill, without the boxes and
-        replicas in `exclude`. Raises NoRoute where none is left."""
+        replicas in `exclude`. Raises NoRoute where none is left.
+
+        `end_request` is to be called when the `request` of that id has ended.
+        """
         if prompt_tokens < 0:
             raise ValueError(f"prompt_tokens is {prompt_tokens}; it must not be negative")
-        return self._policy.choose(RequestFacts(prompt_tokens, exclude), self.loads, now=now, rng=self._rng)
+        facts = RequestFacts(prompt_tokens, exclude, id=request, max_output_tokens=max_output_tokens)
+        return self.policy.choose(facts, self.loads, now=now, rng=self._rng)
+
+    def end_request(self, request: RequestId, output_tokens: int | None) -> None:
+        """A request has ended, with so many tokens of its answer; None: not with all of it."""
+        self.policy.on_end(request, output_tokens)

@@ -254,7 +254,9 @@ class Gateway:
         """A request is over."""
         key = request.client, request.id
         del self._requests[key], self._by_token[request.token]
-        if request.live.finish is not None:
+        is_answered = request.live.finish is not None
+        self._routes.end_request(request.token, request.live.count if is_answered else None)
+        if is_answered:
             self._meter.record_end(len(request.live.prompt), request.live.count)
         self._queue.remove(key, trio.current_time())
         if end.finish is None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import inf
 from typing import Final, final
 
 from ...bootstrap import PeerId
 from ...coordinator import NoRoute, Plan, Route, Router, RoutingSettings
+from ...coordinator.capacity import Links
 from ...coordinator.names import name_of
 from ...coordinator.repair.damping import DampingSettings, FlapDamping
 from ...coordinator.requests.stalls import ExpectedTimes
 from ...coordinator.requests.values import FindRoute
+from ...coordinator.routing.profiles import ReplicaProfiles
 from ..adverts import IS_DEAD, join_faults
+from ..messages import Advert
 from ..view import NetworkView, Queue
 from .engine_room import prefill_tokens_s
 
@@ -36,6 +40,7 @@ class RouteFinder:
         self._settings = settings
         self._queues = queues
         self._router: Router | None = None  # of the latest plan
+        self._profiles: ReplicaProfiles | None = None  # likewise, for policies that ask for them
         self._stalls = FlapDamping(STALL_DAMPING)  # of heads of replicas
         self.hung: frozenset[str] = frozenset()  # heads of replicas that do not answer: the last to be taken
 
@@ -44,8 +49,9 @@ class RouteFinder:
         """Whether an engine is being started, so that waiting for a route makes sense."""
         return self._view.hopeful(self.service)
 
-    def find(self, wanted: FindRoute, now: float, left: int = 0) -> Route:
-        """The route for what a request's machine wants; `left` tokens of its answer may still come. Raises NoRoute."""
+    def find(self, wanted: FindRoute, now: float, left: int = 0, request: str | None = None) -> Route:
+        """The route for what the machine of this request wants; `left` tokens of its answer may still come. Raises
+        NoRoute."""
         view, plan = self._view, self._view.plan
         if plan is None or plan.service != self.service:
             raise NoRoute("the coordinator has made no plan for it yet")
@@ -57,17 +63,29 @@ class RouteFinder:
         ending = {replica.head for replica in plan.replicas if view.ends_within(replica, needed_s)}
         unsure = self.hung | stalled | ending
         if self._router is None or self._router.plan is not plan:
-            self._router = Router(plan, self._settings)
+            self._router = Router(plan, self._settings, earlier=self._router)
+            self._profiles = ReplicaProfiles(plan) if self._router.needs_profiles else None
         self._router.report(view.loads(self._queues()))
+        if self._profiles is not None:
+            signs = {peer: _sign(advert) for peer in plan.peers if (advert := view.adverts.get(PeerId(peer)))}
+            self._profiles.update(
+                signs, lambda: view.boxes(self._service), lambda: Links(view.links()), self._router.loads.profiles
+            )
+        route = partial(self._router.route, wanted.tokens, now=now, request=request, max_output_tokens=left or None)
         try:
-            return self._router.route(wanted.tokens, unusable | unsure | {wanted.leaving}, now=now)
+            return route(exclude=unusable | unsure | {wanted.leaving})
         except NoRoute as error:
             if wanted.leaving or unsure <= unusable:
                 raise self._explain(error, faults, plan, now) from None
         try:
-            return self._router.route(wanted.tokens, unusable, now=now)
+            return route(exclude=unusable)
         except NoRoute as error:
             raise self._explain(error, faults, plan, now) from None
+
+    def end_request(self, request: str, output_tokens: int | None) -> None:
+        """A request has ended, with so many tokens of its answer; None: not with all of it."""
+        if self._router is not None:
+            self._router.end_request(request, output_tokens)
 
     def expect(self, route: Route, tokens: int) -> ExpectedTimes:
         """The times of a route that has just been found for so many tokens: those that the plan was made for, after
@@ -109,3 +127,10 @@ class RouteFinder:
         # Of these the line on the dead says more: since when.
         others = (fault for fault in faults.values() if not fault.endswith(IS_DEAD))
         return NoRoute("; ".join(filter(None, [str(error), join_faults(others), dead])))
+
+
+def _sign(advert: Advert) -> tuple[object, ...]:
+    """Differs when what a box says of its speed and its memory does."""
+    engine = advert.engine
+    figures = (engine.tflops, engine.memory_gbps, engine.kv_tokens, engine.stages) if engine is not None else ()
+    return (advert.profile, advert.fits, *figures)

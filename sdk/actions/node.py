@@ -18,7 +18,7 @@ import trio
 
 from ...bootstrap import parse_address
 from ...bootstrap.trust.targets import parse_member
-from ...coordinator import Phase
+from ...coordinator import Phase, RoutingSettings
 from ...coordinator.names import name_of
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
@@ -116,6 +116,7 @@ def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> Node
         also=tuple(parse_member(text, "also") for text in getattr(arguments, "also", ())),
         links=replace(settings_of(BoxLinkSettings, arguments), box=settings_of(BoxFigures, arguments)),
         engine=settings_of(BoxEngineSettings, arguments),
+        routing=RoutingSettings(policy=arguments.routing_policy),
         phase=Phase(arguments.phase) if arguments.phase is not None else None,
     )
 

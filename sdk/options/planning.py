@@ -9,6 +9,7 @@ import click
 
 from ...kernels.codecs import CODEC_NAMES
 from .command import combine, option
+from .shared import SIMULATED_POLICIES
 from .values import ABOVE_ZERO, COUNT, FIGURE, FILE, Parsed
 
 CHANGES: Final = "What changes meanwhile"
@@ -125,9 +126,9 @@ sim_options: Final = combine(
     ),
     option(
         "--dispatch",
-        type=click.Choice(("plan", "cronus", "random", "round-robin")),
+        type=click.Choice(SIMULATED_POLICIES),
         default="plan",
-        help="who chooses (default: plan)",
+        help="who chooses replicas: the first three as on the network, the others to compare with (default: plan)",
         section="Engines and network",
     ),
     option("--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section=CHANGES),

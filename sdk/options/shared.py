@@ -82,6 +82,32 @@ codec_option: Final = option(
     help="how KV travels: kv4 in 4 bits and a little (default), kivi4 as published, fp8, or raw bit by bit",
 )
 
+NETWORK_POLICIES: Final = ("plan", "hetero", "cronus")
+"""Who may choose the replicas of requests at a gateway, as `coordinator/routing/policies.py` has them: importing that
+takes numpy, for which nobody should wait who asks for help."""
+
+SIMULATED_POLICIES: Final = (
+    *NETWORK_POLICIES,
+    "shares",
+    "random",
+    "round-robin",
+    "weighted-round-robin",
+    "single",
+    "memory",
+    "least-tokens",
+)
+"""Likewise in a simulation, as `sims/policies` has them."""
+
+routing_option: Final = option(
+    "routing_policy",
+    "--routing",
+    shared=True,
+    type=click.Choice(NETWORK_POLICIES),
+    default="plan",
+    help="how this node's gateway chooses replicas: plan, by the plan's shares and the queues (default); hetero, the "
+    "least loaded by its speed and KV memory (Xiong et al.); cronus, prompts split where they are prefilled (Cronus)",
+)
+
 
 def price_options(section: str = OPTIONS) -> Decorated:
     """What saving time may cost."""
@@ -124,6 +150,7 @@ def place_options(*, port: int, folder: str, has_short: bool = True) -> Decorate
             help="where others reach it when ports are mapped (default: what Vast or RunPod set, else the interface)",
         ),
         codec_option,
+        routing_option,
         option(
             "--drain-s",
             shared=True,

@@ -5,23 +5,37 @@ POLICIES.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
+from ...coordinator.routing.hetero import MinMaxWorkload, WorkloadKind
 from ...coordinator.routing.interface import PolicyFactory
 from ...coordinator.routing.policies import NETWORK_POLICIES
-from .load_blind import PlanShares, RandomReplicas, RoundRobin
+from .load_blind import PlanShares, RandomReplicas, RoundRobin, SingleReplica, WeightedRoundRobin
 
-__all__ = ["PLAN", "POLICIES", "RANDOM", "ROUND_ROBIN", "SHARES"]
+__all__ = [
+    "HETERO", "LEAST_TOKENS", "MEMORY", "PLAN", "POLICIES", "RANDOM", "ROUND_ROBIN", "SHARES", "SINGLE",
+    "WEIGHTED_ROUND_ROBIN",
+]  # fmt: skip
 
 PLAN: Final = "plan"
+HETERO: Final = "hetero"
 SHARES: Final = "shares"
 RANDOM: Final = "random"
 ROUND_ROBIN: Final = "round-robin"
+WEIGHTED_ROUND_ROBIN: Final = "weighted-round-robin"
+SINGLE: Final = "single"
+MEMORY: Final = "memory"
+LEAST_TOKENS: Final = "least-tokens"
 
 POLICIES: Final[Mapping[str, PolicyFactory]] = {
     **NETWORK_POLICIES,
     SHARES: PlanShares,
     RANDOM: RandomReplicas,
     ROUND_ROBIN: RoundRobin,
+    WEIGHTED_ROUND_ROBIN: WeightedRoundRobin,
+    SINGLE: SingleReplica,
+    MEMORY: partial(MinMaxWorkload, workload=WorkloadKind.ONE),
+    LEAST_TOKENS: partial(MinMaxWorkload, workload=WorkloadKind.TOKENS),
 }
 """By name: the network's, and those that it is compared with."""

@@ -1,5 +1,6 @@
 """Policies that do not look at loads, for comparison: by the plan's shares (ThunderServe section
-3.3), at random, and in turn (figure 12). All keep to phases and present boxes."""
+3.3), at random, and in turn (figure 12); in turn by weights, and all to one (Xiong et al., section
+5.2). All keep to phases and present boxes."""
 
 from __future__ import annotations
 
@@ -56,6 +57,40 @@ class RoundRobin(_LoadBlind):
         self._prefilled[first] += 1
         self._decoded[then] += 1
         return Route.between(first, then, request.prompt_tokens)
+
+
+@final
+class WeightedRoundRobin(_LoadBlind):
+    """Each side in turn, a replica as often as it has GPUs; a mixed replica that prefills also
+    decodes."""
+
+    def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
+        super().__init__(plan, settings)
+        self._gpus = {item.id: len(item.gpus) for item in plan.replicas}
+        self._prefilled: Counter[str] = Counter()
+        self._decoded: Counter[str] = Counter()
+
+    def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
+        """See `RoutingPolicy`."""
+        prefill, decode = self._candidates(request.excluded)
+        first = min(prefill, key=lambda item: (self._prefilled[item] + 1) / self._gpus[item])
+        then = first
+        if first not in decode:
+            then = min(decode, key=lambda item: (self._decoded[item] + 1) / self._gpus[item])
+        self._prefilled[first] += 1
+        self._decoded[then] += 1
+        return Route.between(first, then, request.prompt_tokens)
+
+
+@final
+class SingleReplica(_LoadBlind):
+    """All requests to the first replica that the plan names and that may be used, of each side."""
+
+    def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
+        """See `RoutingPolicy`."""
+        prefill, decode = self._candidates(request.excluded)
+        first = prefill[0]
+        return Route.between(first, first if first in decode else decode[0], request.prompt_tokens)
 
 
 @final

@@ -1,6 +1,7 @@
 """Policies that do not look at loads: even shares, phases kept, and nothing that is excluded."""
 
 from collections import Counter
+from math import exp
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from p2pserve.coordinator import (
     NoRoute,
     Pairing,
     Phase,
+    PhaseCost,
     Plan,
     PolicyError,
     Replica,
@@ -17,8 +19,21 @@ from p2pserve.coordinator import (
     RoutingSettings,
     Stage,
 )
+from p2pserve.coordinator.demand_meter import azure_lengths
+from p2pserve.coordinator.profile import ReplicaProfile
 from p2pserve.coordinator.routing.policies import NETWORK_POLICIES
-from p2pserve.sims.policies import PLAN, POLICIES, RANDOM, ROUND_ROBIN, SHARES
+from p2pserve.sdk.options import shared
+from p2pserve.sims.policies import (
+    LEAST_TOKENS,
+    MEMORY,
+    PLAN,
+    POLICIES,
+    RANDOM,
+    ROUND_ROBIN,
+    SHARES,
+    SINGLE,
+    WEIGHTED_ROUND_ROBIN,
+)
 
 PHASES = {"p": Phase.PREFILL, "q": Phase.PREFILL, "d": Phase.DECODE, "e": Phase.DECODE, "m": Phase.MIXED}
 THE_PLAN = Plan(
@@ -80,6 +95,76 @@ def test_shares_are_those_of_the_plan_whatever_the_queues() -> None:
     assert routes(SHARES, 1, frozenset({"p", "q", "m"})) == [Route(prefill=None, decode="d")]
 
 
+@pytest.mark.parametrize("policy", [*EVEN, WEIGHTED_ROUND_ROBIN, SINGLE, MEMORY, LEAST_TOKENS])
+def test_boxes_that_are_excluded_get_nothing(policy: str) -> None:
+    ends = {end for route in routes(policy, 50, frozenset({"box-p", "m"})) for end in (route.prefill, route.decode)}
+    assert ends <= {"q", "d", "e"}
+    with pytest.raises(NoRoute):
+        routes(policy, 1, frozenset({"p", "q", "d", "e", "m"}))
+
+
+def mixed_plan(**gpus: int) -> Plan:
+    """Replicas that do both, of so many GPUs."""
+    replicas = tuple(
+        Replica(id=name, phase=Phase.MIXED, stages=(Stage(peer=name, tp=tp, first_layer=0, last_layer=4),))
+        for name, tp in gpus.items()
+    )
+    pairings = tuple(Pairing(prefill=name, decode=name, weight=1 / len(gpus)) for name in gpus)
+    return Plan(epoch=1, version=1, service="s", codec="kv4", why=(), replicas=replicas, pairings=pairings)
+
+
+def test_in_turn_by_weights_follows_gpus_and_keeps_phases() -> None:
+    router = Router(mixed_plan(four=4, one=1), RoutingSettings(policy=WEIGHTED_ROUND_ROBIN), policies=POLICIES)
+    found = [router.route(7).decode for _ in range(50)]
+    assert Counter(found) == {"four": 40, "one": 10}
+    assert Counter(found[:5]) == {"four": 4, "one": 1}  # not one after the other
+    sides = routes(WEIGHTED_ROUND_ROBIN, 90)
+    assert Counter(route.prefill or route.decode for route in sides) == {"p": 30, "q": 30, "m": 30}
+
+
+def test_one_alone_gets_all_while_it_may_be_used() -> None:
+    router = Router(mixed_plan(big=4, small=1), RoutingSettings(policy=SINGLE), policies=POLICIES)
+    assert {router.route(7).decode for _ in range(9)} == {"big"}
+    assert router.route(7, frozenset({"big"})).decode == "small"
+    assert set(routes(SINGLE, 9)) == {Route(prefill="p", decode="d", split=7)}
+
+
+def unequal_router(policy: str) -> Router:
+    """The replica with more memory is slower by far."""
+    router = Router(mixed_plan(big=4, small=1), RoutingSettings(policy=policy), policies=POLICIES)
+    fast, slow = PhaseCost(token_s=1e-6, step_s=1e-5), PhaseCost(token_s=1e-3, step_s=1e-2)
+    router.loads.profiles = [
+        ReplicaProfile(prefill=slow, decode=slow, kv_tokens=40_000),
+        ReplicaProfile(prefill=fast, decode=fast, kv_tokens=10_000),
+    ]
+    return router
+
+
+def test_by_memory_alone_requests_follow_the_kv_that_is_spoken_for() -> None:
+    router, expected = unequal_router(MEMORY), Counter[str]()
+    tokens = 700 + float(azure_lengths("conversation")[1].mean())
+    loads, room = {"big": 0.0, "small": 0.0}, {"big": 40_000, "small": 10_000}
+    for number in range(60):
+        after = {name: loads[name] + exp(2.0 * expected[name] * tokens / room[name]) for name in loads}
+        chosen = min(after, key=lambda name: after[name])
+        loads[chosen], expected[chosen] = after[chosen], expected[chosen] + 1
+        assert router.route(700, request=number).decode == chosen
+    assert expected["big"] > 2 * expected["small"]
+
+
+def test_fewest_tokens_looks_neither_at_speed_nor_at_memory() -> None:
+    router = unequal_router(LEAST_TOKENS)
+    found = Counter(router.route(700, request=number).decode for number in range(40))
+    assert found == {"big": 20, "small": 20}
+    assert router.route(2000, request="long").decode == "big"
+    assert [router.route(700, request=f"after {number}").decode for number in range(2)] == ["small", "small"]
+
+
+def test_the_command_line_offers_what_there_is() -> None:
+    assert set(shared.NETWORK_POLICIES) == set(NETWORK_POLICIES)
+    assert set(shared.SIMULATED_POLICIES) == set(POLICIES)
+
+
 def test_simulations_know_the_networks_policies_and_the_default_is_the_plans() -> None:
     assert POLICIES.items() >= NETWORK_POLICIES.items()
     assert RoutingSettings().policy == PLAN
@@ -87,7 +172,7 @@ def test_simulations_know_the_networks_policies_and_the_default_is_the_plans() -
 
 
 def test_a_policy_that_is_not_known_is_named_with_those_that_are() -> None:
-    with pytest.raises(PolicyError, match=r"routing.policy is 'nearest', none of plan$"):
+    with pytest.raises(PolicyError, match=r"routing.policy is 'nearest', none of plan, hetero, cronus$"):
         Router(THE_PLAN, RoutingSettings(policy="nearest"))
-    with pytest.raises(PolicyError, match=r"none of plan, .*shares, random, round-robin"):
+    with pytest.raises(PolicyError, match="none of plan, hetero, cronus, shares, random, round-robin, "):
         Router(THE_PLAN, RoutingSettings(policy="nearest"), policies=POLICIES)

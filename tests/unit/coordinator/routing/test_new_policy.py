@@ -33,7 +33,7 @@ def registry(tmp_path: Path) -> Iterator[ModuleType]:
     file, line = recipe()
     text = (ROOT / "coordinator" / "routing" / "policies.py").read_text(encoding="utf-8")
     assert text.count("NETWORK_POLICIES: Final") == 1
-    text = re.sub(r"^NETWORK_POLICIES: Final.*$", lambda _: line.strip(), text, flags=re.MULTILINE)
+    text = re.sub(r"^NETWORK_POLICIES: Final.*?\}$", lambda _: line.strip(), text, flags=re.MULTILINE | re.DOTALL)
     text = text.replace("from .interface", "from .fewest import FewestRequests\nfrom .interface")
     made = []
     for name, source in ((NAME, file), (f"{NAME}_listed", text)):

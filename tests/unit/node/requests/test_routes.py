@@ -7,7 +7,18 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import PeerId
-from p2pserve.coordinator import NoRoute, Pairing, Phase, Plan, Replica, RoutingSettings, Stage
+from p2pserve.coordinator import (
+    LatencyProfile,
+    NoRoute,
+    Pairing,
+    Phase,
+    PhaseCost,
+    PhaseFit,
+    Plan,
+    Replica,
+    RoutingSettings,
+    Stage,
+)
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import Deadlines
@@ -208,3 +219,41 @@ def test_a_request_leaves_its_replica_only_for_one_that_answers() -> None:
         routes.hung = hung
         with pytest.raises(NoRoute):
             routes.find(FindRoute(20, {}, ONE), 0.0)
+
+
+def hetero_view(**profiles: LatencyProfile | None) -> NetworkView:
+    boxes = {PeerId(name): msgspec.structs.replace(advert(), fits=1, profile=told) for name, told in profiles.items()}
+    return NetworkView(adverts=boxes, plan=plan_of(*boxes))
+
+
+def told(step_s: float) -> LatencyProfile:
+    """An engine whose steps take so long."""
+    fit = PhaseFit(cost=PhaseCost(step_s=step_s, token_s=step_s / 100), samples=9, error=0.01)
+    return LatencyProfile(prefill=fit, decode=fit)
+
+
+def test_a_node_may_route_by_how_fast_replicas_say_they_are() -> None:
+    view = hetero_view(one=told(1.0), two=told(0.1))
+    routes = RouteFinder(view, SERVICE, RoutingSettings(policy="hetero", kv_pressure=0.0), dict)
+    found = [routes.find(WANTED, 0.0, 400, f"r{number}").decode for number in range(110)]
+    assert 5 <= found.count(ONE) <= 15
+    for number in range(110):
+        routes.end_request(f"r{number}", 30)
+    # nothing is left of them, also under another plan; and the fast one has been throttled since
+    view.adverts[TWO] = msgspec.structs.replace(view.adverts[TWO], profile=told(10.0))
+    view.plan = msgspec.structs.replace(plan_of(ONE, TWO), version=2)
+    found = [routes.find(WANTED, 1.0, 400, f"s{number}").decode for number in range(110)]
+    assert 5 <= found.count(TWO) <= 15
+
+
+def test_requests_that_have_not_ended_count_under_the_next_plan() -> None:
+    view = hetero_view(one=told(0.2), two=told(0.1))
+    routes = RouteFinder(view, SERVICE, RoutingSettings(policy="hetero"), dict)
+    before = [routes.find(WANTED, 0.0, 400, f"r{number}").decode for number in range(3)]
+    view.plan = msgspec.structs.replace(plan_of(ONE, TWO), version=2)
+    after = [routes.find(WANTED, 1.0, 400, f"s{number}").decode for number in range(3)]
+    assert {ONE, TWO} == set(before + after)
+    alone = RouteFinder(view, SERVICE, RoutingSettings(policy="hetero"), dict)
+    alone.end_request("never routed", None)
+    together = [alone.find(WANTED, 1.0, 400, f"t{number}").decode for number in range(6)]
+    assert before + after == together

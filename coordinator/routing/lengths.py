@@ -1,0 +1,103 @@
+"""How long the answer to a request will be, as a guess: what `hetero` counts with.
+
+Each predictor learns from the requests of its gateway that have ended. Until there are some, it
+goes by Azure's conversations.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Final, final
+
+import numpy as np
+
+from ..demand_meter import azure_lengths
+from .interface import LENGTH_PREDICTORS
+
+SAMPLE: Final = 512
+"""Latest answers that count."""
+
+DOUBTFUL: Final = 8.0
+"""Requests of about a length that weigh as much as all others together: the mean of fewer is taken
+as much from the others."""
+
+
+class LengthPredictor(ABC):
+    """Guesses the tokens of an answer when its request is routed."""
+
+    @abstractmethod
+    def predict(self, prompt_tokens: int, rng: np.random.Generator) -> float:
+        """Tokens of the answer to such a prompt, at least 1."""
+
+    @abstractmethod
+    def record(self, prompt_tokens: int, output_tokens: int) -> None:
+        """A request has been answered in full."""
+
+
+@final
+class SampledLengths(LengthPredictor):
+    """As in Xiong et al., section 5.2: drawn from the normal distribution with the mean and the
+    deviation of a sample of answers, whatever the prompt. The sample is the latest answers."""
+
+    def __init__(self, sample: tuple[int, ...] | None = None) -> None:
+        prior = azure_lengths("conversation")[1] if sample is None else np.array(sample)
+        self._outputs: deque[int] = deque(maxlen=SAMPLE)
+        self._mean, self._deviation = float(prior.mean()), float(prior.std())
+        self._is_stale = False
+
+    def predict(self, prompt_tokens: int, rng: np.random.Generator) -> float:
+        """See `LengthPredictor`."""
+        # a few answers say little of how much answers differ
+        if self._is_stale and len(self._outputs) >= DOUBTFUL:
+            self._mean, self._deviation = float(np.mean(self._outputs)), float(np.std(self._outputs))
+            self._is_stale = False
+        return max(1.0, float(rng.normal(self._mean, self._deviation)))
+
+    def record(self, prompt_tokens: int, output_tokens: int) -> None:
+        """See `LengthPredictor`."""
+        self._outputs.append(output_tokens)
+        self._is_stale = True
+
+
+class _LatestMean:
+    """The mean of about the `SAMPLE` latest values."""
+
+    def __init__(self, mean: float = 0.0) -> None:
+        self.mean = mean
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self.count = min(SAMPLE, self.count + 1)
+        self.mean += (value - self.mean) / self.count
+
+
+@final
+class LearnedLengths(LengthPredictor):
+    """The mean answer to prompts of about this length (the same power of two), as far as there were
+    enough of them; else of all."""
+
+    def __init__(self) -> None:
+        self._all = _LatestMean(float(azure_lengths("conversation")[1].mean()))
+        self._by_length: dict[int, _LatestMean] = {}
+
+    def predict(self, prompt_tokens: int, rng: np.random.Generator) -> float:
+        """See `LengthPredictor`; draws nothing."""
+        like = self._by_length.get(prompt_tokens.bit_length())
+        if like is None:
+            return max(1.0, self._all.mean)
+        return max(1.0, (like.count * like.mean + DOUBTFUL * self._all.mean) / (like.count + DOUBTFUL))
+
+    def record(self, prompt_tokens: int, output_tokens: int) -> None:
+        """See `LengthPredictor`."""
+        self._all.add(output_tokens)
+        self._by_length.setdefault(prompt_tokens.bit_length(), _LatestMean()).add(output_tokens)
+
+
+_PREDICTORS: Final[tuple[Callable[[], LengthPredictor], ...]] = (LearnedLengths, SampledLengths)
+
+
+def make_predictor(name: str) -> LengthPredictor:
+    """A new one, by its name among LENGTH_PREDICTORS."""
+    return _PREDICTORS[LENGTH_PREDICTORS.index(name)]()
