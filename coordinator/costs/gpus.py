@@ -33,7 +33,8 @@ class Specs(StrEnum):
 
 
 class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One card: `memory_gbps`, `nvlink_gbps` in GB/s, `tflops` in 16 bit, price per hour."""
+    """One card: `memory_gbps`, `nvlink_gbps` in GB/s, `tflops` in 16 bit, price per hour, `tdp_w`
+    in watts (0: not known)."""
 
     name: str
     memory_gib: float
@@ -43,6 +44,7 @@ class GpuSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     pcie_gen: int
     usd_per_hour: float
     specs: Specs = Specs.DENSE
+    tdp_w: float = 0.0
 
 
 # memory bandwidth GB/s, "peak FP16" TFLOPS, memory GiB, $/h: ThunderServe, Table 1, as printed
@@ -101,6 +103,7 @@ def parse_gpus(text: str) -> GpuTable:
             nvlink_gbps=float(row["nvlink_gbps"]),
             pcie_gen=int(row["pcie_gen"]),
             usd_per_hour=float(row["typical_usd_per_hour"]),
+            tdp_w=float(row.get("tdp_w") or 0.0),
         )
         aliases.update((alias.strip(), name) for alias in row["aliases"].split("|") if alias.strip())
     return GpuTable(cards, aliases)

@@ -1,4 +1,4 @@
-"""`p2pserve plan` and `sim`: what a cluster would do. Running one imports the planner, with scipy."""
+"""`p2pserve plan`, `sim` and `provision`: what a cluster would do, and of what it should be made."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from ..errors import UsageError
 from ..options.command import combine, command
 from ..options.planning import apply_option, explain_option, live_option, plan_options, sim_options
+from ..options.provision import provision_options
 from ..options.shared import network_options, timeout_option
 
 
@@ -41,3 +42,22 @@ def sim(arguments: SimpleNamespace) -> int:
     from ..simulating.sim import run_sim
 
     return run_sim(arguments)
+
+
+@command(
+    "provision",
+    example=[
+        "p2pserve provision --model llama2-70b --workload coding --rate 70",
+        "p2pserve provision --model bloom-176b --workload conversation \\\n      --goal throughput --max-kw 224",
+        (
+            "p2pserve provision --model llama-7b --workload coding --rate 5 \\\n"
+            "      --design 2xA40/1xA40 --slo ttft=9/9/15,tbt=9/9/15,e2e=9/9/15"
+        ),
+    ],
+    formats=("table", "json"),
+)
+@provision_options
+def provision(arguments: SimpleNamespace) -> int:
+    from ..simulating.provision import run_provision
+
+    return run_provision(arguments)

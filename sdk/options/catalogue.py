@@ -53,6 +53,11 @@ COMMANDS: Final[dict[str, Declared]] = {
         "simulate requests against a plan for a described cluster, in virtual time (for the running network: "
         "p2pserve plan --live)",
     ),
+    "provision": Declared(
+        "planning",
+        "say how many machines of which kind, for prompts and for tokens, serve a workload within its SLOs, by "
+        "simulating them (Splitwise's provisioning)",
+    ),
     "bench": Declared("bench", "put load on the running network, and say how fast and at what cost it answers"),
     "rent": Declared(
         "renting", "say which offers of vast.ai or RunPod to rent for a model, within a budget, and with which commands"

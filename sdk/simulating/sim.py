@@ -11,7 +11,8 @@ import numpy as np
 from rich.console import Console
 
 from ...sims.splitwise.metrics import missed_slos, slowdowns, summary
-from ...sims.splitwise.run import Mode, SplitwiseResult, run_setup, write_requests_csv
+from ...sims.splitwise.run import SplitwiseResult, run_setup, write_requests_csv
+from ...sims.splitwise.step_lookup import Mode
 from ...sims.splitwise.traces import read_trace
 from ..actions.status_view import open_console
 from ..errors import UsageError

@@ -11,8 +11,9 @@ What cannot be raises `SetupError` or `TraceError`, each with one line for the u
 """
 
 from .metrics import missed_slos, slowdowns, summary
-from .run import MachineUse, Mode, SplitwiseResult, run_setup, write_requests_csv
+from .run import MachineUse, SplitwiseResult, run_setup, write_requests_csv
 from .setups import MODELS, SETUPS, WORKLOADS, SetupError
+from .step_lookup import Mode
 from .traces import azure_trace, draw_trace, read_trace, write_trace
 
 __all__ = [

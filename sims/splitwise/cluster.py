@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import nan
+from typing import Protocol
 
 import numpy as np
 
@@ -21,11 +22,36 @@ from .machine import Machine, MachineTask
 RETRY_S = 1.0
 
 
+class RunStopped(Exception):
+    """A run has been ended before its last event."""
+
+
+class RunWatch(Protocol):
+    """Is told how requests fare while a run goes on. Seconds are counted from their arrival."""
+
+    def note_first_token(self, request: int, ttft_s: float) -> None:
+        """A request has its first token. Raises RunStopped."""
+        ...
+
+    def note_last_token(self, request: int, ttft_s: float, e2e_s: float) -> None:
+        """A request has its last token. Raises RunStopped."""
+        ...
+
+
 class SplitwiseCluster:
-    """Machines for one trace. `kv_tokens`: room of each; `kv_token_s`: to move one token."""
+    """Machines for one trace. `kv_token_s`: to move the KV of one token; `kv_tokens`: what the
+    policy may reserve on each, where that is not all that it has memory for. `watch` is told of
+    every first and last token, and may end the run by raising `RunStopped`."""
 
     def __init__(
-        self, trace: Trace, machines: Sequence[Machine], policy: RoutingPolicy, *, kv_tokens: float, kv_token_s: float
+        self,
+        trace: Trace,
+        machines: Sequence[Machine],
+        policy: RoutingPolicy,
+        *,
+        kv_token_s: float,
+        kv_tokens: float | None = None,
+        watch: RunWatch | None = None,
     ) -> None:
         # Plain lists: an element of an array costs three times as much to read.
         self.arrival: list[float] = trace.arrival_s.tolist()
@@ -35,8 +61,11 @@ class SplitwiseCluster:
         self.last_token = [nan] * len(trace)
         self.kv_token_s = kv_token_s
         self.policy = policy
-        self.kv_tokens = kv_tokens
-        self.boxes = [_Box(self, number, machine) for number, machine in enumerate(machines)]
+        self._watch = watch
+        self.boxes = [
+            _Box(self, number, machine, machine.kv_capacity if kv_tokens is None else kv_tokens)
+            for number, machine in enumerate(machines)
+        ]
         self.decodes_on = [0] * len(trace)
         self.overtaken = 0  # events of runs that were cut short: they are passed over
         self.retrying = 0  # KV caches that wait for memory
@@ -79,6 +108,8 @@ class SplitwiseCluster:
     def prompt_done(self, request: int, prefill: int, now: float) -> list[Scheduled]:
         """The first token is there; the KV cache moves if the rest is made elsewhere."""
         self.first_token[request] = now
+        if self._watch is not None:
+            self._watch.note_first_token(request, now - self.arrival[request])
         self.boxes[prefill].prompt_tokens -= self.prompt[request]
         decode = self.decodes_on[request]
         if self.output[request] == 1:
@@ -96,6 +127,9 @@ class SplitwiseCluster:
         self.last_token[request] = now
         self.boxes[decode].decodes -= 1
         self.boxes[decode].kv_reserved -= self.prompt[request] + self.output[request]
+        if self._watch is not None:
+            arrival = self.arrival[request]
+            self._watch.note_last_token(request, self.first_token[request] - arrival, now - arrival)
 
 
 class _TraceFeed:
@@ -117,8 +151,9 @@ class _Box:
     """A machine, its number, and what was sent there: prompt tokens pending, requests decoding, KV
     tokens reserved. As an event, the end of its run."""
 
-    def __init__(self, cluster: SplitwiseCluster, number: int, machine: Machine) -> None:
+    def __init__(self, cluster: SplitwiseCluster, number: int, machine: Machine, kv_tokens: float) -> None:
         self._cluster = cluster
+        self._kv_tokens = kv_tokens
         self.number = number
         self.machine = machine
         self.prompt_tokens = 0
@@ -132,7 +167,7 @@ class _Box:
         now = (self.decodes, self.prompt_tokens, self.kv_reserved, self.machine.waits)
         if now != self._told:
             self._told = now
-            free = self._cluster.kv_tokens - self.kv_reserved
+            free = self._kv_tokens - self.kv_reserved
             loads.note(str(self.number), self.decodes, self.prompt_tokens, free, waiting=int(self.machine.waits))
 
     def watch(self, ends_at: float | None) -> list[Scheduled]:

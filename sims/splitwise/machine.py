@@ -133,6 +133,11 @@ class Machine:
         return f"<Machine: {running} tasks run, {len(self._queue)} wait, {self._kv_used} KV tokens reserved>"
 
     @property
+    def kv_capacity(self) -> float:
+        """Tokens of KV that there is memory for, beside the weights."""
+        return self._kv_capacity
+
+    @property
     def waits(self) -> bool:
         """Whether tasks wait."""
         return bool(self._queue)

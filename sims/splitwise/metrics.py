@@ -8,22 +8,40 @@ SLO is a limit to nine percentiles of slowdowns. Requests that were not complete
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...coordinator.costs.tables import SplitwiseTimes
-from ..records import Outcomes
+from ..records import Outcomes, Trace
 from .setups import A100, TENSOR_PARALLEL
 
 Floats = NDArray[np.float64]
 
 PERCENTILES = (50, 90, 99)
-SLO: Mapping[str, tuple[float, float, float]] = {
+Slo = Mapping[str, tuple[float, float, float]]
+"""By `ttft`, `tbt` and `e2e`: what the slowdowns at PERCENTILES must stay below."""
+
+SLO: Slo = {
     "ttft": (2.0, 3.0, 6.0),
     "tbt": (1.25, 1.5, 5.0),
     "e2e": (1.25, 1.5, 5.0),
 }
+"""The paper's Table VI."""
+
+
+class LoneRequests(NamedTuple):
+    """Seconds that each request of a trace takes alone: to its first token, and for each one after
+    it."""
+
+    ttft_s: Floats
+    tbt_s: Floats
+
+    def e2e_s(self, output: NDArray[np.int64]) -> Floats:
+        """To the last token of answers of so many tokens."""
+        found: Floats = self.ttft_s + self.tbt_s * (output - 1)
+        return found
 
 
 def summary(outcomes: Outcomes) -> dict[str, float]:
@@ -36,22 +54,33 @@ def summary(outcomes: Outcomes) -> dict[str, float]:
 
 
 def slowdowns(outcomes: Outcomes, model: str) -> dict[str, float]:
-    """`ttft_p50` ... `e2e_p99`, each over the lone request's on a DGX-A100, whose decode time is
-    looked up by the prompt's length, as released."""
-    alone = SplitwiseTimes(model, A100, TENSOR_PARALLEL, "released")
+    """`ttft_p50` ... `e2e_p99`, each over the lone request's on a DGX-A100, as released."""
+    return slowdowns_over(outcomes, lone_requests(outcomes.trace, model))
+
+
+def slowdowns_over(outcomes: Outcomes, lone: LoneRequests) -> dict[str, float]:
+    """The same over these lone requests."""
     done = outcomes.completed
-    prompts, output = outcomes.trace.prompt[done], outcomes.trace.output[done]
-    ttft = np.array([alone.prefill_s(prompt, 0.0) for prompt in prompts.tolist()])
-    tbt = np.array([alone.decode_line(prompt).fixed_s for prompt in prompts.tolist()])
-    base = {"ttft": ttft, "tbt": tbt, "e2e": ttft + tbt * (output - 1)}
+    alone = LoneRequests(lone.ttft_s[done], lone.tbt_s[done])
+    base = {"ttft": alone.ttft_s, "tbt": alone.tbt_s, "e2e": alone.e2e_s(outcomes.trace.output[done])}
     return _percentiles({name: values / base[name] for name, values in _latencies(outcomes).items()})
 
 
-def missed_slos(slowdown: Mapping[str, float]) -> list[str]:
+def lone_requests(trace: Trace, model: str) -> LoneRequests:
+    """On a DGX-A100, whose decode time is looked up by the prompt's length, as released."""
+    alone = SplitwiseTimes(model, A100, TENSOR_PARALLEL, "released")
+    prompts = trace.prompt.tolist()
+    return LoneRequests(
+        ttft_s=np.array([alone.prefill_s(prompt, 0.0) for prompt in prompts]),
+        tbt_s=np.array([alone.decode_line(prompt).fixed_s for prompt in prompts]),
+    )
+
+
+def missed_slos(slowdown: Mapping[str, float], slo: Slo = SLO) -> list[str]:
     """Those of the nine percentiles that are not below their limit, like `tbt_p90`."""
     return [
         f"{name}_p{percentile}"
-        for name, limits in SLO.items()
+        for name, limits in slo.items()
         for percentile, limit in zip(PERCENTILES, limits, strict=True)
         if not slowdown[f"{name}_p{percentile}"] < limit
     ]

@@ -19,7 +19,8 @@ import numpy as np
 
 from ..records import Trace
 from .metrics import missed_slos, slowdowns, summary
-from .run import Mode, SplitwiseResult, run_setup
+from .run import SplitwiseResult, run_setup
+from .step_lookup import Mode
 from .traces import DATA, azure_trace
 
 BLOOM = "bloom-176b"

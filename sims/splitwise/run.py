@@ -16,7 +16,6 @@ from typing import Literal
 
 import numpy as np
 
-from ...coordinator.costs.step_times import StepTimes
 from ...coordinator.costs.tables import SplitwiseTimes
 from ...coordinator.routing.interface import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
@@ -33,8 +32,8 @@ from .setups import (
     find_model,
     find_setup,
 )
+from .step_lookup import CachedIterations, Mode, decode_axis
 
-Mode = Literal["released", "axis", "measured"]
 PoolName = Literal["prompt", "decode", "shared"]
 
 
@@ -80,14 +79,10 @@ def run_setup(
     kv_bytes = known_model.kv_bytes(real=mode == "measured")
     kv_tokens = (MACHINE_BYTES - known_model.weight_bytes) / kv_bytes
     places = _places(known, counts)
-    axis: Literal["released", "measured"] = "released" if mode == "released" else "measured"
-    # `measured` and `axis` look decode steps up alike; they differ in the KV cache's size, above.
-    times = {gpu: SplitwiseTimes(model, gpu, TENSOR_PARALLEL, axis) for gpu, _ in places}
-    iterations = {gpu: _Iterations(times[gpu]) for gpu in times}
+    times = {gpu: SplitwiseTimes(model, gpu, TENSOR_PARALLEL, decode_axis(mode)) for gpu, _ in places}
+    iterations = {gpu: CachedIterations(times[gpu]) for gpu in times}
     boxes = [Machine(iterations[gpu], kv_tokens) for gpu, _ in places]
-    cluster = SplitwiseCluster(
-        trace, boxes, _policy(known, counts), kv_tokens=kv_tokens, kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S
-    )
+    cluster = SplitwiseCluster(trace, boxes, _policy(known, counts), kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S)
     events = cluster.run()
     return SplitwiseResult(
         outcomes=Outcomes(
@@ -144,25 +139,3 @@ def _policy(setup: Setup, counts: tuple[int, int]) -> RoutingPolicy:
     if setup.decode_gpu is None:
         return SharedPool()
     return SplitPools(range(prompt), range(prompt, prompt + decode), max_pending=MAX_PENDING_TOKENS)
-
-
-class _Iterations:
-    """Step times by the two numbers that these tables know, each looked up once."""
-
-    def __init__(self, times: StepTimes) -> None:
-        self._times = times
-        self._known: dict[tuple[int, int], float] = {}
-
-    def iteration_s(self, prompt_tokens: int, decodes: int) -> float:
-        key = (prompt_tokens, decodes)
-        seconds = self._known.get(key)
-        if seconds is None:
-            seconds = self._known[key] = self._look_up(prompt_tokens, decodes)
-        return seconds
-
-    def _look_up(self, prompt_tokens: int, decodes: int) -> float:
-        if not prompt_tokens:
-            return self._times.decode_line(decodes).fixed_s
-        if not decodes:
-            return self._times.prefill_s(prompt_tokens, 0.0)
-        return self._times.mixed_s(prompt_tokens, 0.0, decodes, 0.0)

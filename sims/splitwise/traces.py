@@ -66,12 +66,17 @@ def write_trace(trace: Trace, path: Path) -> None:
 
 def azure_trace(workload: str, rate: float, *, seconds: float = 120.0, seed: int = 0) -> Trace:
     """A trace drawn from the Azure LLM inference trace of 2023 of a workload, "conv" or "code"."""
-    name = f"AzureLLMInferenceTrace_{workload}.csv"
-    lengths = [
-        (int(prompt), int(output))
-        for _, (prompt, output) in _records(DATA / name, ("ContextTokens", "GeneratedTokens"))
-    ]
-    return draw_trace(lengths, source=name, rate=rate, seconds=seconds, seed=seed)
+    return draw_trace(azure_lengths(workload), source=_azure_file(workload), rate=rate, seconds=seconds, seed=seed)
+
+
+def azure_lengths(workload: str) -> list[tuple[int, int]]:
+    """Prompt and output of each request of the Azure trace of a workload, "conv" or "code"."""
+    records = _records(DATA / _azure_file(workload), ("ContextTokens", "GeneratedTokens"))
+    return [(int(prompt), int(output)) for _, (prompt, output) in records]
+
+
+def _azure_file(workload: str) -> str:
+    return f"AzureLLMInferenceTrace_{workload}.csv"
 
 
 def draw_trace(lengths: Sequence[tuple[int, int]], *, source: str, rate: float, seconds: float, seed: int) -> Trace:
