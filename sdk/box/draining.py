@@ -17,7 +17,7 @@ from ...node.messages import Drained
 from ...node.owner.draining import describe_left
 from ...node.owner.questions import OwnerAnswer, OwnerQuestion, ask_node
 from ..live_line import LiveLine
-from ..options.values import MADE, is_own_node
+from ..options.values import BOX, MADE, is_own_node
 from ..printing import printable
 from .own_nodes import find_own_nodes
 
@@ -31,13 +31,15 @@ def leave(arguments: SimpleNamespace) -> int:
     """`p2pserve leave`."""
     home = arguments.home.expanduser()
     names = find_own_nodes(home, arguments.node)
-    pids = {name: ask_to_leave(home / name) for name in names}  # all of them at once: none waits for another
+    # What has started several nodes is asked itself: else it would start one again that has failed just now.
+    asked = [BOX] if arguments.node is None and running_pid(home / BOX) is not None else names
+    pids = {name: ask_to_leave(home / name) for name in asked}  # all of them at once: none waits for another
     give_up = time.monotonic() + arguments.timeout_s
     with LiveLine(sys.stderr, time.monotonic) as line:
+        look = Looking([home / name for name in names], line, time.monotonic).look
         for name, pid in pids.items():
             if pid is not None:
-                left_s = max(0.0, give_up - time.monotonic())
-                wait_until_left(home / name, pid, left_s, look=Looking(home / name, line, time.monotonic).look)
+                wait_until_left(home / name, pid, max(0.0, give_up - time.monotonic()), look=look)
     if arguments.format == "json":
         print(json.dumps({"node": names[0], "left": True, **({"nodes": names} if len(names) > 1 else {})}))
     else:
@@ -47,10 +49,10 @@ def leave(arguments: SimpleNamespace) -> int:
 
 
 class Looking:
-    """Says now and then how far a node is that leaves. One that does not answer is about to be gone."""
+    """Says now and then how far nodes are that leave. One that does not answer is about to be gone."""
 
-    def __init__(self, home: Path, line: LiveLine, clock: Callable[[], float]) -> None:
-        self._home = home
+    def __init__(self, homes: Sequence[Path], line: LiveLine, clock: Callable[[], float]) -> None:
+        self._homes = homes
         self._line = line
         self._clock = clock
         self._due_at = clock()
@@ -59,13 +61,19 @@ class Looking:
         """Say it if it is due."""
         if self._clock() < self._due_at:
             return
-        try:
-            drained = ask_node(self._home, OwnerQuestion(), LOOK_S).drained
-        except NodeError:
-            drained = None
-        if drained is not None and drained.requests and drained.left_s is not None:
-            self._line.show(f"{describe_left(drained.requests)}, {drained.left_s:.0f} s at most")
+        found = [drained for home in self._homes if (drained := self._ask(home)) is not None]
+        leaving = [(drained.requests, drained.left_s) for drained in found if drained.left_s is not None]
+        requests = sum(count for count, _ in leaving)
+        if requests:
+            left_s = max(left_s for count, left_s in leaving if count)
+            self._line.show(f"{describe_left(requests)}, {left_s:.0f} s at most")
         self._due_at = self._clock() + LOOK_S
+
+    def _ask(self, home: Path) -> Drained | None:
+        try:
+            return ask_node(home, OwnerQuestion(), LOOK_S).drained
+        except NodeError:
+            return None
 
 
 def drain(arguments: SimpleNamespace) -> int:

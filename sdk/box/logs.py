@@ -133,7 +133,9 @@ def logs(arguments: SimpleNamespace) -> int:
         level=arguments.level,
         request=arguments.request.removesuffix("..."),
     )
-    paths = {name: home / name / {"node": NAME, **OTHERS}[arguments.of] for name in find_own_nodes(home, arguments.node)}
+    paths = {
+        name: home / name / {"node": NAME, **OTHERS}[arguments.of] for name in find_own_nodes(home, arguments.node)
+    }
     there = {name: path for name, path in paths.items() if path.exists()}  # of several, one may have none yet
     with ExitStack() as stack:
         opened: list[OpenLog] = []

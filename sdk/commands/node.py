@@ -134,7 +134,8 @@ def leave(arguments: SimpleNamespace) -> int:
         default=None,
         required=False,
         help="a node of this box, `node` (which runs `join`), `node-2` and so on, or `bootstrap` (default: what runs "
-        "here; of several nodes of a `join` all); or, on a box that is an admin of its network as the one that ran `bootstrap` is, the name or id of another box",
+        "here; of several nodes of a `join` all); or, on a box that is an admin of its network as the one that ran "
+        "`bootstrap` is, the name or id of another box",
     ),
     option("--undo", is_flag=True, help="take new requests again"),
     option("--no-wait", is_flag=True, help="do not wait until its requests have ended"),

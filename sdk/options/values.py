@@ -118,6 +118,9 @@ JOINED: Final = "node"
 MADE: Final = "bootstrap"
 """The folder of what runs `bootstrap` or `serve`."""
 
+BOX: Final = "box"
+"""The folder of what runs several nodes: its lock."""
+
 _FURTHER: Final = re.compile(rf"{JOINED}-([2-9]|[1-9]\d{{1,3}})")
 
 
@@ -149,7 +152,12 @@ AUTO: Final = "auto"
 
 def replicas(text: str) -> int | str:
     """How many nodes a box is divided among."""
-    return text if text == AUTO else positive(text)
+    if text == AUTO:
+        return text
+    try:
+        return positive(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of nodes nor {AUTO}") from None
 
 
 def settings_of(kind: type[Settings], arguments: argparse.Namespace | SimpleNamespace) -> Settings:
