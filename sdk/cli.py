@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -114,8 +115,14 @@ def main(argv: list[str] | None = None) -> int:
     if argv is None:
         hide_secrets()
     settings: dict[str, object] = {}
+    return run_explained(lambda: _run(sys.argv[1:] if argv is None else argv, settings), settings)
+
+
+def run_explained(run: Callable[[], int], settings: Mapping[str, object]) -> int:
+    """Run something and return its exit code; an error that is meant for users is one line and a code. `settings`:
+    whether it is shown with its traceback, known when it is raised."""
     try:
-        code = _run(sys.argv[1:] if argv is None else argv, settings)
+        code = run()
         sys.stdout.flush()
         return code
     except (Exception, KeyboardInterrupt, BaseExceptionGroup) as error:

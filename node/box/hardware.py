@@ -107,6 +107,12 @@ def select_visible(cards: Sequence[Card], variable: str | None) -> dict[str, Gpu
     return found
 
 
+def find_visible(environ: Mapping[str, str] = os.environ) -> dict[str, Gpu]:
+    """The GPUs that CUDA shows of this box, by the names that an engine is to know them by, in CUDA's order. Raises
+    NodeError."""
+    return select_visible(_cards(), environ.get(VISIBLE))
+
+
 def probe(environ: Mapping[str, str] = os.environ) -> Hardware:
     """Read the box. Without a working NVIDIA driver there are no GPUs to serve from. Raises NodeError."""
     import psutil  # clients, which have it not, read what others say of theirs
@@ -115,7 +121,7 @@ def probe(environ: Mapping[str, str] = os.environ) -> Hardware:
         cores=len(os.sched_getaffinity(0)),
         memory_gib=psutil.virtual_memory().total / 2**30,
         processor=platform.processor() or platform.machine(),
-        gpus=tuple(select_visible(_cards(), environ.get(VISIBLE)).values()),
+        gpus=tuple(find_visible(environ).values()),
     )
 
 
@@ -124,7 +130,7 @@ def cuda_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     order = {ORDER: "PCI_BUS_ID"}
     if VISIBLE not in environ:
         return order
-    return {**order, VISIBLE: ",".join(select_visible(_cards(), environ[VISIBLE]))}
+    return {**order, VISIBLE: ",".join(find_visible(environ))}
 
 
 def _cards() -> tuple[Card, ...]:

@@ -57,25 +57,30 @@ def running_pid(home: Path) -> int | None:
     return None
 
 
-def leave_node(
-    home: Path,
-    timeout_s: float,
-    *,
-    look: Callable[[], None] = lambda: None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> None:
-    """Ask the node of `home` to drain and leave, and wait until it has. `look` is called meanwhile. Raises
-    NodeError."""
+def ask_to_leave(home: Path) -> int | None:
+    """Ask the node of `home` to drain and leave; its pid, or None where it has just ended. Raises NodeError."""
     pid = running_pid(home)
     if pid is None:
         raise NodeError(f"home {home}: no node is running there; give its folder with --home")
     try:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
-        return
+        return None
     except PermissionError:
         raise NodeError(f"home {home}: the node (pid {pid}) belongs to another user") from None
+    return pid
+
+
+def wait_until_left(
+    home: Path,
+    pid: int,
+    timeout_s: float,
+    *,
+    look: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until the node of `home` that has been asked is gone. `look` is called meanwhile. Raises NodeError."""
     give_up = clock() + timeout_s
     while running_pid(home) == pid:
         if clock() > give_up:

@@ -19,7 +19,6 @@ import trio
 from ...bootstrap import parse_address
 from ...bootstrap.trust.targets import parse_member
 from ...coordinator import Phase, RoutingSettings
-from ...coordinator.names import name_of
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
@@ -33,7 +32,8 @@ from ..doctor.at_join import describe_unfit, examine_box
 from ..environment import require_network
 from ..errors import UsageError
 from ..live_line import LiveLine
-from ..options.values import settings_of
+from ..options.values import JOINED, MADE, settings_of
+from .greeting import describe_greeting, greeting_of
 from .http_options import read_admin_token, read_http, read_keys
 
 SWITCH_S: Final = 0.0005
@@ -45,20 +45,14 @@ members need it again."""
 
 def bootstrap(arguments: SimpleNamespace) -> int:
     """`p2pserve bootstrap`."""
-    return _run_node(_settings(arguments, arguments.home.expanduser() / "bootstrap", None), arguments)
+    return _run_node(_settings(arguments, arguments.home.expanduser() / MADE, None), arguments)
 
 
 def join(arguments: SimpleNamespace) -> int:
     """`p2pserve join`."""
     where = require_network(arguments.bootstrap, arguments.token)[0]
-    return _run_node(_settings(arguments, arguments.home.expanduser() / "node", where), arguments)
-
-
-_GREETINGS: Final = (  # those that lead keep the network going when this box is lost
-    ("leader", "trusted boxes join with:", "join --bootstrap {token}"),
-    ("worker", "other boxes join with:", "join --bootstrap {token}"),
-    ("client", "clients ask with:", 'generate --bootstrap {token} "def fibonacci(n):"'),
-)
+    folder = getattr(arguments, "folder", JOINED)  # of several nodes of a box each has its own
+    return _run_node(_settings(arguments, arguments.home.expanduser() / folder, where), arguments)
 
 
 def _check_tp(arguments: SimpleNamespace) -> None:
@@ -195,20 +189,10 @@ async def _release_memory() -> None:
 
 
 def _greet(started: Started) -> None:
-    print(f"node {name_of(started.peer)} at {started.address}")
-    print(f"peer id {started.peer}")
-    if started.http is not None:
-        print(f"{'OpenAI clients ask at:':<27}http://{started.http}/v1")
-    for word, who, command in _GREETINGS:
-        token = started.tokens.get(word)
-        if token is not None:
-            print(f"{who:<27}p2pserve {command.format(token=token)}")
+    for line in describe_greeting(greeting_of(started)):
+        print(line)
     sys.stdout.flush()
 
 
 def _greet_json(started: Started) -> None:
-    who = {"peer": started.peer, "name": name_of(started.peer)}
-    greeting: dict[str, Any] = {**who, "address": str(started.address), "tokens": started.tokens}
-    if started.http is not None:
-        greeting["http"] = f"http://{started.http}"
-    print(json.dumps(greeting), flush=True)
+    print(json.dumps(greeting_of(started)), flush=True)

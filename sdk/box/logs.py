@@ -1,13 +1,15 @@
-"""`p2pserve logs`: a node's own log, and what its processes have printed, as lines that can be chosen among."""
+"""`p2pserve logs`: nodes' own logs, and what their processes have printed, as lines that can be chosen among."""
 
 from __future__ import annotations
 
+import heapq
 import os
 import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from io import BufferedReader
@@ -21,7 +23,7 @@ from ...coordinator.names import name_of
 from ...node.box.errors import NodeError
 from ...node.observing.node_log import NAME, OTHERS, LogLine
 from ..printing import printable
-from .own_nodes import find_own_node
+from .own_nodes import find_own_nodes
 
 LOOK_S: Final = 0.3
 LEVELS: Final = ("debug", "info", "warning", "error")
@@ -78,29 +80,85 @@ class LogReader:
         return msgspec.structs.replace(self._last, text=rest)
 
 
+@final
+class OpenLog:
+    """The log of one node, or what one of its processes has printed, with the file before it. `node`: what stands
+    before its lines. Closed by `close`."""
+
+    def __init__(self, node: str, path: Path, reader: LogReader, wanted: LogFilter) -> None:
+        self.node = node
+        self._path = path
+        self._reader = reader
+        self._wanted = wanted
+        self._file = _open(path)
+        self._rest = b""
+
+    def read_all(self) -> Iterator[LogLine]:
+        """What is in both files."""
+        older = self._path.with_name(f"{self._path.name}.1")
+        if older.exists():
+            with _open(older) as file:
+                yield from self._choose(file)
+        yield from self._choose(self._file)
+
+    def read_new(self) -> Iterator[LogLine]:
+        """What has been written since; on in the next file when this one is set aside."""
+        while True:
+            raw = self._file.readline()
+            if raw:
+                self._rest += raw
+                if self._rest.endswith(b"\n"):
+                    found, self._rest = self._choose((self._rest,)), b""
+                    yield from found
+            elif _is_other(self._path, self._file) and not self._file.peek(1):
+                self._file.close()
+                self._file, self._rest = _open(self._path), b""
+            else:
+                return
+
+    def close(self) -> None:
+        """Close its file."""
+        self._file.close()
+
+    def _choose(self, raw: Iterable[bytes]) -> Iterator[LogLine]:
+        made = (line for each in raw if (line := self._reader.read(each)) is not None)
+        return filter(self._wanted.wants, made)
+
+
 def logs(arguments: SimpleNamespace) -> int:
     """`p2pserve logs`."""
     home = arguments.home.expanduser()
-    path = home / find_own_node(home, arguments.node) / {"node": NAME, **OTHERS}[arguments.of]
     wanted = LogFilter(
         since=time.time() - arguments.since if arguments.since is not None else 0.0,
         level=arguments.level,
         request=arguments.request.removesuffix("..."),
     )
-    reader = LogReader(arguments.of, time.time)
-    file = _open(path)
-    with file:
-        older = path.with_name(f"{path.name}.1")
-        found = deque(_read_all((older, path), file, reader, wanted), maxlen=arguments.lines)
-        for line in found:
-            _print(line, arguments.format)
+    paths = {
+        name: home / name / {"node": NAME, **OTHERS}[arguments.of] for name in find_own_nodes(home, arguments.node)
+    }
+    there = {name: path for name, path in paths.items() if path.exists()}  # of several, one may have none yet
+    with ExitStack() as stack:
+        opened: list[OpenLog] = []
+        for name, path in (there or paths).items():
+            opened.append(OpenLog(name if len(paths) > 1 else "", path, LogReader(arguments.of, time.time), wanted))
+            stack.callback(opened[-1].close)
+        # One by one by their times; without one they stay behind the line before them.
+        merged = heapq.merge(*map(_with_node, opened), key=lambda each: each[0].time)
+        found = deque(merged, maxlen=arguments.lines)
+        for line, node in found:
+            _print(line, node, arguments.format)
         if not found and not arguments.follow:
-            print(f"{path}: no such lines", file=sys.stderr)
-        if arguments.follow:
-            for line in _follow(path, file, reader, lambda: time.sleep(LOOK_S)):
-                if wanted.wants(line):
-                    _print(line, arguments.format)
+            print(f"{', '.join(map(str, there.values()))}: no such lines", file=sys.stderr)
+        while arguments.follow:
+            for log in opened:
+                for line in log.read_new():
+                    _print(line, log.node, arguments.format)
+            time.sleep(LOOK_S)
     return 0
+
+
+def _with_node(log: OpenLog) -> Iterator[tuple[LogLine, str]]:
+    return ((line, log.node) for line in log.read_all())
 
 
 def describe(line: LogLine) -> str:
@@ -110,8 +168,13 @@ def describe(line: LogLine) -> str:
     return f"{text}\n{line.traceback.rstrip()}" if line.traceback else text
 
 
-def _print(line: LogLine, form: str) -> None:
-    print(msgspec.json.encode(line).decode() if form == "json" else printable(describe(line)), flush=True)
+def _print(line: LogLine, node: str, form: str) -> None:
+    """`node`: who has written it, where several have."""
+    if form == "json":
+        fields = {**({"node": node} if node else {}), **msgspec.to_builtins(line)}
+        print(msgspec.json.encode(fields).decode(), flush=True)
+    else:
+        print(printable(f"{node}  {describe(line)}" if node else describe(line)), flush=True)
 
 
 def _open(path: Path) -> BufferedReader:
@@ -121,44 +184,6 @@ def _open(path: Path) -> BufferedReader:
         raise NodeError(f"{path}: there is no such log; name the home of a node that has run with --home") from None
     except OSError as error:
         raise NodeError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _read_all(
-    paths: tuple[Path, Path], newest: BufferedReader, reader: LogReader, wanted: LogFilter
-) -> Iterator[LogLine]:
-    older, _ = paths
-    if older.exists():
-        with _open(older) as file:
-            yield from filter(wanted.wants, _made(file, reader))
-    yield from filter(wanted.wants, _made(newest, reader))
-
-
-def _made(raw: Iterable[bytes], reader: LogReader) -> Iterator[LogLine]:
-    return (line for each in raw if (line := reader.read(each)) is not None)
-
-
-def _follow(
-    path: Path, file: BufferedReader, reader: LogReader, wait: Callable[[], None]
-) -> Generator[LogLine, None, None]:
-    """Lines as they are written, for as long as somebody wants them; on in the next file when this one is set aside.
-    Closes the file."""
-    rest = b""
-    try:
-        while True:
-            raw = file.readline()
-            if raw:
-                rest += raw
-                if rest.endswith(b"\n"):
-                    line, rest = reader.read(rest), b""
-                    if line is not None:
-                        yield line
-                continue
-            wait()
-            if _is_other(path, file) and not file.peek(1):
-                file.close()
-                file, rest = _open(path), b""
-    finally:
-        file.close()
 
 
 def _is_other(path: Path, file: BufferedReader) -> bool:

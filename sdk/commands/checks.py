@@ -49,6 +49,13 @@ def demo(arguments: SimpleNamespace) -> int:
     option("--model", metavar="MODEL", help="a folder, a Hugging Face id, or `bundled`: whether it fits here"),
     option("--port", type=PORT, default=4002, metavar="PORT", help="where the node would listen (default: 4002)"),
     option("--announce", metavar="HOST:PORT", help="where others would reach it, as with `join`"),
+    option(
+        "--replicas",
+        type=POSITIVE,
+        default=1,
+        metavar="N",
+        help="so many nodes, as with `join`: their folders, ports and GPUs (default: 1)",
+    ),
     home_option("the node's own folder would be inside it"),
     timeout_option,
 )

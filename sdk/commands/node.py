@@ -13,7 +13,7 @@ from ..options.arguments import FLAGS, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
-from ..options.values import AGE, COUNT, FIGURE, MOMENT, POSITIVE, SECONDS
+from ..options.values import AGE, COUNT, FIGURE, MOMENT, OWN_NODE, POSITIVE, REPLICAS, SECONDS
 
 vllm_options: Final = click.argument(
     FLAGS, cls=ConfigArgument, key=VLLM, nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
@@ -80,11 +80,24 @@ def bootstrap(arguments: SimpleNamespace) -> int:
     admin_options,
     api_options,
     vllm_options,
+    option(
+        "--replicas",
+        type=REPLICAS,
+        section="Engine",
+        default=1,
+        metavar="N",
+        help="divide the GPUs of this box among so many nodes, each a replica of the model with a port, the next one "
+        "up, and a folder of its own; auto: as many as would serve most requests (default: 1)",
+    ),
     option("--engine-channel", type=COUNT, hidden=True),
     link_options,
     engine_options,
 )
 def join(arguments: SimpleNamespace) -> int:
+    if arguments.replicas != 1:
+        from ..replicas.running import join_with_replicas
+
+        return join_with_replicas(arguments)
     from ..actions.node import join as run
 
     return run(arguments)
@@ -94,10 +107,12 @@ def join(arguments: SimpleNamespace) -> int:
 @combine(
     click.argument(
         "node",
-        type=click.Choice(("node", "bootstrap")),
+        type=OWN_NODE,
         default=None,
         required=False,
-        help="`node`, which runs `join`, or `bootstrap` (default: the one that runs here)",
+        metavar="[NODE]",
+        help="`node`, which runs `join`, or of several `node-2` and so on, or `bootstrap` (default: what runs here; of "
+        "several nodes of a `join` all)",
     ),
     home_option("the node's own folder is inside it"),
     option("--timeout-s", type=SECONDS, default=60.0, metavar="S", help="give up after this long (default: 60)"),
@@ -118,8 +133,9 @@ def leave(arguments: SimpleNamespace) -> int:
         "box",
         default=None,
         required=False,
-        help="the node of this box, `node` (which runs `join`) or `bootstrap` (default: the one that runs here); or, "
-        "on a box that is an admin of its network as the one that ran `bootstrap` is, the name or id of another box",
+        help="a node of this box, `node` (which runs `join`), `node-2` and so on, or `bootstrap` (default: what runs "
+        "here; of several nodes of a `join` all); or, on a box that is an admin of its network as the one that ran "
+        "`bootstrap` is, the name or id of another box",
     ),
     option("--undo", is_flag=True, help="take new requests again"),
     option("--no-wait", is_flag=True, help="do not wait until its requests have ended"),
@@ -149,9 +165,11 @@ def drain(arguments: SimpleNamespace) -> int:
     ),
     option(
         "--node",
-        type=click.Choice(("node", "bootstrap")),
+        type=OWN_NODE,
         default=None,
-        help="`node`, which runs `join`, or `bootstrap` (default: the one that runs here)",
+        metavar="NODE",
+        help="`node`, which runs `join`, or of several `node-2` and so on, or `bootstrap` (default: what runs here; "
+        "several nodes of a `join` have the price together)",
     ),
     home_option("the node's own folder is inside it"),
 )
@@ -169,10 +187,12 @@ def price(arguments: SimpleNamespace) -> int:
 @combine(
     click.argument(
         "node",
-        type=click.Choice(("node", "bootstrap")),
+        type=OWN_NODE,
         default=None,
         required=False,
-        help="`node`, which runs `join`, or `bootstrap` (default: the one that runs, or has run, here)",
+        metavar="[NODE]",
+        help="`node`, which runs `join`, or of several `node-2` and so on, or `bootstrap` (default: what runs, or has "
+        "run, here; of several nodes of a `join` all, each line with its node)",
     ),
     option(
         "--of",

@@ -22,6 +22,8 @@ from ...node.links.reachability import CLOCK_S, ReachVerdict, judge
 from ...node.messages import Status
 from ...node.models import ModelInfo
 from ...node.observing.values import BoxClock
+from ..errors import UsageError
+from ..replicas.dividing import divide_gpus
 
 OLDEST_PYTHON: Final = (3, 11)
 KEPT_FREE_BYTES: Final = 1 << 30
@@ -99,6 +101,20 @@ def check_gpus(hardware: Hardware, box: Prerequisites) -> Diagnosis:
     if not hardware.gpus and box.driver:
         return _warning("gpu", found, "engines see no GPU: start the container with them (docker run --gpus all)")
     return _ok("gpu", found)
+
+
+def check_cut(hardware: Hardware, replicas: int) -> Diagnosis:
+    """Whether the box can be divided among so many nodes."""
+    try:
+        divide_gpus(len(hardware.gpus), replicas)
+    except UsageError as error:
+        return fail("replicas", str(error).removeprefix("replicas: "))
+    return _ok("replicas", f"{replicas} nodes with {part_of(hardware, replicas).summary()} each")
+
+
+def part_of(hardware: Hardware, replicas: int) -> Hardware:
+    """What the first of so many nodes has of a box that they can share."""
+    return msgspec.structs.replace(hardware, gpus=hardware.gpus[: len(hardware.gpus) // replicas])
 
 
 def check_shared_memory(hardware: Hardware, tp: int, free_bytes: int | None) -> Diagnosis:
@@ -228,8 +244,9 @@ def check_bandwidth(member: str, up_gbps: float, down_gbps: float) -> Diagnosis:
     return _ok("bandwidth", found)
 
 
-def check_token(token: JoinToken | str, now: float) -> Diagnosis:
-    """Whether a box may join by it at unix time `now`, as far as the token itself says; a text is why it is none."""
+def check_token(token: JoinToken | str, now: float, replicas: int = 1) -> Diagnosis:
+    """Whether so many nodes may join by it at unix time `now`, as far as the token itself says; a text is why it is
+    none."""
     if isinstance(token, str):
         return fail("token", token)
     grant = token.grant
@@ -240,6 +257,8 @@ def check_token(token: JoinToken | str, now: float) -> Diagnosis:
         return _failed("token", found, f"ask the owner for another (p2pserve token renew {grant.certificate})")
     if grant.role is Role.CLIENT:
         return _warning("token", found, "clients ask with it; to join, this box needs a worker's (p2p_worker_...)")
+    if grant.uses < replicas:
+        return _failed("token", found, f"{replicas} nodes take a place each: p2pserve token create --uses {replicas}")
     if left_s < SOON_S:
         return _warning("token", found, f"join before, or have it renewed (p2pserve token renew {grant.certificate})")
     return _ok("token", found)

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...bootstrap import Role, parse_address
+from ...bootstrap import Address, Role, parse_address
 from ...bootstrap.addresses import default_route_address
 from ...node.box.errors import NodeError
 from ...node.box.hardware import Hardware, probe
@@ -27,6 +27,8 @@ from ...node.box.prerequisites import inspect_box
 from ...node.box.start_checks import installed_build
 from ...node.engine.trials.selftest import PINNED
 from ..actions.status_view import open_console
+from ..options.values import folder_of_node
+from ..replicas.dividing import list_ports
 from . import checks, probing
 from .checks import Diagnosis, Fitness, ModelFound
 
@@ -62,6 +64,11 @@ def _examine(arguments: SimpleNamespace) -> Iterator[Diagnosis]:
     except NodeError as error:
         yield checks.fail("gpu", str(error))
         return
+    if arguments.replicas > 1:
+        cut = checks.check_cut(hardware, arguments.replicas)
+        yield cut
+        if cut.fitness is Fitness.OK:
+            hardware = checks.part_of(hardware, arguments.replicas)
     model = probing.find_model(arguments.model, hardware) if arguments.model is not None else None
     yield from _examine_box(arguments, hardware, model)
     where = arguments.bootstrap or arguments.token
@@ -77,24 +84,33 @@ def _examine_box(arguments: SimpleNamespace, hardware: Hardware, model: ModelFou
     yield checks.check_engine(installed_build(), hardware, os.environ, PINNED)
     yield checks.check_gpus(hardware, inspect_box())
     yield checks.check_shared_memory(hardware, tp, probing.free_shared_memory())
-    home: Path = arguments.home.expanduser() / "node"
-    yield checks.check_home(home, *probing.find_home(home))
+    homes: list[Path] = [
+        arguments.home.expanduser() / folder_of_node(number + 1) for number in range(arguments.replicas)
+    ]
+    home = homes[0]
+    for each in homes:
+        yield checks.check_home(each, *probing.find_home(each))
     if model is not None:
         yield checks.check_model(model)
     folder = probing.nearest_folder(_cache() if known is not None and known.missing_bytes else home)
     missing = known.missing_bytes if known is not None else 0
     yield checks.check_disk(shutil.disk_usage(folder).free, missing, str(folder))
     yield checks.check_memory(hardware, probing.available_memory(), known)
-    listen = parse_address(f"0.0.0.0:{arguments.port}")
-    yield checks.check_port(listen, trio.run(probing.find_port_problem, listen))
-    announced = probing.find_address(arguments.announce, os.environ, listen)
-    yield checks.check_announced(announced, listen, has_ipv6=":" in default_route_address("::"))
+    first = parse_address(f"0.0.0.0:{arguments.port}")
+    flags: Sequence[Address | None] = [None] * arguments.replicas
+    if arguments.announce is not None:
+        flags = list_ports(parse_address(arguments.announce), arguments.replicas, "announce")
+    has_ipv6 = ":" in default_route_address("::")
+    for flag, listen in zip(flags, list_ports(first, arguments.replicas, "port"), strict=True):
+        yield checks.check_port(listen, trio.run(probing.find_port_problem, listen))
+        announced = probing.find_address(None if flag is None else str(flag), os.environ, listen)
+        yield checks.check_announced(announced, listen, has_ipv6=has_ipv6)
 
 
 def _examine_network(arguments: SimpleNamespace, where: str, model: ModelFound | str | None) -> Iterator[Diagnosis]:
     token, members = probing.read_token(where, arguments.token)
     now = time.time()
-    yield checks.check_token(token, now)
+    yield checks.check_token(token, now, arguments.replicas)
     if isinstance(token, str) and not members:
         return
     yield from checks.check_members(trio.run(probing.ask_members, members, arguments.timeout_s))

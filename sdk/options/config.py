@@ -171,7 +171,8 @@ class ConfigReader:
 
     def _convert_one(self, option: Settable, value: object) -> str:
         kind = _kind_of(option)
-        if isinstance(value, bool) or not isinstance(value, (float, int) if kind is float else kind):
+        is_word = isinstance(option.type, Parsed) and value in option.type.words
+        if not is_word and (isinstance(value, bool) or not isinstance(value, (float, int) if kind is float else kind)):
             raise UsageError(f"{_shown(value)} is not {KINDS[kind]}{_advise_quotes(kind, value)}")
         text = str(value)
         if isinstance(option.type, click.Path):

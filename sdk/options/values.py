@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
@@ -111,6 +112,54 @@ def moment(text: str) -> UnixMoment:
     return at
 
 
+JOINED: Final = "node"
+"""The folder in a home of the node that runs `join`; of several on one box, the first one's."""
+
+MADE: Final = "bootstrap"
+"""The folder of what runs `bootstrap` or `serve`."""
+
+BOX: Final = "box"
+"""The folder of what runs several nodes: its lock."""
+
+_FURTHER: Final = re.compile(rf"{JOINED}-([2-9]|[1-9]\d{{1,3}})")
+
+
+def folder_of_node(number: int) -> str:
+    """The folder of the node with this number, from 1 on, of those that one `join` runs."""
+    return JOINED if number == 1 else f"{JOINED}-{number}"
+
+
+def number_of_node(folder: str) -> int:
+    """The other way; 0 for what is no folder of such a node."""
+    further = _FURTHER.fullmatch(folder)
+    return int(further[1]) if further is not None else int(folder == JOINED)
+
+
+def is_own_node(text: str) -> bool:
+    """Whether a node of a box has a folder of this name."""
+    return text == MADE or number_of_node(text) > 0
+
+
+def own_node(text: str) -> str:
+    """The folder of a node of this box."""
+    if not is_own_node(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no node of a box; take node, node-2 and so on, or bootstrap")
+    return text
+
+
+AUTO: Final = "auto"
+
+
+def replicas(text: str) -> int | str:
+    """How many nodes a box is divided among."""
+    if text == AUTO:
+        return text
+    try:
+        return positive(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of nodes nor {AUTO}") from None
+
+
 def settings_of(kind: type[Settings], arguments: argparse.Namespace | SimpleNamespace) -> Settings:
     """Settings from the options that are called as their fields are; the other fields keep their defaults."""
     given = vars(arguments)
@@ -124,11 +173,15 @@ def check_writable(field: str, path: Path | None) -> None:
 
 
 class Parsed(click.ParamType[Any]):
-    """A value that one of the functions above makes of a text. `kind`: what it is in a config file."""
+    """A value that one of the functions above makes of a text. `kind`: what it is in a config file, where `words` may
+    stand as well."""
 
-    def __init__(self, name: str, parse: Callable[[str], object], kind: type = str) -> None:
+    def __init__(
+        self, name: str, parse: Callable[[str], object], kind: type = str, words: tuple[str, ...] = ()
+    ) -> None:
         self.name = name
         self.kind = kind
+        self.words = words
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -152,6 +205,8 @@ ABOVE_ZERO = Parsed("number", above_zero, float)
 DURATION = Parsed("time from now", duration)
 AGE = Parsed("length of time", duration)
 MOMENT = Parsed("time", moment)
+OWN_NODE = Parsed("node", own_node)
+REPLICAS = Parsed("number of nodes", replicas, int, (AUTO,))
 FILE = click.Path(path_type=Path)
 
 

@@ -3,12 +3,13 @@
 import fcntl
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from p2pserve.node.box.errors import NodeError
-from p2pserve.node.box.home import leave_node, lock_home, running_pid
+from p2pserve.node.box.home import ask_to_leave, lock_home, running_pid, wait_until_left
 
 
 class Kill:
@@ -39,8 +40,10 @@ class Clock:
         self.naps += 1
 
 
-def leave(home: Path, clock: Clock) -> None:
-    leave_node(home, 3.0, clock=clock, sleep=clock.sleep)
+def leave(home: Path, clock: Clock, sleep: Callable[[float], None] | None = None) -> None:
+    pid = ask_to_leave(home)
+    if pid is not None:
+        wait_until_left(home, pid, 3.0, clock=clock, sleep=sleep or clock.sleep)
 
 
 def test_a_home_is_made_and_names_its_pid(tmp_path: Path) -> None:
@@ -134,7 +137,7 @@ def test_leaving_asks_the_node_and_waits_until_it_has_gone(tmp_path: Path, monke
         if clock.naps == 5:
             holder.__exit__(None, None, None)
 
-    leave_node(tmp_path, 3.0, clock=clock, sleep=sleep)
+    leave(tmp_path, clock, sleep)
     assert kill.sent == [(os.getpid(), signal.SIGTERM)]
     assert clock.naps == 5
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from p2pserve.node.observing.node_log import NAME, LogLine
-from p2pserve.sdk.box.logs import LogFilter, LogReader, _follow, describe
+from p2pserve.sdk.box.logs import LogFilter, LogReader, OpenLog, describe
 from p2pserve.sdk.cli import main
 
 PEER = "12D3KooWHdEDTFPH5jtJbpX9g6AEWVssmoYh3WZAUkqw7EEiUbRi"
@@ -90,17 +90,41 @@ def test_a_home_without_a_log_is_named(capsys: pytest.CaptureFixture[str], home:
 def test_following_goes_on_in_the_next_file(home: Path) -> None:
     path = home / "node" / NAME
     text = '{{"time": 1.0, "level": "info", "part": "node", "text": "{}"}}\n'
-    coming = ["second", "third", "fourth"]
-
-    def wait() -> None:
-        if coming[0] == "third":  # the file is full
-            path.rename(path.with_suffix(".old"))
-        with path.open("a") as log:
-            log.write(text.format(coming.pop(0)))
-
     path.write_text(text.format("first"))
-    with path.open("rb") as file:
-        following = _follow(path, file, LogReader("node", time.time), wait)
-        found = [next(following).text for _ in range(4)]
-        following.close()
+    log = OpenLog("", path, LogReader("node", time.time), LogFilter())
+    found = [line.text for line in log.read_new()]
+    for coming in ("second", "third", "fourth"):
+        if coming == "third":  # the file is full
+            path.rename(path.with_suffix(".old"))
+        with path.open("a") as file:
+            file.write(text.format(coming))
+        found += [line.text for line in log.read_new()]
+    log.close()
     assert found == ["first", "second", "third", "fourth"]
+
+
+def test_a_line_is_followed_when_it_is_whole(home: Path) -> None:
+    path = home / "node" / NAME
+    path.write_text('{"time": 1.0, "level": "info", ')
+    log = OpenLog("", path, LogReader("node", time.time), LogFilter())
+    assert list(log.read_new()) == []
+    with path.open("a") as file:
+        file.write('"part": "node", "text": "whole"}\n')
+    assert [line.text for line in log.read_new()] == ["whole"]
+    log.close()
+
+
+def test_lines_of_several_nodes_are_merged_and_say_whose_they_are(
+    capsys: pytest.CaptureFixture[str], home: Path
+) -> None:
+    (home / "node-2").mkdir()
+    (home / "node-3").mkdir()  # which has not logged yet
+    line = {"time": NOW + 1.5, "level": "info", "part": "node", "text": "between"}
+    (home / "node-2" / NAME).write_text(json.dumps(line) + "\n")
+    assert shown(capsys, home)[1:3] == [
+        "node  11-25 09:46:41.000  warning  careful",
+        "node-2  11-25 09:46:41.500  info     between",
+    ]
+    assert json.loads(shown(capsys, home, "--format", "json", "node-2")[0])["text"] == "between"
+    found = [json.loads(each) for each in shown(capsys, home, "--format", "json")]
+    assert [each["node"] for each in found] == ["node", "node", "node-2", "node"]

@@ -70,7 +70,7 @@ def test_leave_says_what_is_left_and_for_how_long(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(draining, "ask_node", ask)
     stream, world = io.StringIO(), World()
-    looking = draining.Looking(Path("/home"), LiveLine(stream, lambda: world.now), lambda: world.now)
+    looking = draining.Looking([Path("/home")], LiveLine(stream, lambda: world.now), lambda: world.now)
     for at in (0.0, 0.1, 0.6, 1.2):
         world.now = at
         looking.look()

@@ -188,6 +188,20 @@ def test_the_token(tmp_path: Path) -> None:
     assert fails(checks.check_token("the join token is malformed: x; copy the whole string", 0.0), "malformed", "copy")
 
 
+def test_a_token_has_a_place_for_each_node(tmp_path: Path) -> None:
+    worker = token_of(Role.WORKER, tmp_path)
+    assert is_ok(checks.check_token(worker, 0.0, 3))
+    assert fails(checks.check_token(worker, 0.0, 4), "for 3", "token create --uses 4")
+
+
+def test_a_box_is_divided_evenly() -> None:
+    found = checks.check_cut(TWO, 2)
+    assert is_ok(found)
+    assert found.found == "2 nodes with 1x NVIDIA A40 (45 GiB) each"
+    assert fails(checks.check_cut(TWO, 3), "3 nodes cannot share 2 GPUs evenly", "take 1 or 2")
+    assert fails(checks.check_cut(PLAIN, 2), "no GPUs to divide", "leave --replicas out")
+
+
 def test_members_fail_only_where_none_is_reached() -> None:
     there, away = MemberFound(MEMBER, 0.0123, "p"), MemberFound(MEMBER, problem="no answer within 10 s")
     assert is_ok(next(checks.check_members([there])))

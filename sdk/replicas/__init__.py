@@ -1,0 +1,1 @@
+"""Several nodes on one box, each with its part of the GPUs: `p2pserve join --replicas`."""
