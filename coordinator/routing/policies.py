@@ -10,4 +10,8 @@ from .hetero import MinMaxWorkload
 from .interface import PolicyFactory
 from .plan_and_queues import PlanAndQueues
 
-NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues, "hetero": MinMaxWorkload, "cronus": Cronus}
+NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {
+    "plan": PlanAndQueues,
+    "hetero": MinMaxWorkload,
+    "cronus": Cronus,
+}
