@@ -15,7 +15,7 @@ from p2pserve.sims.experiments.papers.cronus_systems import (
     PAIRS,
     PAPERS,
     QUEUES,
-    Served,
+    ServedTrace,
     _between_tokens,
     _choose_engine,
     decode_rate,
@@ -52,7 +52,7 @@ def test_a_token_takes_as_long_as_the_step_that_decoded_it() -> None:
 
 
 def test_the_percentiles_and_the_rate() -> None:
-    served = Served(np.arange(101.0), np.arange(201.0), 50.0)
+    served = ServedTrace(np.arange(101.0), np.arange(201.0), 50.0)
     assert (served.ttft_p99_s, served.tbt_p99_s, served.rate) == (99.0, 198.0, 101 / 50)
 
 
