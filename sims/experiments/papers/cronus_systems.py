@@ -114,7 +114,7 @@ def first_rows(count: int, *, interval_s: float = 0.0) -> Trace:
     drawn = lengths("conversation")
     return Trace(
         ids=np.arange(count),
-        arrival_s=np.arange(count) * interval_s,
+        arrival_s=np.arange(count, dtype=np.float64) * interval_s,
         prompt=drawn.prompt[:count],
         output=drawn.output[:count],
         lengths=drawn.source,
