@@ -132,6 +132,7 @@ class EmulatedEngine:
             max_tokens=config.max_batched_tokens,
             max_requests=config.max_requests,
         )
+        self._step_tokens = config.max_batched_tokens
         self._kv_tokens = self._batcher.free_tokens
         self._longest = min(config.max_model_len or self._kv_tokens, self._kv_tokens)
         self._requests: dict[str, _Request] = {}
@@ -175,7 +176,8 @@ class EmulatedEngine:
             load_s=load_s,
             tflops=gpu.tflops * self._tp,
             memory_gbps=gpu.memory_gbps * self._tp,
-            step_tokens=self._config.max_batched_tokens,
+            block_tokens=self._batcher.block_size,
+            step_tokens=self._step_tokens,
         )
 
     def handle(self, message: protocol.ToEngine | KvEnded | KvSent, now: float) -> None:

@@ -68,7 +68,7 @@ PAIRS: Final = (
 )
 
 
-class Served(NamedTuple):
+class ServedTrace(NamedTuple):
     """What became of a trace: seconds to each request's first token, seconds between tokens, one
     for each token after the first, and when the last request had ended. `first_share`: of all
     tokens of prompts, what the card has computed that only prefills; None without one."""
@@ -106,7 +106,7 @@ PAPERS: Final = StepSizes()
 EQUAL: Final = StepSizes(2048, 2048)
 """vLLM's own, for all."""
 
-Run = Callable[[PairOfCards, Trace, StepSizes], Served]
+Run = Callable[[PairOfCards, Trace, StepSizes], ServedTrace]
 
 
 def first_rows(count: int, *, interval_s: float = 0.0) -> Trace:
@@ -114,7 +114,7 @@ def first_rows(count: int, *, interval_s: float = 0.0) -> Trace:
     drawn = lengths("conversation")
     return Trace(
         ids=np.arange(count),
-        arrival_s=np.arange(count) * interval_s,
+        arrival_s=np.arange(count, dtype=np.float64) * interval_s,
         prompt=drawn.prompt[:count],
         output=drawn.output[:count],
         lengths=drawn.source,
@@ -135,22 +135,22 @@ def times_on(name: str, model: str) -> StepTimes:
     return replica_times(shape, [StageHardware(card(name), 1, shape.layers, 160.0)])
 
 
-def run_cronus(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> Served:
+def run_cronus(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """Prompts are split between the lesser card and the A100, which decodes."""
     return _run_split(pair, trace, sizes, first=pair.low, second=HIGH, policy="cronus")
 
 
-def run_high_low(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> Served:
+def run_high_low(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """The A100 prefills, the lesser card decodes."""
     return _run_split(pair, trace, sizes, first=HIGH, second=pair.low, policy="plan")
 
 
-def run_low_high(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> Served:
+def run_low_high(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """The lesser card prefills, the A100 decodes."""
     return _run_split(pair, trace, sizes, first=pair.low, second=HIGH, policy="plan")
 
 
-def run_pipeline(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> Served:
+def run_pipeline(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """One replica of two stages, with layers by the cards' FLOPS."""
     first, _ = pair.layers
     layers = model_shape(pair.model).layers
@@ -163,7 +163,7 @@ def run_pipeline(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> 
     return _simulate(pair, trace, plan, "plan")
 
 
-def run_data_parallel(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> Served:
+def run_data_parallel(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """Both cards serve whole requests, which wait at the frontend while both queues are full."""
     ttft_s, steps = np.full(len(trace), inf), list[StepRecord]()
     engines = [
@@ -182,7 +182,7 @@ def run_data_parallel(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS
         if coming:
             following = min(following, float(trace.arrival_s[coming[0]]))
         if following == inf:
-            return Served(ttft_s, _between_tokens(steps), now)
+            return ServedTrace(ttft_s, _between_tokens(steps), now)
         now = following
         for engine in engines:
             if engine.wake_at <= now:
@@ -239,7 +239,9 @@ def kv_tokens_on(name: str, model: str) -> int:
     return kv_capacity_tokens(shape, [StageHardware(card(name), 1, shape.layers, 160.0)])
 
 
-def _run_split(pair: PairOfCards, trace: Trace, sizes: StepSizes, *, first: str, second: str, policy: str) -> Served:
+def _run_split(
+    pair: PairOfCards, trace: Trace, sizes: StepSizes, *, first: str, second: str, policy: str
+) -> ServedTrace:
     layers = model_shape(pair.model).layers
     replicas = tuple(
         Replica(
@@ -260,7 +262,7 @@ def _plan(replicas: tuple[Replica, ...], pairing: Pairing) -> Plan:
     return Plan(epoch=0, version=1, service="conversation", replicas=replicas, pairings=(pairing,), codec="raw", why=())
 
 
-def _simulate(pair: PairOfCards, trace: Trace, plan: Plan, policy: str) -> Served:
+def _simulate(pair: PairOfCards, trace: Trace, plan: Plan, policy: str) -> ServedTrace:
     result = simulate(
         _cluster(pair),
         [ServiceRun(service=_service(model_shape(pair.model)), plan=plan, trace=trace)],
@@ -273,7 +275,7 @@ def _simulate(pair: PairOfCards, trace: Trace, plan: Plan, policy: str) -> Serve
     )
     computed = {replica.phase: replica.counts.prompt_tokens for replica in result.replicas}
     first = computed.get(Phase.PREFILL)
-    return Served(
+    return ServedTrace(
         result.services[0].outcomes.ttft_s,
         _between_tokens([log.step for log in result.steps]),
         result.end_s,

@@ -15,7 +15,7 @@ from p2pserve.sims.experiments.papers.cronus_systems import (
     PAIRS,
     PAPERS,
     QUEUES,
-    Served,
+    ServedTrace,
     _between_tokens,
     _choose_engine,
     decode_rate,
@@ -52,7 +52,7 @@ def test_a_token_takes_as_long_as_the_step_that_decoded_it() -> None:
 
 
 def test_the_percentiles_and_the_rate() -> None:
-    served = Served(np.arange(101.0), np.arange(201.0), 50.0)
+    served = ServedTrace(np.arange(101, dtype=np.float64), np.arange(201, dtype=np.float64), 50.0)
     assert (served.ttft_p99_s, served.tbt_p99_s, served.rate) == (99.0, 198.0, 101 / 50)
 
 
@@ -99,21 +99,21 @@ def test_cronus_carries_more_than_data_parallel_and_splits_prompts(pair: cronus_
 
 def test_the_page_has_the_papers_figures_beside_ours() -> None:
     page = cronus(SMALL)
-    throughput, use, latencies, lower, fits, equal = page.tables
+    throughput, use, latencies, lower, fits, equal = page.records()["tables"].values()
     assert "The first 100 conversations" in " ".join(page.markdown().split())
-    assert [len(table.rows) for table in page.tables] == [20, 8, 60, 7, 2, 4]
-    rates = {(row.cards_and_model, row.system): row for row in throughput.rows}
+    assert [len(rows) for rows in (throughput, use, latencies, lower, fits, equal)] == [20, 8, 60, 7, 2, 4]
+    rates = {(row["cards_and_model"], row["system"]): row for row in throughput}
     for name, papers in PAPERS_RATES.items():
         for pair, paper in zip(PAIRS, papers, strict=True):
             row = rates[pair.name, name]
-            assert row.paper_rate == paper
-            assert row.over_paper == pytest.approx(row.rate / paper)
-            assert 0.0 < row.rate < inf
-    assert all(0.0 < row.prefill_pct <= 105.0 and 0.0 < row.decode_pct <= 105.0 for row in use.rows)
-    compared = [row for row in latencies.rows if row.cronus_ttft_lower_pct is not None]
-    assert all(row.system != "Cronus" and row.load <= 0.9 for row in compared)
-    assert {(row.time, row.than) for row in lower.rows} == {
+            assert row["paper_rate"] == paper
+            assert row["over_paper"] == pytest.approx(row["rate"] / paper)
+            assert 0.0 < row["rate"] < inf
+    assert all(0.0 < row["prefill_pct"] <= 105.0 and 0.0 < row["decode_pct"] <= 105.0 for row in use)
+    compared = [row for row in latencies if row["cronus_ttft_lower_pct"] is not None]
+    assert all(row["system"] != "Cronus" and row["load"] <= 0.9 for row in compared)
+    assert {(row["time"], row["than"]) for row in lower} == {
         ("TTFT", "DP"), ("TTFT", "L-H"), ("TTFT", "PP"), ("TBT", "PP"), ("TBT", "DP"), ("TBT", "H-L"),
     }  # fmt: skip
-    assert all(0.95 < row.r2 <= 1.0 for row in fits.rows)
-    assert equal.rows[0].cards_and_model == PAIRS[0].name
+    assert all(0.95 < row["r2"] <= 1.0 for row in fits)
+    assert [row["cards_and_model"] for row in equal] == [pair.name for pair in PAIRS]
