@@ -18,6 +18,7 @@ from .baselines import baselines, deadlines
 from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
+from .hetero import hetero
 from .links import links
 from .page import COMMAND, Page, write_index, write_page
 from .phases import phases
@@ -39,6 +40,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         baselines,
         deadlines,
         convergence,
+        hetero,
     )
 }
 SUMMARY: Final = "headline"
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m p2pserve.sims.experiments",
-        description="ThunderServe's figures and tables from this project's planner and simulator.",
+        description="The papers' figures and tables from this project's planner and simulator.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
