@@ -63,12 +63,12 @@ SPREAD: Final = "OS, 4 gateways"
 
 
 class Instances(NamedTuple):
-    """So many instances of `degree` GPUs of one kind, on a machine of `gpus`."""
+    """So many copies of an instance of `degree` GPUs, on a machine of `gpus` of one kind."""
 
     gpu: str
     gpus: int
     degree: int
-    count: int
+    copies: int
 
 
 class System(NamedTuple):
@@ -166,7 +166,7 @@ def run_system(
         gpu = gpu_table().find(part.gpu)
         name = f"machine{number}"
         boxes.append(Box(id=name, gpu=gpu, gpus=part.gpus, gpu_link_gbps=PCIE_GBPS[gpu.pcie_gen]))
-        for place in range(part.count):
+        for place in range(part.copies):
             replica = _replica(f"{name}.{place}", name, part.degree, place, model_shape(system.model).layers)
             replicas.append(replica)
             models[replica.id] = instance_model(system.model, part.gpu, part.degree, system.link)
