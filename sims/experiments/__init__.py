@@ -1,5 +1,5 @@
-"""ThunderServe's evaluation again: its figures and tables from this project's planner and
-simulator.
+"""The papers' evaluations again, ThunderServe's most of all: figures and tables from this project's
+planner and simulator.
 
     python -m p2pserve.sims.experiments --help
 

@@ -18,6 +18,7 @@ from .baselines import baselines, deadlines
 from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
+from .hetero import hetero
 from .links import links
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
@@ -41,6 +42,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         deadlines,
         convergence,
         cronus,
+        hetero,
     )
 }
 SUMMARY: Final = "headline"

@@ -1,0 +1,148 @@
+"""Xiong et al.'s experiments cut short, and what their page says of the whole ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import inf
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from p2pserve.coordinator.costs.gpus import gpu_table
+from p2pserve.sims.experiments.hetero import (
+    AT_ONCE,
+    DEGREES,
+    LINKS,
+    LONGEST,
+    NVLINK,
+    OUTPUT,
+    PCIE,
+    POLICIES,
+    PROMPT,
+    REMARKS,
+    SPREAD,
+    TWO_INSTANCES,
+    TWO_MACHINES,
+    V100,
+    DegreeRow,
+    ScheduleRow,
+    degree_rows,
+    draw_lengths,
+    instance_model,
+    last_over_first,
+    link_gbps,
+    make_five,
+    make_pair,
+    run_system,
+    tokens_s,
+)
+from p2pserve.sims.experiments.page import read_rows
+from p2pserve.sims.policies import ROUND_ROBIN, SINGLE
+
+RESULTS = Path(__file__).parents[4] / "docs" / "results"
+
+
+def schedules(title: str) -> dict[tuple[str, str, str], ScheduleRow]:
+    rows = read_rows(RESULTS, "hetero", title, ScheduleRow)
+    return {(row.link, row.rate, row.policy): row for row in rows}
+
+
+def test_lengths_are_as_said_and_the_same_each_time() -> None:
+    lengths = draw_lengths(4000, 3)
+    prompts, outputs = (np.array(column) for column in zip(*lengths, strict=True))
+    assert prompts.mean() == pytest.approx(PROMPT, rel=0.05)
+    assert outputs.mean() == pytest.approx(OUTPUT, rel=0.05)
+    assert min(prompts.min(), outputs.min()) >= 1
+    assert max(prompts.max(), outputs.max()) <= LONGEST
+    assert draw_lengths.__wrapped__(4000, 3) == lengths
+    assert draw_lengths(4000, 4) != lengths
+
+
+def test_nvlink_joins_groups_of_four() -> None:
+    gpu = gpu_table().find(V100)
+    assert link_gbps(gpu, 4, NVLINK) > 10 * link_gbps(gpu, 4, PCIE)
+    assert link_gbps(gpu, 8, NVLINK) == link_gbps(gpu, 8, PCIE)
+
+
+def test_an_instance_has_the_kv_of_equation_1() -> None:
+    room = (32.0 * 0.9 - 2.0) * (1 << 30)  # on each card
+    model = instance_model("llama3-8b", V100, 2, PCIE)
+    assert model.kv_tokens == pytest.approx((2 * room - 16.06e9) / 131_072, rel=1e-3)
+
+
+@pytest.mark.parametrize("system", [make_pair(NVLINK), make_five(PCIE)])
+def test_a_system_serves_all_requests(system: object) -> None:
+    lengths = draw_lengths(60, 1)
+    result = run_system(system, lengths, policy=ROUND_ROBIN, rate=50.0)  # type: ignore[arg-type]
+    outcome = result.services[0]
+    assert (outcome.outcomes.e2e_s > 0.0).all()
+    counts = Counter(outcome.decode.tolist())
+    assert max(counts.values()) - min(counts.values()) <= 1
+    tokens = sum(map(sum, lengths))
+    assert tokens_s(result) == pytest.approx(tokens / (outcome.outcomes.trace.arrival_s + outcome.outcomes.e2e_s).max())
+    assert last_over_first(result) >= 1.0
+
+
+def test_one_instance_alone_gets_all() -> None:
+    result = run_system(make_pair(NVLINK), draw_lengths(30, 1), policy=SINGLE, rate=inf, gateways=2)
+    assert set(result.services[0].decode.tolist()) == {0}
+    assert last_over_first(result) == 1.0
+
+
+def test_degrees_are_in_order_of_what_is_simulated() -> None:
+    rows = degree_rows(NVLINK, 10, 20)
+    assert {row.t: row.instances for row in rows} == {1: 8, 2: 4, 4: 2, 8: 1}
+    assert [row.simulated_1 for row in rows] == sorted((row.simulated_1 for row in rows), reverse=True)
+    assert min(rows, key=lambda row: row.estimate_1).t == 8
+
+
+# ---- what the page says ---------------------------------------------------------------------------------------
+
+
+def test_the_pages_rows_are_whole() -> None:
+    for title in (TWO_INSTANCES, TWO_MACHINES):
+        found = schedules(title)
+        assert len(found) == len(LINKS) * 4 * (len(POLICIES) + 1)
+
+
+def test_what_the_page_says_of_two_instances() -> None:
+    found = schedules(TWO_INSTANCES)
+    for policy, gain in (("OS", 87), ("WRR", 81), ("MB", 74), ("SI", 48)):
+        assert round(found[NVLINK, AT_ONCE, policy].over_rr) == gain
+        assert str(gain) in REMARKS
+    gains = [found[NVLINK, rate, "OS"].over_rr for rate in ("8", "16", "24")]
+    assert 2.0 <= min(gains) <= max(gains) <= 13.5
+    assert round(found[NVLINK, "24", "OS"].p99_s) == 19
+    assert round(found[NVLINK, "24", "RR"].p99_s) == 71
+    assert round(found[PCIE, AT_ONCE, "WRR"].over_rr) == -31
+    assert round(found[PCIE, AT_ONCE, "OS"].over_rr) == -27
+    assert found[PCIE, AT_ONCE, "OS"].to_first == pytest.approx(0.69, abs=0.005)
+
+
+def test_what_the_page_says_of_two_machines_and_of_four_gateways() -> None:
+    pair, five = schedules(TWO_INSTANCES), schedules(TWO_MACHINES)
+    assert [round(five[link, AT_ONCE, "OS"].over_rr) for link in LINKS] == [11, 4]
+    for found in (pair, five):
+        for (link, rate, policy), row in found.items():
+            if policy == SPREAD:
+                over = 100.0 * (row.tokens_s / found[link, rate, "OS"].tokens_s - 1.0)
+                assert (-2.5 <= over <= 2.6) if rate != AT_ONCE else (-1.5 <= over <= 17.0)
+            if policy == "plan":
+                best = max(each.tokens_s for key, each in found.items() if key[:2] == (link, rate))
+                assert row.tokens_s >= 0.94 * best
+
+
+def test_what_the_page_says_of_degrees() -> None:
+    rows = read_rows(RESULTS, "hetero", DEGREES, DegreeRow)
+
+    def order(link: str, field: str) -> list[int]:
+        of_link = [row for row in rows if row.link == link]
+        return [row.t for row in sorted(of_link, key=lambda row: -getattr(row, field))]
+
+    for field in ("estimate_1", "estimate_2"):
+        assert order(NVLINK, field) == [2, 1, 4, 8]
+        assert order(PCIE, field) == [1, 2, 4, 8]
+    for field in ("simulated_1", "simulated_2"):
+        assert order(NVLINK, field) == order(PCIE, field) == [1, 2, 4, 8]
+    assert all(4.5 <= row.simulated_1 / row.estimate_1 <= 7.5 for row in rows)
