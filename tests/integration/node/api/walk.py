@@ -27,7 +27,7 @@ ROWS, COLUMNS = "40", "100"
 
 STAYS = {
     r"p2pserve (bootstrap|serve) ": r"clients ask with.*\n",
-    r"p2pserve join ": r"engine ready[\s\S]*\nplan .*\n",
+    r"p2pserve join ": r"engine ready[\s\S]*\n(node\S* +\| )?plan .*\n",
     r"p2pserve gateway ": r"OpenAI API at.*\n",
     r"p2pserve status --watch": r"coordinator",
     r"p2pserve topology --watch": r"boxes",
@@ -142,6 +142,7 @@ class Walk:
             r"Qwen/Qwen3[\w.-]+": "llama-7b",
             r'"Qwen3[\w.-]+"': '"bundled"',
             r"(join .*)--port \d+": r"\1--listen 127.0.0.1:0",
+            r"(join .*)--replicas \d+": rf"\1--emulate 2{CARD.removeprefix('1')} --replicas 2",
             r"--listen [\d.]+:\d+": "--listen 127.0.0.1:0",
             r"--http [\d.]+:\d+": "--http 127.0.0.1:0",
             r"http://127\.0\.0\.1:8000|(?<=curl )\.\.\.|(?<=-N \")\.\.\.|(?<=curl \")\.\.\.": self.url,
@@ -238,7 +239,7 @@ class Walk:
             self.place = Place.of(home, text)
         elif line.startswith("p2pserve join "):
             self.box = home
-            self.box_id = re.findall(r"^peer id (\w+)", text, re.MULTILINE)[0]
+            self.box_id = re.findall(r"^(?:node\S* +\| )?peer id (\w+)", text, re.MULTILINE)[0]
         elif found := re.search(r"OpenAI API at (\S+)/v1", text):
             self.url = found[1]
         if re.match(r"p2pserve (bootstrap|join|gateway) ", line):
