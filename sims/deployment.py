@@ -42,22 +42,24 @@ class Deployment:
         self._links: dict[tuple[str, str], TransferLinks] = {}
         self.check_links()
 
-    def route(self, tokens: int, now: float, blamed: Mapping[str, int]) -> Route:
-        """Choose replicas by present loads, without hosts `blamed` by number. Raises NoRoute."""
+    def route(self, tokens: int, now: float, blamed: Mapping[str, int], answer: int | None = None) -> Route:
+        """Choose replicas by present loads, without hosts `blamed` by number. The length of the
+        `answer` is told where the settings say so. Raises NoRoute."""
+        output = answer if self._settings.known_answers else None
         loads = self._router.loads
         for name, host in self._changed.items():
-            loads.note(name, host.outstanding, host.prefill_tokens, host.engine.free_tokens)
+            loads.note(name, host.outstanding, host.prefill_tokens, host.engine.free_tokens, decodes=host.decodes)
         self._changed.clear()
         excluded = self._excluded
         if blamed:
             failed = frozenset(blamed.values())
             excluded |= {name for name, host in self.hosts.items() if host.number in failed}
         try:
-            return self._router.route(tokens, excluded | self._held, now=now)
+            return self._router.route(tokens, excluded | self._held, now=now, output_tokens=output)
         except NoRoute:
             if self._held <= excluded:
                 raise
-        return self._router.route(tokens, excluded, now=now)
+        return self._router.route(tokens, excluded, now=now, output_tokens=output)
 
     def note_load(self, host: ReplicaHost) -> None:
         """The router is to hear of this replica's load before it routes the next request."""

@@ -230,7 +230,7 @@ class SimGateway:
 
     def _find_route(self, request: SimRequest, wanted: FindRoute, now: float) -> None:
         try:
-            route = self._deployments[request.service].route(wanted.tokens, now, wanted.blamed)
+            route = self._deployments[request.service].route(wanted.tokens, now, wanted.blamed, request.left)
         except NoRoute as error:
             self._waiting[request.service].append(request)
             ready = request.machine.not_routed(str(error), now, is_hopeful=True)

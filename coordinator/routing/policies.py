@@ -7,5 +7,6 @@ from typing import Final
 
 from .interface import PolicyFactory
 from .plan_and_queues import PlanAndQueues
+from .splitwise import SplitwisePools
 
-NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues}
+NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {"plan": PlanAndQueues, "splitwise": SplitwisePools}

@@ -45,11 +45,26 @@ class Router:
         self.loads.forget()
         for load in loads:
             if load.replica in self.loads.index:
-                self.loads.note(load.replica, load.outstanding, load.prefill_tokens, load.kv_free_tokens)
+                self.loads.note(
+                    load.replica,
+                    load.outstanding,
+                    load.prefill_tokens,
+                    load.kv_free_tokens,
+                    decodes=load.decodes,
+                )
 
-    def route(self, prompt_tokens: int, exclude: frozenset[str] = frozenset(), *, now: float = 0.0) -> Route:
+    def route(
+        self,
+        prompt_tokens: int,
+        exclude: frozenset[str] = frozenset(),
+        *,
+        now: float = 0.0,
+        output_tokens: int | None = None,
+    ) -> Route:
         """The policy's choice for a request of so many tokens to prefill, without the boxes and
-        replicas in `exclude`. Raises NoRoute where none is left."""
+        replicas in `exclude`. `output_tokens`: of its answer, where that is known. Raises NoRoute
+        where no replica is left."""
         if prompt_tokens < 0:
             raise ValueError(f"prompt_tokens is {prompt_tokens}; it must not be negative")
-        return self._policy.choose(RequestFacts(prompt_tokens, exclude), self.loads, now=now, rng=self._rng)
+        facts = RequestFacts(prompt_tokens, exclude, output_tokens)
+        return self._policy.choose(facts, self.loads, now=now, rng=self._rng)

@@ -125,9 +125,9 @@ sim_options: Final = combine(
     ),
     option(
         "--dispatch",
-        type=click.Choice(("plan", "random", "round-robin")),
+        type=click.Choice(("plan", "splitwise", "random", "round-robin")),
         default="plan",
-        help="who chooses (default: plan)",
+        help="who chooses: the network's own policy (default), Splitwise's pools, or one to compare with",
         section="Engines and network",
     ),
     option("--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section=CHANGES),
