@@ -321,6 +321,7 @@ class NetworkView(AdvertBook):
                     outstanding=mine.requests + others.requests,
                     prefill_tokens=mine.pending_prefill_tokens + others.pending_prefill_tokens,
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
+                    decodes=stats.decodes if stats else 0,
                 )
             )
         return loads

@@ -27,12 +27,13 @@ class _Report:
     """What a replica has told of its load, and by gateway, what that has sent there or has seen end
     since: requests, and tokens of prompts."""
 
-    __slots__ = ("kv_free_tokens", "outstanding", "own", "own_tokens", "prefill_tokens")
+    __slots__ = ("decodes", "kv_free_tokens", "outstanding", "own", "own_tokens", "prefill_tokens")
 
     def __init__(self, host: ReplicaHost) -> None:
         self.outstanding = host.outstanding
         self.prefill_tokens = host.prefill_tokens
         self.kv_free_tokens = host.engine.free_tokens
+        self.decodes = host.decodes
         self.own: Counter[int | None] = Counter()
         self.own_tokens: Counter[int | None] = Counter()
 
@@ -67,7 +68,8 @@ class Deployment:
 
     def route(self, tokens: int, now: float, blamed: Mapping[str, int], request: SimRequest | None = None) -> Route:
         """Choose replicas by the loads that the request's gateway knows, without hosts `blamed` by
-        number. Raises NoRoute."""
+        number. The length of the answer is told where the settings say so. Raises NoRoute."""
+        output = request.left if request is not None and self._settings.known_answers else None
         gateway = request.gateway if request is not None and self._settings.report_s else None
         router = self._routers.get(gateway)
         if router is None:
@@ -79,11 +81,11 @@ class Deployment:
             excluded |= {name for name, host in self.hosts.items() if host.number in failed}
         row = request.row if request is not None else None
         try:
-            route = router.route(tokens, excluded | self._held, now=now, request=row)
+            route = router.route(tokens, excluded | self._held, now=now, request=row, output_tokens=output)
         except NoRoute:
             if self._held <= excluded:
                 raise
-            route = router.route(tokens, excluded, now=now, request=row)
+            route = router.route(tokens, excluded, now=now, request=row, output_tokens=output)
         if self._settings.report_s and row is not None:
             self._count_own(row, gateway, route, tokens)
         return route
@@ -103,7 +105,7 @@ class Deployment:
         and what it has routed or has seen end since."""
         if not self._settings.report_s:
             for host in self._changed.values():
-                self._note(router, host, host.outstanding, host.prefill_tokens, host.engine.free_tokens)
+                self._note(router, host, host.outstanding, host.prefill_tokens, host.engine.free_tokens, host.decodes)
             self._changed.clear()
             return
         if now >= self._report_at:
@@ -112,13 +114,19 @@ class Deployment:
         for name, report in self._reports.items():
             outstanding = max(0, report.outstanding + report.own[gateway])
             tokens = report.prefill_tokens + report.own_tokens[gateway]
-            self._note(router, self.hosts[name], outstanding, tokens, report.kv_free_tokens)
+            self._note(router, self.hosts[name], outstanding, tokens, report.kv_free_tokens, report.decodes)
 
     def _note(
-        self, router: Router, host: ReplicaHost, outstanding: int, prefill_tokens: int, kv_free_tokens: int
+        self,
+        router: Router,
+        host: ReplicaHost,
+        outstanding: int,
+        prefill_tokens: int,
+        kv_free_tokens: int,
+        decodes: int,
     ) -> None:
         loads, name = router.loads, host.replica.id
-        loads.note(name, outstanding, prefill_tokens, kv_free_tokens)
+        loads.note(name, outstanding, prefill_tokens, kv_free_tokens, decodes=decodes)
         if router.needs_profiles and loads.profiles[loads.index[name]] is None:
             loads.profiles[loads.index[name]] = self._profile(host)
 

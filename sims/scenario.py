@@ -63,7 +63,8 @@ class SimSettings:
       or go are planned with at once.
     - `damping`: how long boxes that are lost again and again are trusted less.
     - `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
-      policies that draw lots.
+      policies that draw lots. `known_answers`: it is told how long each answer will be, which no
+      gateway knows.
     """
 
     engine: SimEngineSettings | None = None
@@ -78,6 +79,7 @@ class SimSettings:
     quiet_s: float = 15.0
     damping: DampingSettings = field(default_factory=DampingSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+    known_answers: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -40,8 +40,8 @@ class ReplicaHost:
     """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
 
     __slots__ = (
-        "_advance", "_lines", "alarm", "engine", "is_loading", "is_lost", "is_noticed", "number", "outstanding",
-        "prefill_tokens", "replica", "service", "slots", "stranded", "waiting"
+        "_advance", "_lines", "alarm", "decodes", "engine", "is_loading", "is_lost", "is_noticed", "number",
+        "outstanding", "prefill_tokens", "replica", "service", "slots", "stranded", "waiting"
     )  # fmt: skip
 
     def __init__(self, number: int, service: int, replica: Replica, engine: Engine, advance: AdvanceHost) -> None:
@@ -51,6 +51,7 @@ class ReplicaHost:
         self.engine = engine
         self.alarm = NEVER  # when the queue advances it next
         self.outstanding = 0  # requests
+        self.decodes = 0  # those of them whose answers are generated here
         self.prefill_tokens = 0  # of their prompts, still to be computed here
         self.is_loading = False  # its weights; it gets no requests
         self.is_lost = False  # one of its boxes has failed
@@ -212,6 +213,7 @@ class Assignment:
         """Give it to the decode replica, and count it in the load there."""
         self.is_submitted = True
         self.decode.outstanding += 1
+        self.decode.decodes += 1
         self.decode.prefill_tokens += self.prefill_tokens
         self.decode.engine.submit(self.decode_seq, now)
 
@@ -239,3 +241,4 @@ class Assignment:
         """Take it out of the decode replica's load."""
         self.end_prefill()
         self.decode.outstanding -= 1
+        self.decode.decodes -= 1

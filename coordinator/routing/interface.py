@@ -42,7 +42,8 @@ class PolicyError(ValueError):
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A replica's latest report: requests that it has not finished, tokens of their prompts that it
-    still has to prefill, and KV tokens that it still has room for.
+    still has to prefill, KV tokens that it still has room for, and how many of those requests it
+    `decodes` (the others it only prefills).
 
     `replica` is its id in the plan. On the running network that is the peer id of its head, the box
     that schedules for all of its stages.
@@ -52,11 +53,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     outstanding: int
     prefill_tokens: int
     kv_free_tokens: int
+    decodes: int = 0
 
     def __post_init__(self) -> None:
         if not self.replica:
             raise LoadError("load.replica is empty")
-        if min(self.outstanding, self.prefill_tokens, self.kv_free_tokens) < 0:
+        if min(self.outstanding, self.prefill_tokens, self.kv_free_tokens, self.decodes) < 0:
             raise LoadError(f"load of {self.replica} has a negative figure")
 
 
@@ -103,7 +105,8 @@ class ReplicaLoads:
     """The live state: what is known of each replica's load, as arrays in the order of `ids`.
 
     `outstanding` requests; `prefill_tokens` of their prompts still to compute; `kv_free_tokens`,
-    infinite until it is reported; `waiting` requests that have no place in a batch yet (0 where
+    infinite until it is reported; `decodes`, those of the requests that it generates answers of;
+    `waiting` requests that have no place in a batch yet (0 where
     that is not told); `is_silent`: nothing has been reported. `profiles`: how fast the replicas
     are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known. Whoever
     runs the replicas writes here; policies only read.
@@ -116,6 +119,7 @@ class ReplicaLoads:
         self.outstanding: NDArray[np.float64] = np.zeros(size)
         self.prefill_tokens: NDArray[np.float64] = np.zeros(size)
         self.kv_free_tokens: NDArray[np.float64] = np.full(size, np.inf)
+        self.decodes: NDArray[np.float64] = np.zeros(size)
         self.waiting: NDArray[np.float64] = np.zeros(size)
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
         self.profiles: list[ReplicaProfile | None] = [None] * size
@@ -126,7 +130,14 @@ class ReplicaLoads:
         self.kv_free_tokens[:] = np.inf
 
     def note(
-        self, replica: str, outstanding: int, prefill_tokens: int, kv_free_tokens: float, *, waiting: int = 0
+        self,
+        replica: str,
+        outstanding: int,
+        prefill_tokens: int,
+        kv_free_tokens: float,
+        *,
+        waiting: int = 0,
+        decodes: int = 0,
     ) -> None:
         """Take in the latest figures of one replica. Raises KeyError for one that is not among
         `ids`."""
@@ -135,6 +146,7 @@ class ReplicaLoads:
         self.prefill_tokens[at] = prefill_tokens
         self.kv_free_tokens[at] = kv_free_tokens
         self.waiting[at] = waiting
+        self.decodes[at] = decodes
         self.is_silent[at] = False
 
 
@@ -192,6 +204,11 @@ class RoutingSettings:
     requests by memory rather than by speed. `length_predictor` guesses how long answers will be:
     `learned`, the mean of answers to prompts of about this length; `sampled`, as in the paper, a
     number drawn from the normal distribution of all answers lately.
+
+    Of the policy `splitwise`: `max_pending_tokens`, the longest queue of a replica before one of
+    another pool is asked (higher: fewer are borrowed, and prompts wait longer); `answer_tokens`, the
+    KV that a request must find free beside its prompt where the length of its answer is not known
+    (higher: fewer requests to a replica before others are borrowed).
     """
 
     policy: str = "plan"
@@ -199,6 +216,8 @@ class RoutingSettings:
     free_share: float = 1.5
     kv_pressure: float = 2.0
     length_predictor: str = "learned"
+    max_pending_tokens: int = 8192
+    answer_tokens: int = 256
 
     def __post_init__(self) -> None:
         if self.remembered_requests < 1:
@@ -210,6 +229,8 @@ class RoutingSettings:
         if self.length_predictor not in LENGTH_PREDICTORS:
             known = ", ".join(LENGTH_PREDICTORS)
             raise PolicyError(f"routing.length_predictor is {self.length_predictor!r}, none of {known}")
+        if min(self.max_pending_tokens, self.answer_tokens) < 1:
+            raise PolicyError("routing.max_pending_tokens and routing.answer_tokens must be at least 1")
 
 
 PolicyFactory = Callable[[Plan, RoutingSettings], RoutingPolicy]

@@ -9,9 +9,11 @@ from .cronus import Cronus
 from .hetero import MinMaxWorkload
 from .interface import PolicyFactory
 from .plan_and_queues import PlanAndQueues
+from .splitwise import SplitwisePools
 
 NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {
     "plan": PlanAndQueues,
     "hetero": MinMaxWorkload,
+    "splitwise": SplitwisePools,
     "cronus": Cronus,
 }

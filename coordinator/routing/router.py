@@ -63,7 +63,13 @@ class Router:
         self.loads.forget()
         for load in loads:
             if load.replica in self.loads.index:
-                self.loads.note(load.replica, load.outstanding, load.prefill_tokens, load.kv_free_tokens)
+                self.loads.note(
+                    load.replica,
+                    load.outstanding,
+                    load.prefill_tokens,
+                    load.kv_free_tokens,
+                    decodes=load.decodes,
+                )
 
     def route(
         self,
@@ -72,16 +78,18 @@ class Router:
         *,
         now: float = 0.0,
         request: RequestId | None = None,
+        output_tokens: int | None = None,
         max_output_tokens: int | None = None,
     ) -> Route:
         """The policy's choice for a request of so many tokens to prefill, without the boxes and
-        replicas in `exclude`. Raises NoRoute where none is left.
+        replicas in `exclude`. Raises NoRoute where none is left. `output_tokens`: of its answer,
+        where that is known.
 
         `end_request` is to be called when the `request` of that id has ended.
         """
         if prompt_tokens < 0:
             raise ValueError(f"prompt_tokens is {prompt_tokens}; it must not be negative")
-        facts = RequestFacts(prompt_tokens, exclude, id=request, max_output_tokens=max_output_tokens)
+        facts = RequestFacts(prompt_tokens, exclude, output_tokens, id=request, max_output_tokens=max_output_tokens)
         return self.policy.choose(facts, self.loads, now=now, rng=self._rng)
 
     def end_request(self, request: RequestId, output_tokens: int | None) -> None:

@@ -317,13 +317,14 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """The scheduler after a step. `pending_prefill_tokens`: still to be prefilled here."""
+    """The scheduler after a step. `pending_prefill_tokens`: to be prefilled here; `decodes`: requests decoded here."""
 
     running: Count
     waiting: Count
     kv_usage: Figure
     kv_free_tokens: Count
     pending_prefill_tokens: Count = 0
+    decodes: Count = 0
 
 
 class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -69,7 +69,7 @@ class RouteFinder:
         if self._profiles is not None:
             signs = {peer: _sign(advert) for peer in plan.peers if (advert := view.adverts.get(PeerId(peer)))}
             self._profiles.update(
-                signs, lambda: view.boxes(self._service), lambda: Links(view.links()), self._router.loads.profiles
+                signs, lambda: view.boxes(self.service), lambda: Links(view.links()), self._router.loads.profiles
             )
         route = partial(self._router.route, wanted.tokens, now=now, request=request, max_output_tokens=left or None)
         try:

@@ -128,7 +128,7 @@ sim_options: Final = combine(
         "--dispatch",
         type=click.Choice(SIMULATED_POLICIES),
         default="plan",
-        help="who chooses replicas: the first three as on the network, the others to compare with (default: plan)",
+        help="who chooses replicas: the first four as on the network, the others to compare with (default: plan)",
         section="Engines and network",
     ),
     option("--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section=CHANGES),

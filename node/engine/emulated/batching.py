@@ -123,6 +123,11 @@ class Batcher:
         return sum(sequence.prompt - sequence.external for sequence in everyone if not sequence.generated)
 
     @property
+    def decodes(self) -> int:
+        """Requests whose answers are generated here."""
+        return sum(not sequence.sends_kv for sequence in (*self._running, *self._awaiting_kv.values(), *self._waiting))
+
+    @property
     def free_tokens(self) -> int:
         """Tokens for which there are free blocks."""
         return self._free * self.block_size

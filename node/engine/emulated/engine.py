@@ -382,7 +382,12 @@ class EmulatedEngine:
         batcher = self._batcher
         usage = 1.0 - batcher.free_tokens / self._kv_tokens
         return protocol.EngineStats(
-            batcher.running, batcher.waiting, usage, batcher.free_tokens, batcher.pending_prefill_tokens
+            batcher.running,
+            batcher.waiting,
+            usage,
+            batcher.free_tokens,
+            batcher.pending_prefill_tokens,
+            batcher.decodes,
         )
 
 

@@ -111,6 +111,7 @@ class _RunningRequest:
     first_token_from: bytes | None  # the transfer whose sender is to tell the first token, until it has
     pending_prefill_tokens: int  # tokens of the prompt that are to be read here, until the answer has a token
     stop_tokens: frozenset[int]  # that were asked for, beside the model's own
+    decodes: bool  # False: it is only prefilled here
     first_token: tuple[int, ...] = ()  # that token, until it has gone out with the next
     cached_tokens: int = 0
 
@@ -281,6 +282,7 @@ class EngineRunner:
             submit.receive[0].ticket.transfer if submit.awaits_first_token else None,
             len(submit.prompt) - (submit.receive_tokens if submit.receive else 0),
             frozenset(sampling.stop_token_ids),
+            not submit.send,
         )
         self._core.add_request(request, wave)
 
@@ -391,6 +393,7 @@ class EngineRunner:
             self._scheduler.get_kv_cache_usage(),
             free * self._scheduler.block_size,
             sum(live.pending_prefill_tokens for live in self._requests.values()),
+            sum(live.decodes for live in self._requests.values()),
         )
 
 
