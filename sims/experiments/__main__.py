@@ -18,10 +18,10 @@ from .baselines import baselines, deadlines
 from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
-from .hetero import hetero
 from .links import links
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
+from .papers.hetero import hetero
 from .phases import phases
 from .ratios import ratios
 from .recovery import recovery

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.costs.gpus import gpu_table
-from p2pserve.sims.experiments.hetero import (
+from p2pserve.sims.experiments.page import read_rows
+from p2pserve.sims.experiments.papers.hetero import (
     AT_ONCE,
     DEGREES,
     LINKS,
@@ -37,7 +38,6 @@ from p2pserve.sims.experiments.hetero import (
     run_system,
     tokens_s,
 )
-from p2pserve.sims.experiments.page import read_rows
 from p2pserve.sims.policies import ROUND_ROBIN, SINGLE
 
 RESULTS = Path(__file__).parents[4] / "docs" / "results"

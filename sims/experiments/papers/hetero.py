@@ -10,24 +10,24 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...coordinator.costs.gpus import GpuSpec, gpu_table
-from ...coordinator.costs.model_shape import model_shape
-from ...coordinator.costs.replica import StageHardware, replica_times
-from ...coordinator.costs.sweep import profile_times
-from ...coordinator.costs.tensor_parallel import EngineMemory, RequestLengths, estimate_degrees
-from ...coordinator.plan import Pairing, Phase, Plan, Replica, Stage
-from ...coordinator.planning.model.cluster import Box, Cluster
-from ...coordinator.planning.model.cluster_file import NVLINK_SHARE, PCIE_GBPS
-from ...coordinator.planning.model.workload import Service, Workload
-from ...coordinator.profile import ReplicaProfile
-from ...coordinator.routing.interface import RoutingSettings
-from ..policies import HETERO, LEAST_TOKENS, MEMORY, PLAN, ROUND_ROBIN, SINGLE, WEIGHTED_ROUND_ROBIN
-from ..records import Trace
-from ..results.outcomes import SimResult
-from ..scenario import ReplicaModel, ServiceRun, SimSettings
-from ..world import simulate
-from .page import Curves, Page, PageTable, Picture, ResultRow
-from .setting import Scope
+from ....coordinator.costs.gpus import GpuSpec, gpu_table
+from ....coordinator.costs.model_shape import model_shape
+from ....coordinator.costs.replica import StageHardware, replica_times
+from ....coordinator.costs.sweep import profile_times
+from ....coordinator.costs.tensor_parallel import EngineMemory, RequestLengths, estimate_degrees
+from ....coordinator.plan import Pairing, Phase, Plan, Replica, Stage
+from ....coordinator.planning.model.cluster import Box, Cluster
+from ....coordinator.planning.model.cluster_file import NVLINK_SHARE, PCIE_GBPS
+from ....coordinator.planning.model.workload import Service, Workload
+from ....coordinator.profile import ReplicaProfile
+from ....coordinator.routing.interface import RoutingSettings
+from ...policies import HETERO, LEAST_TOKENS, MEMORY, PLAN, ROUND_ROBIN, SINGLE, WEIGHTED_ROUND_ROBIN
+from ...records import Trace
+from ...results.outcomes import SimResult
+from ...scenario import ReplicaModel, ServiceRun, SimSettings
+from ...world import simulate
+from ..page import Curves, Page, PageTable, Picture, ResultRow
+from ..setting import Scope
 
 DEGREES: Final = "5.1, degrees of tensor parallelism"
 TWO_INSTANCES: Final = "5.2, t=4 and t=1 on V100"
