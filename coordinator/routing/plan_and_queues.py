@@ -3,11 +3,13 @@ stands now.
 
 As in Splitwise (Patel et al., ISCA 2024, section IV-A), the prefill and the decode side are chosen
 together when the request arrives, each by the shortest queue. Not as there: prefill queues are
-counted in prompt tokens that are not prefilled yet, this request's included, and decode queues in
-requests; a queue counts for its length over the share of the requests that the plan gives the
-replica, so that twice the share may hold twice the queue, and beside the mean of its side. So ten
-requests more weigh much where prompts are prefilled one after the other, and little where hundreds
-decode together, and the two sides can be added. Splitwise also has pools that machines move
+counted in prompt tokens that are not prefilled yet and those of a prompt of mean length, and decode
+queues in requests; a queue counts for its length over the share of the requests that the plan gives
+the replica, so that twice the share may hold twice the queue, and beside the mean of its side. So
+ten requests more weigh much where prompts are prefilled one after the other, and little where
+hundreds decode together, and the two sides can be added. A prompt of mean length, and not this one:
+else long prompts would all go to the replica with the largest share, which the plan gave as many
+short ones. Splitwise also has pools that machines move
 between; plans have phases. A side whose free KV cannot hold the prompt comes after all others: the
 request would wait there.
 
@@ -78,6 +80,7 @@ class PlanAndQueues(RoutingPolicy):
         self._plan = plan
         self._settings = settings
         self._sent = np.zeros(len(plan.pairings) + 1)  # by pair, and those by no pair
+        self._routed, self._mean_prompt = 0, 0.0
         self._excluded: frozenset[str] = frozenset()
         self._table = _build_table(plan, self._excluded)
 
@@ -95,7 +98,7 @@ class PlanAndQueues(RoutingPolicy):
         to_prefill, to_decode = loads.prefill_tokens, loads.outstanding
         if loads.is_silent.any():
             to_prefill, to_decode = self._with_guesses(to_prefill, loads), self._with_guesses(to_decode, loads)
-        cost = table.prefill.relative_queues(to_prefill + max(1, request.prompt_tokens))
+        cost = table.prefill.relative_queues(to_prefill + self._note_prompt(request.prompt_tokens))
         cost = cost + table.decode.relative_queues(to_decode + 1.0) + self._beyond_share()
         prefill, decode = table.prefill.replica, table.decode.replica
         full = loads.kv_free_tokens < request.prompt_tokens
@@ -107,6 +110,12 @@ class PlanAndQueues(RoutingPolicy):
         self._sent[table.pairs[best]] += 1.0
         split = _split_tokens(request.prompt_tokens, table.split_share[best])
         return Route.between(loads.ids[prefill[best]], loads.ids[decode[best]], split)
+
+    def _note_prompt(self, tokens: int) -> float:
+        """The mean prompt of the latest requests, this one included."""
+        self._routed = min(self._routed + 1, self._settings.remembered_requests)
+        self._mean_prompt += (max(1, tokens) - self._mean_prompt) / self._routed
+        return self._mean_prompt
 
     def _beyond_share(self) -> Floats:
         """By route: what it had of the latest requests over its share of them, as far as that is

@@ -174,9 +174,7 @@ def _expected(network: NetworkProblem, plan: Plan, running: Solution) -> Proposa
         network.evaluator.orchestrate(running, solver=solver)[0].flow.served for solver in (solve_greedy, solve_exact)
     ]
     routes = [solver_for_shares(network, running, left, rate / total) for rate in served if total and rate]
-    return network.evaluator.propose(
-        running, epoch=plan.epoch, version=plan.version, solvers=routes or (solve_greedy, solve_exact)
-    )[0]
+    return network.evaluator.propose(running, epoch=plan.epoch, version=plan.version, solvers=routes)[0]
 
 
 def live_json(found: LivePlans, explained: Explanation | None = None) -> dict[str, Any]:

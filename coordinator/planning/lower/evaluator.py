@@ -20,7 +20,9 @@ starts there never does worse than colocated serving.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import inf
 from types import MappingProxyType
 from typing import Final
 
@@ -33,7 +35,7 @@ from ..model.link_share import LinkShares
 from ..model.problem import Component, Group, PhaseCounts, Problem, Proposal, Score, Slice, Solution, split_components
 from ..model.workload import Service
 from .flow import FlowProblem, RequestFlow, flow_from_rates, solve_exact, solve_greedy, solve_quick
-from .orchestration import Orchestration, Solver, carried_rate, find_highest_rate, orchestrate
+from .orchestration import Orchestration, Solver, carried_rate, orchestrate
 from .parallel import Stages
 from .proposals import Proposer
 from .replica_pairs import ClusterLinks
@@ -50,6 +52,10 @@ from .replicas import (
 from .upper_bound import PREFILL_SHARES, TOTAL_PRICES, bound_components, bound_served_rate
 
 Array = NDArray[np.float64]
+
+FULL_LOADS: Final = (0.6, 0.8, 0.9, 1.0, 1.1, 1.25, inf)
+"""What shares are made for, as multiples of what is carried in time: for less, the best replicas
+alone; for more, whatever helps."""
 
 HEADROOM: Final = 0.01
 """What unlimited capacity is worth, in shares of attainment."""
@@ -125,7 +131,8 @@ class LowerLevel:
     def score(self, solution: Solution) -> Score:
         """By the exact orchestration where that is quick (`flow.solve_quick`)."""
         if solution not in self._scores:
-            self._scores[solution] = self._score(solution, self.orchestrate(solution, solver=solve_quick))
+            found = self.orchestrate(solution, solver=solve_quick)
+            self._scores[solution] = self._score(solution, found, [item.capacity for item in found])
         return self._scores[solution]
 
     def upper_bound(self, solution: Solution) -> float:
@@ -145,38 +152,73 @@ class LowerLevel:
         return total
 
     def propose(
-        self,
-        solution: Solution,
-        *,
-        epoch: int,
-        version: int,
-        solvers: Sequence[Solver] = (solve_greedy, solve_quick, solve_exact),
+        self, solution: Solution, *, epoch: int, version: int, solvers: Sequence[Solver] = ()
     ) -> tuple[Proposal, ...]:
-        """The finished plan of each service, by the best of these orchestrations: the fast one, and
-        the two exact ones, which may differ where several are best.
+        """The finished plan of each service, by the best of several orchestrations: each for another
+        full load, and with or without replicas that help each other out. The choice does not depend
+        on the rate that is asked for, so attainment falls with it. `solvers`: to choose among what
+        these find instead.
 
         Where no request would be in time, those that there are are served all the same. Raises
         UnservedError.
         """
-        candidates = [self.orchestrate(solution, solver=solver) for solver in solvers]
-        best = max(candidates, key=lambda found: self._score(solution, found).objective)
+        if solvers:
+            candidates = [self.orchestrate(solution, solver=solver) for solver in solvers]
+        else:
+            candidates = list(self._share_out(solution))
+        best = self._choose_shares(candidates)
         if not all(item.flow.served > 0.0 for item in best):
             best = self.orchestrate(solution, solver=_serve_anyway)
-        score = self._score(solution, best)
-        proposer = Proposer(self.problem.cluster, self._catalogue, best, score)
-        capacities = self._links.capacities.less(np.sum([item.flow.used_gbps for item in best], axis=0))
-        proposals = []
-        for item in best:
-            most = find_highest_rate(item, self._links, capacities.more(item.flow.used_gbps), solve_quick)
-            proposals.append(proposer.proposal(item, most, epoch=epoch, version=version))
-        return tuple(proposals)
+        rates = self._highest_rates(best)
+        rooms = [most / item.service.workload.rate for item, most in zip(best, rates, strict=True)]
+        proposer = Proposer(self.problem.cluster, self._catalogue, best, self._score(solution, best, rooms))
+        return tuple(
+            proposer.proposal(item, most, epoch=epoch, version=version) for item, most in zip(best, rates, strict=True)
+        )
 
-    def orchestrate(self, solution: Solution, *, solver: Solver = solve_greedy) -> tuple[Orchestration, ...]:
-        """Every service in turn, on what the ones before leave of the links."""
+    def _share_out(self, solution: Solution) -> Iterator[tuple[Orchestration, ...]]:
+        """In several ways. The fast solver and the two exact ones may differ where several shares
+        are best."""
+        for planned, alone in product(FULL_LOADS, (False, True)):
+            yield self.orchestrate(solution, solver=solve_quick, planned=planned, alone=alone)
+        for solver in (solve_greedy, solve_exact):
+            yield self.orchestrate(solution, solver=solver, planned=1.0)
+
+    def _choose_shares(self, candidates: Sequence[tuple[Orchestration, ...]]) -> tuple[Orchestration, ...]:
+        """Of shares for the same replicas, whatever rate is asked for: those that carry most, of
+        the service where that is least beside its rate. Where no shares reach the target, those
+        with most requests in time."""
+        targets = [
+            service.slo.target
+            if any(found[number].served_share.reaches(service.slo.target) for found in candidates)
+            else None
+            for number, service in enumerate(self.problem.services)
+        ]
+
+        def rank(found: tuple[Orchestration, ...]) -> float:
+            return min(
+                item.served_share.value(target) / item.service.workload.rate
+                for item, target in zip(found, targets, strict=True)
+            )
+
+        return max(candidates, key=rank)
+
+    def _highest_rates(self, orchestrations: Sequence[Orchestration]) -> list[float]:
+        """Of each service, with the links that the others leave."""
+        capacities = self._links.capacities.less(np.sum([item.flow.used_gbps for item in orchestrations], axis=0))
+        return [item.highest_rate(capacities.more(item.flow.used_gbps)) for item in orchestrations]
+
+    def orchestrate(
+        self, solution: Solution, *, solver: Solver = solve_greedy, planned: float | None = None, alone: bool = False
+    ) -> tuple[Orchestration, ...]:
+        """Every service in turn, on what the ones before leave of the links. `planned`: see
+        `orchestration.orchestrate`. `alone`: the shares are made as if replicas did not help each
+        other out, as where links keep some of them from being as busy as others."""
         capacities, found = self._links.capacities, []
         for number, service in enumerate(self.problem.services):
             replicas = self._replicas_of(solution, number)
-            curves = self._catalogue.curves(replicas, count_phases(replica.group.phase for replica in replicas))
+            counts = (1, 1) if alone else count_phases(replica.group.phase for replica in replicas)
+            curves = self._catalogue.curves(replicas, counts)
             found.append(
                 orchestrate(
                     service,
@@ -186,6 +228,7 @@ class LowerLevel:
                     self._links,
                     capacities,
                     solver,
+                    planned=planned,
                 )
             )
             capacities = capacities.less(found[-1].flow.used_gbps)
@@ -224,10 +267,10 @@ class LowerLevel:
             self._gbps[boxes] = float(out.sum()), float(into.sum())
         return self._gbps[boxes]
 
-    def _score(self, solution: Solution, orchestrations: Sequence[Orchestration]) -> Score:
+    def _score(self, solution: Solution, orchestrations: Sequence[Orchestration], capacities: Sequence[float]) -> Score:
+        """`capacities`: of each service, over the rate that is asked for."""
         shared = list(zip(self._shares, orchestrations, strict=True))
         attainment = sum(share * item.attainment for share, item in shared)
-        capacities = [item.capacity for item in orchestrations]
         headroom = sum(share * room / (1.0 + room) for share, room in zip(self._shares, capacities, strict=True))
         objective = attainment + HEADROOM * headroom
         if self.problem.price_weight:

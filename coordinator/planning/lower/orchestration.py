@@ -1,10 +1,16 @@
-"""How the replicas of one service share its requests, and how those fare."""
+"""How the replicas of one service share its requests, and how those fare at every rate.
+
+Shares are made for full load: for as many requests as all replicas carry in time together, or for
+those that are asked for, if there are more. With few requests any shares are as good as others, and
+the programme would send all of them to the fastest replica; the router, which lets queues grow in
+proportion to shares, would then keep requests waiting there while others are idle. Fewer requests
+have the same shares, and all replicas less to do: so attainment falls with the rate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import inf
 from typing import Final
 
@@ -12,55 +18,118 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...plan import Phase
-from ..model.kv_cost import kv_gigabits, visible_s
+from ..model.kv_cost import kv_gigabits
 from ..model.length_classes import Classes
+from ..model.link_share import MOST
 from ..model.workload import Service
-from .behaviour import LOADS
-from .flow import FlowProblem, LinkCapacities, RequestFlow, solve_exact
-from .queueing import KVDelays, ReplicaTables, RequestTimes
+from .flow import FlowProblem, LinkCapacities, RequestFlow, flow_from_rates
+from .pair_model import PairModel, activation_gbps, busiest_link
+from .queueing import ReplicaTables, RequestTimes
 from .replica_pairs import ClusterLinks, ReplicaPairs, pair_replicas
-from .replicas import REFERENCE_LOAD, ConfiguredReplica, LoadCurve, count_phases
+from .replicas import ConfiguredReplica, LoadCurve, count_phases
 
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Solver = Callable[[FlowProblem], RequestFlow]
 
+LEVELS: Final = np.array([0.1, 0.3, 0.45, 0.55, 0.65, 0.72, 0.78, 0.83, 0.87, 0.9, 0.925, 0.95, 0.975, 1.0])
+"""Where attainment is looked at, as parts of the rate at which a replica or a link is full."""
 
-HALVINGS: Final = 9
-"""Of the interval that the highest rate is searched in."""
 
-REFERENCE_BUSY: Final = 0.5
-"""How busy links are taken to be before it is known what they carry."""
+LEAST_LOAD: Final = 1e-9
+
+STRICTNESS: Final = 8.0
+"""By how much a rate counts for less where the target is missed: by a hundredth of it, 8 %."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedShare:
+    """The share of requests in time, which falls with the rate of those that are served:
+    `in_time[k]` at `rates[k]`, which rise to where a replica or a link is full."""
+
+    rates: Array
+    in_time: Array
+
+    def at(self, rate: float) -> float:
+        """At a rate up to the highest."""
+        return float(np.interp(rate, self.rates, self.in_time))
+
+    def value(self, target: float | None) -> float:
+        """About the highest rate with so many in time. A rate with fewer counts for less, the
+        further below: where attainment hardly falls with the rate, a small error of it should not
+        decide. None: requests per second in time, at the rate that is best for that."""
+        worth = self.in_time if target is None else np.minimum(self.in_time / target, 1.0) ** STRICTNESS
+        return float((self.rates * worth).max())
+
+    def reaches(self, target: float) -> bool:
+        """Whether so many are in time where there are few."""
+        return bool(self.in_time[0] >= target)
+
+    def highest_rate(self, target: float) -> float:
+        """The highest with so many in time; 0 where even few requests have fewer."""
+        late = np.flatnonzero(self.in_time < target)
+        if not len(late):
+            return float(self.rates[-1])
+        if late[0] == 0:
+            return 0.0
+        before, after = late[0] - 1, late[0]
+        part = (self.in_time[before] - target) / (self.in_time[before] - self.in_time[after])
+        return float(self.rates[before] + part * (self.rates[after] - self.rates[before]))
+
+    def best_rate(self, asked: float) -> float:
+        """Up to what is asked for, the rate at which most requests per second are in time: those
+        beyond it would only be late, or make others late."""
+        most = min(asked, float(self.rates[-1]))
+        rates = np.append(self.rates[self.rates < most], most)
+        found = np.nan_to_num(rates * np.interp(rates, self.rates, self.in_time))
+        return float(rates[np.flatnonzero(found >= found.max() * (1.0 - 1e-9))[-1]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Orchestration:
-    """Who serves how many requests, and how. Rows of `times` are those pairs of `pairs` that have
-    any: `active`."""
+    """Who serves how many requests, and how. `full`: the flow that the shares are made by; `flow`:
+    in the same shares, as many requests as are asked for, or what of them is best served. Rows of
+    `times` are those pairs of `pairs` that have any: `active`."""
 
     service: Service
     classes: Classes
     replicas: Sequence[ConfiguredReplica]
     curves: Sequence[LoadCurve]
     network: FlowProblem
-    pairs: ReplicaPairs
+    model: PairModel
+    links: ClusterLinks
+    full: RequestFlow
     flow: RequestFlow
     active: Index
-    times: RequestTimes
+    served_share: ServedShare
+
+    @property
+    def pairs(self) -> ReplicaPairs:
+        """All that may serve requests."""
+        return self.model.pairs
+
+    @property
+    def times(self) -> RequestTimes:
+        """Of the requests that are served."""
+        return _times(self.model, self.links, self.replicas, self.flow, self.active, np.ones(1))
 
     @property
     def attainment(self) -> float:
         """In time, of all requests that are asked for."""
-        return (
-            float(self.times.share_in_time(self.service.slo) @ self.flow.pair_rates[self.active])
-            / self.service.workload.rate
-        )
+        served = self.flow.served
+        return served * self.served_share.at(served) / self.service.workload.rate
 
     @property
     def capacity(self) -> float:
         """What replicas and links carry in time, over the rate that is asked for."""
         usable_load = [curve.usable_load for curve in self.curves]
         return carried_rate(self.replicas, usable_load, self.network) / self.service.workload.rate
+
+    def highest_rate(self, capacities: LinkCapacities) -> float:
+        """Requests per second in these shares with the service's target in time. `capacities`: of
+        links, after other services."""
+        found = self.served_share.highest_rate(self.service.slo.target)
+        return min(found, self.full.served * _link_room(self.full, capacities))
 
 
 def orchestrate(
@@ -71,128 +140,67 @@ def orchestrate(
     links: ClusterLinks,
     capacities: LinkCapacities,
     solver: Solver,
+    *,
+    planned: float | None = None,
 ) -> Orchestration:
-    """On what is left of the links. `solver`: `flow.solve_greedy` or `flow.solve_exact`."""
+    """On what is left of the links. `solver`: one of those in `flow`. `planned`: the rate that
+    shares are made for, as a multiple of what is carried in time; None: that, or what is asked
+    for, if it is more."""
     gigabits = kv_gigabits(service.model, classes.prompt, service.kv_bits)
     average = float(classes.share @ gigabits)
     pairs = pair_replicas([replica.holder for replica in replicas], links, average)
     tables = ReplicaTables.of([replica.behaviour for replica in replicas], classes, service.workload.arrival_cv)
-    outcome = _PairModel(
-        service, classes, tables, pairs, gigabits, count_phases(replica.group.phase for replica in replicas)
-    )
+    model = PairModel(service, classes, tables, pairs, gigabits)
+    asked = service.workload.rate
     network = FlowProblem(
-        service.workload.rate, tables.prefill_rate, tables.decode_rate, [curve.lost for curve in curves],
-        pairs.prefill, pairs.decode, outcome.worth(curves), pairs.link_demands, capacities, tables.mixed_rate,
+        asked, tables.prefill_rate, tables.decode_rate, [curve.lost for curve in curves], pairs.prefill, pairs.decode,
+        model.worth(curves, count_phases(replica.group.phase for replica in replicas)), pairs.link_demands, capacities,
+        tables.mixed_rate,
     )  # fmt: skip
-    flow = solver(network)
-    active = np.flatnonzero(flow.pair_rates)
-    busy = _busiest_link(pairs, active, links.busy(flow.used_gbps + _activation_gbps(replicas, pairs, flow, service)))
-    times = outcome.of(active, flow.loads, busy)
-    return Orchestration(service, classes, replicas, curves, network, pairs, flow, active, times)
+    carried = carried_rate(replicas, [curve.usable_load for curve in curves], network)
+    rate = max(asked, carried) if planned is None or not carried else planned * carried
+    full = solver(replace(network, rate=rate))
+    active = np.flatnonzero(full.pair_rates)
+    share = _served_share(model, links, replicas, full, active, capacities)
+    served = share.best_rate(asked)
+    flow = flow_from_rates(network, full.pair_rates * (served / full.served if full.served else 0.0))
+    return Orchestration(service, classes, replicas, curves, network, model, links, full, flow, active, share)
 
 
-def find_highest_rate(found: Orchestration, links: ClusterLinks, capacities: LinkCapacities, solver: Solver) -> float:
-    """Requests per second with the service's target share still in time, shared out anew for each.
-    `capacities`: of links, after other services."""
-    target = found.service.slo.target
-    low, high = 0.0, solve_exact(found.network.without_losses(inf, [1.0] * len(found.replicas))).served
-
-    def enough(rate: float) -> bool:
-        workload = replace(found.service.workload, rate=rate)
-        service = replace(found.service, workload=workload)
-        again = orchestrate(service, found.classes, found.replicas, found.curves, links, capacities, solver)
-        return again.attainment >= target
-
-    if high > 0.0 and enough(high):
-        return high
-    for _ in range(HALVINGS if high > 0.0 else 0):
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if enough(middle) else (low, middle)
-    return low
+def _served_share(
+    model: PairModel, links: ClusterLinks, replicas: Sequence[ConfiguredReplica], full: RequestFlow, active: Index,
+    capacities: LinkCapacities,
+) -> ServedShare:  # fmt: skip
+    """Up to where a replica is busy all the time, or a link carries what it may."""
+    if not full.served > 0.0:
+        return ServedShare(np.zeros(1), np.zeros(1))
+    # replicas that are hardly busy belong to absurd figures, for which any rate will do
+    top = min(1.0 / max(float(full.loads.max()), LEAST_LOAD), max(1.0, _link_room(full, capacities)))
+    levels = LEVELS * top
+    times = _times(model, links, replicas, full, active, levels)
+    weights = full.pair_rates[active] / full.served
+    in_time = np.nan_to_num(times.share_in_time(model.service.slo).reshape(len(levels), -1) @ weights)
+    # nothing gets better by more requests: what the tables say otherwise is their error
+    return ServedShare(levels * full.served, np.minimum.accumulate(in_time))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _PairModel:
-    """What becomes of requests on any pair at any load."""
-
-    service: Service
-    classes: Classes
-    tables: ReplicaTables
-    pairs: ReplicaPairs
-    gigabits: Array
-    counts: tuple[int, int]
-
-    def of(self, pairs: Index, loads: Array, busy: Array) -> RequestTimes:
-        """Rows for these pairs at these loads. `busy`: share of the time that others send, so KV
-        takes 1 / (1 - busy) times as long. Decode needs a step for the first token."""
-        prefills, decodes = self.pairs.prefill[pairs], self.pairs.decode[pairs]
-        everyone = np.arange(len(loads))
-        row = self.tables.at(everyone, loads)
-        prefilling = self.tables.prefill_times(everyone, row, self.counts[0]).at(prefills)
-        decoding = self.tables.decode_times(everyone, loads, row, self.counts[1]).at(decodes)
-        wire_s = self.pairs.gigabit_s[pairs][:, None] * self.gigabits
-        latency_s, prefill_s = self.pairs.latency_s[pairs][:, None], self.tables.prefill_s[prefills]
-        layers = self.service.model.layers
-        least_s = visible_s(wire_s, latency_s, prefill_s, layers)
-        shared_s = visible_s(wire_s / (1.0 - busy)[:, None], latency_s, prefill_s, layers) - least_s
-        sending = KVDelays(least_s, busy, shared_s / np.maximum(busy, 1e-9)[:, None])
-        is_transferred = prefills != decodes
-        early = ~is_transferred | self.service.first_token_at_decode
-        step_s = np.where(is_transferred & self.service.first_token_at_decode, decoding.tpot_s, 0.0)
-        admit_s = np.broadcast_to(decoding.admit_s[:, None], wire_s.shape)
-        return RequestTimes(
-            self.classes, prefilling, decoding, sending, admit_s, early.astype(np.float64), step_s,
-            self.pairs.control_s[pairs],
-        )  # fmt: skip
-
-    def worth(self, curves: Sequence[LoadCurve]) -> Array:
-        """Of a request on each pair, before what both replicas lose to their loads.
-
-        Both replicas' losses are counted by their curves: what the pair as a whole loses more at
-        the reference load, through KV on its way, or less, because the same requests are late
-        twice, is left for its worth.
-        """
-        worth = np.ones(len(self.pairs.prefill))
-        cross = np.flatnonzero(self.pairs.prefill != self.pairs.decode)
-        if len(cross):
-            loads = np.full(len(curves), LOADS[REFERENCE_LOAD])
-            busy = np.array([REFERENCE_BUSY * bool(self.pairs.link_demands[pair]) for pair in cross.tolist()])
-            share = self.of(cross, loads, busy).share_in_time(self.service.slo)
-            alone = np.array([curve.in_time_share[REFERENCE_LOAD] for curve in curves])
-            worth[cross] += share - alone[self.pairs.prefill[cross]] - alone[self.pairs.decode[cross]] + 1.0
-        return worth
+def _times(
+    model: PairModel, links: ClusterLinks, replicas: Sequence[ConfiguredReplica], flow: RequestFlow, active: Index,
+    levels: Array,
+) -> RequestTimes:  # fmt: skip
+    """Of the flow's pairs at each multiple of it."""
+    used = flow.used_gbps + activation_gbps(replicas, model.pairs, flow, model.service)
+    busy = np.minimum(np.outer(levels, busiest_link(model.pairs, active, links.use(used))), MOST)
+    return model.times(active, np.outer(levels, flow.loads), busy, model.pools(flow.pair_rates, flow.loads))
 
 
-def _busiest_link(pairs: ReplicaPairs, active: Index, busy: Array) -> Array:
-    """By pair: how much of the time the busiest of its links is."""
-    return np.array(
-        [
-            max((busy[demand.source, demand.target] for demand in pairs.link_demands[pair]), default=0.0)
-            for pair in active.tolist()
-        ],
-        dtype=np.float64,
-    )
-
-
-def _activation_gbps(
-    replicas: Sequence[ConfiguredReplica], pairs: ReplicaPairs, flow: RequestFlow, service: Service
-) -> Array:
-    """Gb/s [from, to] of activations in pipelines across boxes: of all tokens prefilled and
-    decoded."""
-    used_gbps = np.zeros_like(flow.used_gbps)
-    spanning = [index for index, replica in enumerate(replicas) if len(replica.group.slices) > 1]
-    if not spanning:
-        return used_gbps
-    token = service.model.activation_bytes_per_token * 8e-9
-    prefill_tokens_s = (
-        np.bincount(pairs.prefill, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_prompt
-    )
-    decode_tokens_s = np.bincount(pairs.decode, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_output
-    for index in spanning:
-        boxes = [box for box, _, _ in replicas[index].holder.spans]
-        for source, target in pairwise(boxes):
-            used_gbps[source, target] += (prefill_tokens_s[index] + decode_tokens_s[index]) * token * (source != target)
-    return used_gbps
+def _link_room(flow: RequestFlow, capacities: LinkCapacities) -> float:
+    """How many times as much the links could carry."""
+    used = flow.used_gbps
+    taken = np.concatenate((used.ravel(), used.sum(axis=1), used.sum(axis=0)))
+    limits = np.concatenate((capacities.between.ravel(), capacities.out, capacities.into))
+    busy = taken > 0.0
+    return float((limits[busy] / taken[busy]).min(initial=inf))
 
 
 def carried_rate(

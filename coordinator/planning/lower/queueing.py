@@ -5,9 +5,12 @@ Assumptions, so that a simulation can be held against them:
 
 - Lengths are the workload's, in classes; within a class, times are taken to be normal.
 - Prompts wait in order of arrival. A wait is 0, or exponential with a mean by Kingman and
-  Allen-Cunneen, both for as many servers as share the queue (Sakasegawa): the router sends a
-  request to the shortest queue, which comes near to one queue for all. With one server and Poisson
-  arrivals the mean is that of Pollaczek and Khinchine.
+  Allen-Cunneen, both for as many servers as share the queue (Sakasegawa). With one server and
+  Poisson arrivals the mean is that of Pollaczek and Khinchine.
+- Each replica waits for itself, and others help as far as the router lets them (`Pool`). It sends a
+  request where the queue is shortest beside the share that the plan gives: among replicas that are
+  equally busy that comes near to one queue for all. One that is half as busy has half the queue
+  before it takes a request from another, so it counts for half.
 - The number of requests that decode together varies as a Poisson number does, divided by the
   replicas that share it; what contexts they have is not shared out evenly. A request sees the
   average over its life, so that long ones see little of either. Rounds with prefill chunks
@@ -37,13 +40,45 @@ from .behaviour import LOADS, Behaviour, LoadRow
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
+EPSILON: Final = 1e-12
+
 LEAST_SHARE: Final = 1e-3
 """Of idle time: keeps waits finite at full load, where they are far beyond any deadline anyway."""
 
 
-def waiting_times(
-    rho: Array, service_s: Array, variability: Array | float, servers: Array | float
-) -> tuple[Array, Array]:
+class Pool(NamedTuple):
+    """Who helps a replica out when requests wait for it, by replica: requests wait as if for
+    `servers` equal ones, and their queue gets shorter `speedup` times as fast as by itself."""
+
+    servers: Array
+    speedup: Array
+
+    @classmethod
+    def of_equals(cls, count: int) -> Pool:
+        """As many that are equally fast and equally busy."""
+        return cls(np.array([float(count)]), np.array([float(count)]))
+
+    @classmethod
+    def of_shares(cls, rates: Array, loads: Array) -> Pool:
+        """Of replicas that take `rates` requests per second of a phase and are busy for `loads` of
+        the time; one that takes none helps nobody."""
+        takes = rates > 0.0
+        speed = np.divide(rates, loads, out=np.zeros_like(rates), where=takes & (loads > 0.0))
+        helps = np.minimum(1.0, loads[None, :] / np.maximum(loads, EPSILON)[:, None]) * speed
+        together, squares = helps.sum(axis=1), (helps * speed).sum(axis=1)
+        alone = ~takes | (together <= 0.0)
+        # as many equal servers as unlike ones are worth: a fast one beside a slow one is hardly more than one
+        servers = np.where(alone, 1.0, together**2 / np.where(alone, 1.0, squares))
+        return cls(servers, np.where(alone, 1.0, together / np.where(alone, 1.0, speed)))
+
+    def at(self, index: Index) -> Pool:
+        """Of these replicas; where all are alike, of each."""
+        if len(self.servers) == 1:
+            return self
+        return Pool(self.servers[index], self.speedup[index])
+
+
+def waiting_times(rho: Array, service_s: Array, variability: Array | float, pool: Pool) -> tuple[Array, Array]:
     """The chance to wait at all, and the mean of a wait that happens.
 
     `rho`: utilisation. `service_s`: mean service time of one server. `variability`: the mean of the
@@ -51,7 +86,8 @@ def waiting_times(
     rho)).
     """
     idle = np.maximum(1.0 - rho, LEAST_SHARE)
-    return np.minimum(rho, 1.0) ** (np.sqrt(2.0 * (servers + 1.0)) - 1.0), service_s * variability / (servers * idle)
+    busy = np.minimum(rho, 1.0) ** (np.sqrt(2.0 * (pool.servers + 1.0)) - 1.0)
+    return busy, service_s * variability / (pool.speedup * idle)
 
 
 def chance_in_time(slack_s: Array, sd_s: Array, busy: Array, wait_s: Array) -> Array:
@@ -171,19 +207,19 @@ class ReplicaTables:
         values = (1.0 - part) * self.table[index, above - 1] + part * self.table[index, above]
         return LoadRow(*values.T)
 
-    def prefill_times(self, index: Index, row: LoadRow, servers: float) -> PrefillTimes:
-        """Of prompts on replicas `index[k]` that do `row`, when `servers` replicas share the
-        queue."""
+    def prefill_times(self, index: Index, row: LoadRow, pool: Pool) -> PrefillTimes:
+        """Of prompts on replicas `index[k]` that do `row`. `pool`: by replica."""
         variability = (self.arrival_cv**2 + self.prefill_cv2[index]) / 2.0
-        busy, wait = waiting_times(row.rho, row.occupied_s, variability, servers)
+        busy, wait = waiting_times(row.rho, row.occupied_s, variability, pool.at(index))
         service = self.prefill_s[index] + self.prefill_rounds[index] * row.step_s[:, None] + row.join_s[:, None]
         return PrefillTimes(service, self.prefill_sd_s[index], busy, wait)
 
-    def decode_times(self, index: Index, load: Array, row: LoadRow, servers: float) -> DecodeTimes:
-        """Of outputs on replicas `index[k]` at `load[k]`, where they do `row`, when `servers`
-        replicas share them."""
+    def decode_times(self, index: Index, load: Array, row: LoadRow, pool: Pool) -> DecodeTimes:
+        """Of outputs on replicas `index[k]` at `load[k]`, where they do `row`. `pool`: by
+        replica."""
+        pool = pool.at(index)
         tokens = np.maximum(self.classes.output, 1.0)[None, :]
-        varied = (row.batch_var / servers + row.context_var)[:, None]
+        varied = (row.batch_var / pool.servers + row.context_var)[:, None]
         variance = varied * _average_out(tokens / self.classes.life)
         runs = tokens / row.run_rounds[:, None]
         # how much of how it began is left over its life, and what varies besides
@@ -196,10 +232,10 @@ class ReplicaTables:
             base + stall * (stalled_share + (1.0 - stalled_share) * kept),
         )
         peaked = (1.0 + self.arrival_cv**2) / 2.0
-        number_sd = np.sqrt((peaked / servers + self.classes.uneven) * row.batch + 0.25)
+        number_sd = np.sqrt((peaked / pool.servers + self.classes.uneven) * row.batch + 0.25)
         full = ndtr((row.batch - self.max_batch[index]) / number_sd)
         # as many servers as places in all batches: a wait lasts 1 / (what they finish - what comes)
-        idle = np.maximum(1.0 - load, LEAST_SHARE) * servers * self.decode_rate[index]
+        idle = np.maximum(1.0 - load, LEAST_SHARE) * pool.speedup * self.decode_rate[index]
         return DecodeTimes(row.tpot_s, fast, slow, np.sqrt(variance), row.prefilling, full / idle)
 
 
@@ -306,8 +342,12 @@ def in_time_by_load(
     none. `admitted_later`: the batch wait follows the first token."""
     tables = ReplicaTables.of(behaviours, classes, arrival_cv)
     index, load, row = tables.tabulate()
-    prefilling = tables.prefill_times(index, row, phase_counts[0]) if behaviours[0].does_prefill else None
-    decoding = tables.decode_times(index, load, row, phase_counts[1]) if behaviours[0].does_decode else None
+    prefilling = (
+        tables.prefill_times(index, row, Pool.of_equals(phase_counts[0])) if behaviours[0].does_prefill else None
+    )
+    decoding = (
+        tables.decode_times(index, load, row, Pool.of_equals(phase_counts[1])) if behaviours[0].does_decode else None
+    )
     none, nones = np.zeros(len(load)), np.zeros((len(load), len(classes.share)))
     admit, sending = (
         nones if decoding is None else nones + decoding.admit_s[:, None],

@@ -62,8 +62,8 @@ class ClusterLinks:
             return ()
         return tuple(tuple(Hop(self._rtt_s[a][b], self._gbps[a][b]) for b in boxes) for a in boxes)
 
-    def busy(self, used: Array) -> Array:
-        """[from, to]: the share of the time that a link is busy, when `used` Gb/s
+    def use(self, used: Array) -> Array:
+        """[from, to]: the share of a link's rate that is taken, or of its ends', when `used` Gb/s
         flow."""
         if not used.any():
             return used
@@ -71,7 +71,7 @@ class ClusterLinks:
         rates = self._rates
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.maximum(used / rates.between, np.maximum(out / rates.out[:, None], into / rates.into))
-        return np.asarray(np.clip(np.nan_to_num(share, nan=0.0), 0.0, MOST))
+        return np.asarray(np.nan_to_num(share, nan=0.0, posinf=MOST))
 
 
 class ReplicaPairs(NamedTuple):

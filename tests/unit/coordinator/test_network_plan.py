@@ -196,7 +196,7 @@ def test_requests_go_from_who_prefills_to_who_decodes() -> None:
 def test_a_first_plan_is_the_best_that_was_found_whatever_runs() -> None:
     """Over a fast link the box that is good at it only decodes, over a slow one each does both."""
     slow = tuple(msgspec.structs.replace(link, gbps=0.01) for link in fast("f", "b"))
-    for links, expected in ((fast("f", "b"), {"f": M, "b": D}), (slow, {"f": M, "b": M})):
+    for links, expected in ((fast("f", "b"), {"f": P, "b": D}), (slow, {"f": M, "b": M})):
         network = build_network_problem((FLOP_RICH, BYTE_RICH), links, [], service="llama", codec=KV4, previous=None)
         assert network is not None
         assert network.phases(search_phases(network)) == expected

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 import pytest
@@ -189,15 +189,16 @@ def plainly(
     exclude: frozenset[str],
     sent: dict[tuple[str, str], float],
     settings: RoutingSettings,
+    mean: float,
 ) -> tuple[str, str] | None:
     """The rule as one would say it: all candidates of the best kind that has any, the least of them. `sent`: how many
-    of the latest requests each took."""
+    of the latest requests each took; `mean`: tokens of their prompts, with this one's."""
     usable = {item.id: item for item in plan.replicas if exclude.isdisjoint(item.peers)}
     told = {load.replica: load for load in loads if load.replica in usable}
     busiest = max((load.outstanding for load in told.values()), default=0)
     longest = max((load.prefill_tokens for load in told.values()), default=0)
     requests = {name: 1 + (told[name].outstanding if name in told else busiest) for name in usable}
-    to_prefill = {name: tokens + (told[name].prefill_tokens if name in told else longest) for name in usable}
+    to_prefill = {name: mean + (told[name].prefill_tokens if name in told else longest) for name in usable}
     unfit = {name: name in told and told[name].kv_free_tokens < tokens for name in usable}
     routes = {
         (pair.prefill, pair.decode): pair.weight
@@ -211,7 +212,7 @@ def plainly(
             if usable[name].phase in kinds
         }
 
-    def beside_mean(queue: dict[str, int], end: int, name: str) -> float:
+    def beside_mean(queue: Mapping[str, float], end: int, name: str) -> float:
         share = sum(weight for route, weight in routes.items() if route[end] == name) / sum(routes.values())
         return queue[name] / share / sum(queue[other] for other in {route[end] for route in routes})
 
@@ -251,6 +252,7 @@ def test_a_router_decides_as_the_rule_says_whatever_it_heard_before(settings: Ro
     names = ["p1", "p2", "d1", "d2", "p", "d", "m", "stranger"]
     for plan in (ALONE, TWO_BY_TWO, WITH_MIXED):
         router, sent = Router(plan, settings), dict[tuple[str, str], float]()
+        routed, mean = 0, 0.0
         for _ in range(200):
             told = rng.sample(names, rng.randint(0, len(names)))
             loads = [
@@ -260,12 +262,14 @@ def test_a_router_decides_as_the_rule_says_whatever_it_heard_before(settings: Ro
             exclude = frozenset(rng.sample(names, rng.choice((0, 0, 1, 2, 3))))
             tokens = rng.choice((1, 150, 250))
             router.report(loads)
-            expected = plainly(plan, loads, tokens, exclude, sent, settings)
+            counted = min(routed + 1, settings.remembered_requests)
+            with_this = mean + (tokens - mean) / counted
+            expected = plainly(plan, loads, tokens, exclude, sent, settings, with_this)
             if expected is None:
                 with pytest.raises(NoRoute):
                     router.route(tokens, exclude)
             else:
-                found = router.route(tokens, exclude)
+                found, routed, mean = router.route(tokens, exclude), counted, with_this
                 assert (found.prefill or found.decode, found.decode) == expected
                 sent = {pair: times * (1 - 1 / settings.remembered_requests) for pair, times in sent.items()}
                 sent[expected] = sent.get(expected, 0.0) + 1.0
@@ -319,3 +323,13 @@ def test_requests_go_elsewhere_when_a_link_has_had_its_share() -> None:
     router = Router(TWO_PAIRS, RoutingSettings(remembered_requests=16, free_share=1.0))
     router.report([load(name) for name in ("p1", "p2", "d1", "d2")])
     assert [router.route(1).prefill for _ in range(7)] == ["p1"] * 3 + ["p2"] * 3 + ["p1"]
+
+
+def test_a_long_prompt_goes_where_a_short_one_would() -> None:
+    """Queues of 300 and 100 tokens: with a prompt of 100 more, 667 beside 500 over their shares. With all of a long one
+    it would be 7,167 beside 10,250, and each long prompt would go to the replica with the larger share."""
+    plan = plan_of({"p1": P, "p2": P, "d": D}, {("p1", "d"): 0.6, ("p2", "d"): 0.4})
+    router = Router(plan, RoutingSettings(free_share=1e3))  # links are not what this is about
+    router.report([load("p1", 0, 300), load("p2", 0, 100), load("d")])
+    assert {router.route(100).prefill for _ in range(60)} == {"p2"}
+    assert router.route(4000).prefill == "p2"

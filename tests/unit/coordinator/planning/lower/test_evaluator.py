@@ -12,6 +12,7 @@ from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.dev.bench_clusters import bench_problem
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.evaluator import LowerLevel
+from p2pserve.coordinator.planning.lower.flow import solve_quick
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster
 from p2pserve.coordinator.planning.model.errors import UnservedError
 from p2pserve.coordinator.planning.model.problem import Group, Problem, Proposal, Slice, Solution
@@ -218,7 +219,7 @@ def test_finished_plans_use_every_gpu_once() -> None:
     assert proposal.max_rate > 1.0
 
 
-def test_every_solution_has_a_plan_no_worse_than_its_score() -> None:
+def test_every_solution_has_a_plan_that_carries_what_any_shares_do() -> None:
     for slo in (SLO, Slo(e2e_s=12.0)):
         lower = LowerLevel(mixed_lengths(2.0, slo))
         for solution in some_solutions()[::11]:
@@ -229,7 +230,21 @@ def test_every_solution_has_a_plan_no_worse_than_its_score() -> None:
                 continue
             (proposal,) = lower.propose(solution, epoch=0, version=0)
             check(proposal)
-            assert proposal.score.objective >= lower.score(solution).objective - 1e-9
+            for planned in (0.9, 1.0):
+                (plain,) = lower.orchestrate(solution, solver=solve_quick, planned=planned)
+                assert proposal.max_rate >= 0.95 * plain.served_share.highest_rate(slo.target)
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_attainment_falls_with_the_rate_on_every_solution(tight: bool) -> None:
+    slo = Slo(ttft_s=1.0, tpot_s=0.06, e2e_s=8.0) if tight else SLO
+    for solution in some_solutions()[::17]:
+        if {item.phase for item in solution} in ({P}, {D}):
+            continue
+        rates = (0.05, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 6.0, 20.0)
+        lowers = [LowerLevel(mixed_lengths(rate, slo)) for rate in rates]
+        found = [lower.propose(solution, epoch=0, version=0)[0].attainment for lower in lowers]
+        assert found == sorted(found, reverse=True)
 
 
 def test_the_highest_rate_is_where_the_target_is_lost_also_where_links_are_short() -> None:

@@ -16,6 +16,7 @@ from p2pserve.coordinator.planning.lower.behaviour import LOADS, MAX_BATCH, Beha
 from p2pserve.coordinator.planning.lower.queueing import (
     DecodeTimes,
     KVDelays,
+    Pool,
     PrefillTimes,
     ReplicaTables,
     RequestTimes,
@@ -88,7 +89,7 @@ def test_context_that_is_met_is_that_of_long_answers() -> None:
 
 @given(st.floats(0.05, 0.95), st.floats(0.01, 10))
 def test_one_exponential_server_is_exact(rho: float, service: float) -> None:
-    busy, wait = waiting_times(np.array([rho]), np.array([service]), 1.0, 1)
+    busy, wait = waiting_times(np.array([rho]), np.array([service]), 1.0, Pool.of_equals(1))
     assert busy[0] == pytest.approx(rho)
     assert busy[0] * wait[0] == pytest.approx(rho * service / (1 - rho))  # M/M/1
     late = 1.0 - chance_in_time(np.array([2.0 * service]), np.array([0.0]), busy, wait)
@@ -96,13 +97,13 @@ def test_one_exponential_server_is_exact(rho: float, service: float) -> None:
 
 
 def test_one_server_of_fixed_service_has_the_mean_of_pollaczek_and_khinchine() -> None:
-    busy, wait = waiting_times(np.array([0.8]), np.array([0.5]), 0.5, 1)
+    busy, wait = waiting_times(np.array([0.8]), np.array([0.5]), 0.5, Pool.of_equals(1))
     assert busy[0] * wait[0] == pytest.approx(0.8 * 0.5 / (2 * 0.2))
 
 
 @pytest.mark.parametrize(("servers", "rho", "exact"), [(2, 0.8, 0.7111), (4, 0.9, 0.7878), (8, 0.7, 0.2706)])
 def test_several_servers_wait_about_as_often_as_erlang_says(servers: int, rho: float, exact: float) -> None:
-    busy, _ = waiting_times(np.array([rho]), np.array([1.0]), 1.0, servers)
+    busy, _ = waiting_times(np.array([rho]), np.array([1.0]), 1.0, Pool.of_equals(servers))
     assert busy[0] == pytest.approx(exact, abs=0.06)
 
 
@@ -217,7 +218,7 @@ def test_replicas_looked_up_together_are_as_alone() -> None:
 
     def decoding(tables: ReplicaTables, index: list[int], load: list[float]) -> DecodeTimes:
         which, loads = np.array(index), np.array(load)
-        return tables.decode_times(which, loads, tables.at(which, loads), 2)
+        return tables.decode_times(which, loads, tables.at(which, loads), Pool.of_equals(2))
 
     together = decoding(ReplicaTables.of(both, known, 1.0), [1, 0, 1], [0.3, 0.5, 1.0])
     apart = decoding(ReplicaTables.of(both[1:], known, 1.0), [0, 0], [0.3, 1.0])
@@ -268,3 +269,25 @@ def test_kv_that_shares_its_link_is_later_as_in_a_sample() -> None:
     tpot = 0.1 + 0.01 * rng.normal(size=200_000) + waited / 10
     for deadline in (0.16, 0.25, 0.5):
         assert fates.pace_within(deadline)[0, 0] == pytest.approx(float((tpot <= deadline).mean()), abs=0.01)
+
+
+def test_equally_busy_replicas_wait_together_by_their_speed() -> None:
+    """Three at half of their time: 2, 2 and 1 requests per second are 4, 4 and 2 at most, ten together."""
+    pool = Pool.of_shares(np.array([2.0, 2.0, 1.0]), np.full(3, 0.5))
+    assert pool.speedup.tolist() == pytest.approx([2.5, 2.5, 5.0])
+    assert pool.servers.tolist() == pytest.approx([100 / 36] * 3)
+    equal = Pool.of_shares(np.full(4, 3.0), np.full(4, 0.7))
+    assert equal.servers.tolist() == pytest.approx([4.0] * 4) == equal.speedup.tolist()
+
+
+def test_a_replica_that_has_less_to_do_helps_as_much_less() -> None:
+    """Both take at most one request per second. The idle one takes a fifth of what the busy one does; that one, which
+    is busier than it, is a whole one to it."""
+    pool = Pool.of_shares(np.array([0.8, 0.16]), np.array([0.8, 0.16]))
+    assert pool.speedup.tolist() == pytest.approx([1.2, 2.0])
+    assert pool.servers.tolist() == pytest.approx([1.2, 2.0])
+
+
+def test_who_takes_no_requests_helps_nobody() -> None:
+    pool = Pool.of_shares(np.array([0.5, 0.0, 0.0]), np.array([0.5, 0.9, 0.0]))
+    assert pool.servers.tolist() == pool.speedup.tolist() == [1.0, 1.0, 1.0]
