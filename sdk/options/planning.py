@@ -9,7 +9,7 @@ import click
 
 from ...kernels.codecs import CODEC_NAMES
 from .command import combine, option
-from .shared import SIMULATED_POLICIES
+from .shared import NETWORK_POLICIES, SIMULATED_POLICIES
 from .values import ABOVE_ZERO, COUNT, FIGURE, FILE, Parsed
 
 CHANGES: Final = "What changes meanwhile"
@@ -128,7 +128,9 @@ sim_options: Final = combine(
         "--dispatch",
         type=click.Choice(SIMULATED_POLICIES),
         default="plan",
-        help="who chooses replicas: the first four as on the network, the others to compare with (default: plan)",
+        metavar="POLICY",
+        help=f"who chooses replicas: {', '.join(NETWORK_POLICIES)} as on the network, or to compare with, "
+        f"{', '.join(SIMULATED_POLICIES[len(NETWORK_POLICIES) :])} (default: plan)",
         section="Engines and network",
     ),
     option("--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section=CHANGES),

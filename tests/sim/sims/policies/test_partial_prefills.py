@@ -18,8 +18,8 @@ from p2pserve.sims.results.outcomes import SimResult
 from p2pserve.sims.scenario import BoxJoined, BoxLost, Change, PlanChange, ReplicaModel, SimSettings
 from p2pserve.sims.world import simulate
 
-from ...linear_times import LinearTimes
-from .test_world import SPLIT, cluster_of, plan_of, run_of, trace_of
+from ....linear_times import LinearTimes
+from ..test_world import SPLIT, cluster_of, plan_of, run_of, trace_of
 
 FAST = 1e9  # bits per second: a token's KV takes 5 us
 ENGINE = SimEngineSettings(max_batched_tokens=64, max_sequences=8)

@@ -20,7 +20,7 @@ from p2pserve.sims.results.outcomes import SimResult
 from p2pserve.sims.scenario import BoxLost, Change, PlanChange, ReplicaModel, ServiceRun, SimSettings, WorldError
 from p2pserve.sims.world import simulate
 
-from ...linear_times import LinearTimes
+from ....linear_times import LinearTimes
 
 MODEL = ModelShape(name="toy", layers=4, hidden=16, heads=1, kv_heads=1, head_dim=16, intermediate=32, vocabulary=9)
 BOXES = ("fast", "slow", "slower", "far")

@@ -41,7 +41,7 @@ class Source:
         before = self.here_s.get(place, 0.0)
         try:
             tell(f"downloads {before:g} of {FETCH_S:g}")
-            await trio.sleep(FETCH_S - before)
+            await elapse(FETCH_S - before)
         finally:
             self.at_once -= 1
             self.here_s[place] = before + trio.current_time() - began
