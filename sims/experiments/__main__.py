@@ -25,6 +25,7 @@ from .ratios import ratios
 from .recovery import recovery
 from .rescheduling import rescheduling
 from .setting import Scope
+from .splitwise.provision import provision
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment
@@ -39,6 +40,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         baselines,
         deadlines,
         convergence,
+        provision,
     )
 }
 SUMMARY: Final = "headline"
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m p2pserve.sims.experiments",
-        description="ThunderServe's figures and tables from this project's planner and simulator.",
+        description="The papers' figures and tables from this project's planner and simulator.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
