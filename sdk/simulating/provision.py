@@ -165,9 +165,7 @@ def _print(
         f"{arguments.model}, {arguments.workload}: {goal}{_limits(wish)}; simulated, {arguments.seconds:g} s of "
         f"arrivals, seed {arguments.seed}"
     )
-    console.print(
-        f"times {arguments.times}; prices by {arguments.cost_ratio}; SLOs {_slo_text(slo)} over a lone request"
-    )
+    console.print(f"times {arguments.times}, prices by {arguments.cost_ratio}, slowdowns below {_slo_text(slo)}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("design", "machines", "requests/s", "$/h", "kW", "busy", "nearest its limit", "simulations"):
         table.add_column(name, justify="left" if name in ("design", "machines", "nearest its limit") else "right")

@@ -27,6 +27,7 @@ from .ratios import ratios
 from .recovery import recovery
 from .rescheduling import rescheduling
 from .setting import Scope
+from .splitwise.provision import provision
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment
@@ -43,6 +44,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         convergence,
         cronus,
         hetero,
+        provision,
     )
 }
 SUMMARY: Final = "headline"

@@ -1,0 +1,1 @@
+"""Splitwise's evaluation again: its clusters, and what moving KV costs."""
