@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 from typing import Any, Final
@@ -24,6 +25,8 @@ from ...coordinator.planning.model.problem import Percentiles, Problem, Proposal
 from ...coordinator.planning.model.workload import Service
 from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.search import SearchResult, search
+from ...coordinator.planning.upper.trials import TriedPlan, pick_candidates, try_plans
+from ...sims.results.trials import SimulatedTrial
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json, print_explanation
 from .plan_options import problem_of
 from .status_view import keep_whole, open_console, print_prose
@@ -52,14 +55,23 @@ def run_plan(arguments: SimpleNamespace) -> int:
             bar.update(task, description=f"planning {gpus}: {about}")
 
         found = search_plan(problem, evaluator, arguments, progress)
-    proposals = evaluator.propose(found.solution, epoch=0, version=1)
+        tried: list[TriedPlan] = []
+        if arguments.trials:
+            bar.update(task, description=f"planning {gpus}: the best plans are simulated")
+            trial = SimulatedTrial(problem=problem, seed=arguments.seed)
+            tried = try_plans(pick_candidates(found, arguments.trials), evaluator, trial, epoch=0, version=1)
+            found = replace(found, solution=tried[0].solution, score=evaluator.score(tried[0].solution))
+    proposals = tried[0].proposals if tried else evaluator.propose(found.solution, epoch=0, version=1)
     seconds = time.monotonic() - started
     explained = _explain(problem, evaluator, found, proposals) if arguments.explain else [None] * len(proposals)
     if arguments.format == "json":
-        print(json.dumps(plan_json(problem, found, proposals, seconds, arguments.seed, explained)))
+        trials = {"trials": trials_json(tried, found)} if tried else {}
+        print(json.dumps({**plan_json(problem, found, proposals, seconds, arguments.seed, explained), **trials}))
     else:
         out = open_console()
         print_proposals(problem, found, proposals, out, explained)
+        if tried:
+            print_trials(tried, found, out)
         out.print(f"planned in {seconds:.2f} s, {found.steps} steps, seed {arguments.seed}")
     sys.stdout.flush()
     return 0
@@ -92,6 +104,42 @@ def _explain(
         explain_plan(proposal.plan, service, proposal, why)
         for service, proposal, why in zip(problem.services, proposals, reasons, strict=True)
     ]
+
+
+def trials_json(tried: Sequence[TriedPlan], found: SearchResult) -> list[dict[str, Any]]:
+    """What was expected of each plan that was tried, and what came of it; the first was chosen."""
+    return [
+        {
+            "replicas": _replica_counts(plan),
+            "colocated": plan.solution == found.colocated,
+            "expected": {
+                "attainment": plan.proposals[0].score.attainment,
+                "capacity": plan.proposals[0].score.capacity,
+            },
+            "simulated": plan.outcome._asdict(),
+        }
+        for plan in tried
+    ]
+
+
+def print_trials(tried: Sequence[TriedPlan], found: SearchResult, console: Console) -> None:
+    """The same for people."""
+    table = Table("plan", "in time: expected", "simulated", "capacity: expected", "simulated", box=None, pad_edge=False)
+    for plan in tried:
+        expected, seen = plan.proposals[0].score, plan.outcome
+        table.add_row(
+            _replica_counts(plan) + (", colocated" if plan.solution == found.colocated else ""),
+            f"{expected.attainment:.1%}", f"{seen.attainment:.1%}",
+            f"{expected.capacity:.2f} x the rate", f"{seen.capacity:.2f} x",
+        )  # fmt: skip
+    console.print(f"\nsimulated, the best first: {count_of(len(tried), 'plan')}")
+    console.print(table)
+
+
+def _replica_counts(plan: TriedPlan) -> str:
+    """Prefill, decode and mixed replicas, as the paper's 8P 4D."""
+    phases = Counter(group.phase for group in plan.solution)
+    return " ".join(f"{phases[phase]}{phase.value[0].upper()}" for phase in Phase if phases[phase])
 
 
 def plan_json(

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from ..errors import UsageError
 from ..options.command import combine, command
-from ..options.planning import apply_option, explain_option, live_option, plan_options, sim_options
+from ..options.planning import apply_option, explain_option, live_option, plan_options, sim_options, trials_option
 from ..options.provision import provision_options
 from ..options.shared import network_options, timeout_option
 
@@ -19,7 +19,10 @@ from ..options.shared import network_options, timeout_option
     ],
     formats=("table", "json"),
 )
-@combine(plan_options, explain_option, live_option, apply_option, network_options("p2p_client_..."), timeout_option)
+@combine(
+    plan_options, trials_option, explain_option, live_option, apply_option, network_options("p2p_client_..."),
+    timeout_option,
+)  # fmt: skip
 def plan(arguments: SimpleNamespace) -> int:
     if arguments.live:
         from ..live.plan import run_live_plan

@@ -34,7 +34,7 @@ from ..errors import NotReady, UsageError
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json
 from .regrouping import apply_proposal, print_proposal, proposal_json
 
-OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_weight", "budget_s")
+OF_FILES: Final = ("cluster", "workload", "services", "pin", "exclude", "price_weight", "budget_s", "trials")
 """Options that only a described cluster has."""
 
 

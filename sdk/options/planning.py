@@ -73,6 +73,16 @@ plan_options: Final = combine(
 )
 """The options of `p2pserve plan`."""
 
+trials_option: Final = option(
+    "--trials",
+    type=COUNT,
+    default=0,
+    metavar="N",
+    help="simulate the N best plans, the best colocated one among them, and choose by that: says what is expected "
+    "and what was simulated, and takes seconds for each (default: 0, by the estimate alone)",
+)
+"""Whether `p2pserve plan` chooses among simulated plans."""
+
 explain_option: Final = option(
     "--explain",
     is_flag=True,

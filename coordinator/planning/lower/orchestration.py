@@ -179,7 +179,7 @@ def _served_share(
     levels = LEVELS * top
     times = _times(model, links, replicas, full, active, levels)
     weights = full.pair_rates[active] / full.served
-    in_time = np.nan_to_num(times.share_in_time(model.service.slo).reshape(len(levels), -1) @ weights)
+    in_time = np.nan_to_num(times.share_in_time(model.service.slo).reshape(len(levels), -1) @ weights).clip(0.0, 1.0)
     # nothing gets better by more requests: what the tables say otherwise is their error
     return ServedShare(levels * full.served, np.minimum.accumulate(in_time))
 

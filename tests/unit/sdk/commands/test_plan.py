@@ -56,6 +56,19 @@ def test_the_same_seed_gives_the_same_plan(planned: Path, capsys: pytest.Capture
     assert {**first, "seconds": 0} == {**again, "seconds": 0}
 
 
+def test_the_best_plans_are_simulated_and_the_first_of_them_is_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *CLUSTER, *SERVICE, "--budget-s", "0.2", "--trials", "2", "--format", "json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    plan, best = made["services"][0]["plan"], made["trials"][0]
+    counts = [sum(one["phase"] == phase for one in plan["replicas"]) for phase in ("prefill", "decode", "mixed")]
+    assert best["replicas"] == " ".join(f"{count}{name}" for count, name in zip(counts, "PDM", strict=True) if count)
+    assert any(one["colocated"] for one in made["trials"])
+    for one in made["trials"]:
+        assert one["simulated"]["capacity"] == pytest.approx(one["expected"]["capacity"], rel=0.35)
+    assert main(["plan", *CLUSTER, *SERVICE, "--budget-s", "0.2", "--trials", "1"]) == 0
+    assert "simulated, the best first: " in capsys.readouterr().out
+
+
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *CLUSTER, *SERVICE]) == 0
     text = capsys.readouterr().out
