@@ -9,7 +9,7 @@ import click
 
 from ...kernels.codecs import CODEC_NAMES
 from .command import combine, option
-from .shared import SIMULATED_POLICIES
+from .shared import NETWORK_POLICIES, SIMULATED_POLICIES
 from .values import ABOVE_ZERO, COUNT, FIGURE, FILE, Parsed
 
 CHANGES: Final = "What changes meanwhile"
@@ -127,8 +127,10 @@ sim_options: Final = combine(
     option(
         "--dispatch",
         type=click.Choice(SIMULATED_POLICIES),
+        metavar="POLICY",
         default="plan",
-        help="who chooses replicas: plan and hetero as on the network, the others to compare with (default: plan)",
+        help=f"who chooses replicas (default: plan): {', '.join(SIMULATED_POLICIES)}; the network has the first "
+        f"{len(NETWORK_POLICIES)}",
         section="Engines and network",
     ),
     option("--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section=CHANGES),

@@ -18,13 +18,13 @@ from .baselines import baselines, deadlines
 from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
-from .hetero import hetero
 from .links import links
 from .page import COMMAND, Page, write_index, write_page
 from .phases import phases
 from .ratios import ratios
 from .recovery import recovery
 from .rescheduling import rescheduling
+from .schedulers.hetero import hetero
 from .setting import Scope
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.costs.gpus import gpu_table
-from p2pserve.sims.experiments.hetero import (
+from p2pserve.sims.experiments.page import read_rows
+from p2pserve.sims.experiments.schedulers.hetero import (
     AT_ONCE,
     DEGREES,
     LINKS,
@@ -27,6 +28,7 @@ from p2pserve.sims.experiments.hetero import (
     V100,
     DegreeRow,
     ScheduleRow,
+    ServingSystem,
     degree_rows,
     draw_lengths,
     instance_model,
@@ -37,7 +39,6 @@ from p2pserve.sims.experiments.hetero import (
     run_system,
     tokens_s,
 )
-from p2pserve.sims.experiments.page import read_rows
 from p2pserve.sims.policies import ROUND_ROBIN, SINGLE
 
 RESULTS = Path(__file__).parents[4] / "docs" / "results"
@@ -72,9 +73,9 @@ def test_an_instance_has_the_kv_of_equation_1() -> None:
 
 
 @pytest.mark.parametrize("system", [make_pair(NVLINK), make_five(PCIE)])
-def test_a_system_serves_all_requests(system: object) -> None:
+def test_a_system_serves_all_requests(system: ServingSystem) -> None:
     lengths = draw_lengths(60, 1)
-    result = run_system(system, lengths, policy=ROUND_ROBIN, rate=50.0)  # type: ignore[arg-type]
+    result = run_system(system, lengths, policy=ROUND_ROBIN, rate=50.0)
     outcome = result.services[0]
     assert (outcome.outcomes.e2e_s > 0.0).all()
     counts = Counter(outcome.decode.tolist())

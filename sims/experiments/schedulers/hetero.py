@@ -10,24 +10,24 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ...coordinator.costs.gpus import GpuSpec, gpu_table
-from ...coordinator.costs.model_shape import model_shape
-from ...coordinator.costs.replica import StageHardware, replica_times
-from ...coordinator.costs.sweep import profile_times
-from ...coordinator.costs.tensor_parallel import EngineMemory, RequestLengths, estimate_degrees
-from ...coordinator.plan import Pairing, Phase, Plan, Replica, Stage
-from ...coordinator.planning.model.cluster import Box, Cluster
-from ...coordinator.planning.model.cluster_file import NVLINK_SHARE, PCIE_GBPS
-from ...coordinator.planning.model.workload import Service, Workload
-from ...coordinator.profile import ReplicaProfile
-from ...coordinator.routing.interface import RoutingSettings
-from ..policies import HETERO, LEAST_TOKENS, MEMORY, PLAN, ROUND_ROBIN, SINGLE, WEIGHTED_ROUND_ROBIN
-from ..records import Trace
-from ..results.outcomes import SimResult
-from ..scenario import ReplicaModel, ServiceRun, SimSettings
-from ..world import simulate
-from .page import Curves, Page, PageTable, Picture, ResultRow
-from .setting import Scope
+from ....coordinator.costs.gpus import GpuSpec, gpu_table
+from ....coordinator.costs.model_shape import model_shape
+from ....coordinator.costs.replica import StageHardware, replica_times
+from ....coordinator.costs.sweep import profile_times
+from ....coordinator.costs.tensor_parallel import EngineMemory, RequestLengths, estimate_degrees
+from ....coordinator.plan import Pairing, Phase, Plan, Replica, Stage
+from ....coordinator.planning.model.cluster import Box, Cluster
+from ....coordinator.planning.model.cluster_file import NVLINK_SHARE, PCIE_GBPS
+from ....coordinator.planning.model.workload import Service, Workload
+from ....coordinator.profile import ReplicaProfile
+from ....coordinator.routing.interface import RoutingSettings
+from ...policies import HETERO, LEAST_TOKENS, MEMORY, PLAN, ROUND_ROBIN, SINGLE, WEIGHTED_ROUND_ROBIN
+from ...records import Trace
+from ...results.outcomes import SimResult
+from ...scenario import ReplicaModel, ServiceRun, SimSettings
+from ...world import simulate
+from ..page import Curves, Page, PageTable, Picture, ResultRow
+from ..setting import Scope
 
 DEGREES: Final = "5.1, degrees of tensor parallelism"
 TWO_INSTANCES: Final = "5.2, t=4 and t=1 on V100"
@@ -71,7 +71,7 @@ class Instances(NamedTuple):
     copies: int
 
 
-class System(NamedTuple):
+class ServingSystem(NamedTuple):
     """What serves a model; `link`: between GPUs of an instance."""
 
     model: str
@@ -79,14 +79,14 @@ class System(NamedTuple):
     parts: tuple[Instances, ...]
 
 
-def make_pair(link: str) -> System:
+def make_pair(link: str) -> ServingSystem:
     """Of section 5.2."""
-    return System("llama3-8b", link, (Instances(V100, 4, 4, 1), Instances(V100, 1, 1, 1)))
+    return ServingSystem("llama3-8b", link, (Instances(V100, 4, 4, 1), Instances(V100, 1, 1, 1)))
 
 
-def make_five(link: str) -> System:
+def make_five(link: str) -> ServingSystem:
     """Of section 5.3."""
-    return System("qwen2.5-14b", link, (Instances(V100, 8, 2, 4), Instances(A800, 1, 1, 1)))
+    return ServingSystem("qwen2.5-14b", link, (Instances(V100, 8, 2, 4), Instances(A800, 1, 1, 1)))
 
 
 class DegreeRow(ResultRow, frozen=True):
@@ -152,7 +152,7 @@ def profile_instance(model_name: str, gpu_name: str, degree: int, link: str) -> 
 
 
 def run_system(
-    system: System,
+    system: ServingSystem,
     lengths: tuple[RequestLengths, ...],
     *,
     policy: str,
@@ -248,7 +248,7 @@ def degree_rows(link: str, samples: int, estimated: int) -> tuple[DegreeRow, ...
     ]  # fmt: skip
     rows = []
     for degree in degrees:
-        system = System(model, link, (Instances(V100, 8, degree, 8 // degree),))
+        system = ServingSystem(model, link, (Instances(V100, 8, degree, 8 // degree),))
         runs = []
         for seed in range(2):
             lengths = tuple(each for each in draw_lengths(samples, seed) for _ in range(REPEATS))
@@ -267,7 +267,7 @@ def degree_rows(link: str, samples: int, estimated: int) -> tuple[DegreeRow, ...
 
 
 @cache
-def schedule_rows(system: System, count: int) -> tuple[ScheduleRow, ...]:
+def schedule_rows(system: ServingSystem, count: int) -> tuple[ScheduleRow, ...]:
     """Every policy at every rate, and the paper's also by four gateways."""
     rows = []
     for rate in RATES:
@@ -299,18 +299,19 @@ def hetero(scope: Scope) -> Page:
     )
     return Page(
         name="hetero",
-        title="Unequal instances: degrees of tensor parallelism, and who schedules among them (Xiong et al.)",
+        title="Unequal instances, and who schedules among them (Xiong et al.)",
         assumes=(
             f"Llama-3-8B on V100 of 32 GB, behind PCIe 3 as the paper says (75 Gb/s between two cards) and again with "
             f"the NVLink that cards of that form have (960 Gb/s, in groups of four), Qwen2.5-14B's dimensions where "
             f"the paper has R1-Distill-Qwen-14B; a card's datasheet with measured efficiencies; KV memory by equation "
-            f"1 with 0.9 and 2 GB a card. ShareGPT is not in this project: its stand-in has independent exponential "
-            f"lengths with the means of vLLM's benchmark, {PROMPT} tokens in and {OUTPUT} out, at most {LONGEST} each. "
+            f"1 with 0.9 and 2 GB a card.\n\nShareGPT is not in this project: its stand-in has independent exponential "
+            f"lengths with the means of vLLM's benchmark, {PROMPT} tokens in and {OUTPUT} out, at most {LONGEST} "
+            f"each.\n\n"
             f"Engines batch continuously, up to 256 requests and 2,048 tokens a step, prompts in chunks beside decodes "
-            f"(vLLM 0.6.0: prompts first, each whole). Throughput counts prompts and answers. {samples} samples eight "
-            f"times and estimates of {estimated} (5.1), {count} requests (5.2, 5.3), Poisson arrivals; theta is 2 and "
-            f"answers are predicted by drawing from a normal distribution, as in the paper. RR takes turns, SI is one "
-            f"instance, WRR weighs by GPUs, OS is the paper's scheduler (`hetero`), MB the same without times (T = 1), "
+            f"(vLLM 0.6.0: prompts first, each whole).\n\nThroughput counts prompts and answers. {samples} samples "
+            f"eight times and estimates of {estimated} (5.1), {count} requests (5.2, 5.3), Poisson arrivals; theta is 2 and "
+            f"answers are predicted by drawing from a normal distribution, as in the paper.\n\nRR takes turns, SI is "
+            f"one instance, WRR weighs by GPUs, OS is the paper's scheduler (`hetero`), MB the same without times (T = 1), "
             f"`plan` this network's default (its shares by decode throughput), `tokens` the fewest outstanding tokens. "
             f"Four gateways hear each other a second late; all others are one."
         ),
