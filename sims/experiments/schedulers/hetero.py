@@ -309,10 +309,10 @@ def hetero(scope: Scope) -> Page:
             f"each.\n\n"
             f"Engines batch continuously, up to 256 requests and 2,048 tokens a step, prompts in chunks beside decodes "
             f"(vLLM 0.6.0: prompts first, each whole).\n\nThroughput counts prompts and answers. {samples} samples "
-            f"eight times and estimates of {estimated} (5.1), {count} requests (5.2, 5.3), Poisson arrivals; theta is 2 and "
-            f"answers are predicted by drawing from a normal distribution, as in the paper.\n\nRR takes turns, SI is "
-            f"one instance, WRR weighs by GPUs, OS is the paper's scheduler (`hetero`), MB the same without times (T = 1), "
-            f"`plan` this network's default (its shares by decode throughput), `tokens` the fewest outstanding tokens. "
+            f"eight times and estimates of {estimated} (5.1), {count} requests (5.2, 5.3), Poisson arrivals; theta is 2 "
+            f"and answers are predicted by drawing from a normal distribution, as in the paper.\n\nRR takes turns, SI is "
+            f"one instance, WRR weighs by GPUs, OS is the paper's scheduler (`hetero`), MB the same without times (T = "
+            f"1), `plan` this network's default (its shares by decode throughput), `tokens` the fewest outstanding tokens. "
             f"Four gateways hear each other a second late; all others are one."
         ),
         tables=(
