@@ -137,8 +137,8 @@ sim_options: Final = combine(
     option(
         "--dispatch",
         type=click.Choice(SIMULATED_POLICIES),
-        default="plan",
         metavar="POLICY",
+        default="plan",
         help=f"who chooses replicas: {', '.join(NETWORK_POLICIES)} as on the network, or to compare with, "
         f"{', '.join(SIMULATED_POLICIES[len(NETWORK_POLICIES) :])} (default: plan)",
         section="Engines and network",

@@ -71,7 +71,7 @@ class Instances(NamedTuple):
     copies: int
 
 
-class InstancesOfModel(NamedTuple):
+class ServingSystem(NamedTuple):
     """What serves a model; `link`: between GPUs of an instance."""
 
     model: str
@@ -79,14 +79,14 @@ class InstancesOfModel(NamedTuple):
     parts: tuple[Instances, ...]
 
 
-def make_pair(link: str) -> InstancesOfModel:
+def make_pair(link: str) -> ServingSystem:
     """Of section 5.2."""
-    return InstancesOfModel("llama3-8b", link, (Instances(V100, 4, 4, 1), Instances(V100, 1, 1, 1)))
+    return ServingSystem("llama3-8b", link, (Instances(V100, 4, 4, 1), Instances(V100, 1, 1, 1)))
 
 
-def make_five(link: str) -> InstancesOfModel:
+def make_five(link: str) -> ServingSystem:
     """Of section 5.3."""
-    return InstancesOfModel("qwen2.5-14b", link, (Instances(V100, 8, 2, 4), Instances(A800, 1, 1, 1)))
+    return ServingSystem("qwen2.5-14b", link, (Instances(V100, 8, 2, 4), Instances(A800, 1, 1, 1)))
 
 
 class DegreeRow(ResultRow, frozen=True):
@@ -152,7 +152,7 @@ def profile_instance(model_name: str, gpu_name: str, degree: int, link: str) -> 
 
 
 def run_system(
-    system: InstancesOfModel,
+    system: ServingSystem,
     lengths: tuple[RequestLengths, ...],
     *,
     policy: str,
@@ -248,7 +248,7 @@ def degree_rows(link: str, samples: int, estimated: int) -> tuple[DegreeRow, ...
     ]  # fmt: skip
     rows = []
     for degree in degrees:
-        system = InstancesOfModel(model, link, (Instances(V100, 8, degree, 8 // degree),))
+        system = ServingSystem(model, link, (Instances(V100, 8, degree, 8 // degree),))
         runs = []
         for seed in range(2):
             lengths = tuple(each for each in draw_lengths(samples, seed) for _ in range(REPEATS))
@@ -267,7 +267,7 @@ def degree_rows(link: str, samples: int, estimated: int) -> tuple[DegreeRow, ...
 
 
 @cache
-def schedule_rows(system: InstancesOfModel, count: int) -> tuple[ScheduleRow, ...]:
+def schedule_rows(system: ServingSystem, count: int) -> tuple[ScheduleRow, ...]:
     """Every policy at every rate, and the paper's also by four gateways."""
     rows = []
     for rate in RATES:
@@ -299,18 +299,18 @@ def hetero(scope: Scope) -> Page:
     )
     return Page(
         name="hetero",
-        title="Unequal instances: their TP, and who schedules among them (Xiong et al.)",
+        title="Unequal instances, and who schedules among them (Xiong et al.)",
         assumes=(
             "Llama-3-8B on V100 of 32 GB, behind PCIe 3 as the paper says (75 Gb/s between two cards) and again "
             "with the NVLink that cards of that form have (960 Gb/s, in groups of four), Qwen2.5-14B's "
             "dimensions where the paper has R1-Distill-Qwen-14B; a card's datasheet with measured efficiencies; "
             "KV memory by equation 1 with 0.9 and 2 GB a card.\n\nShareGPT is not in this project: its stand-in "
             f"has independent exponential lengths with the means of vLLM's benchmark, {PROMPT} tokens in and "
-            f"{OUTPUT} out, at most {LONGEST} each. Engines batch continuously, up to 256 requests and 2,048 "
+            f"{OUTPUT} out, at most {LONGEST} each.\n\nEngines batch continuously, up to 256 requests and 2,048 "
             "tokens a step, prompts in chunks beside decodes (vLLM 0.6.0: prompts first, each "
             f"whole).\n\nThroughput counts prompts and answers. {samples} samples eight times and estimates of "
             f"{estimated} (5.1), {count} requests (5.2, 5.3), Poisson arrivals; theta is 2 and answers are "
-            "predicted by drawing from a normal distribution, as in the paper. RR takes turns, SI is one "
+            "predicted by drawing from a normal distribution, as in the paper.\n\nRR takes turns, SI is one "
             "instance, WRR weighs by GPUs, OS is the paper's scheduler (`hetero`), MB the same without times (T "
             "= 1), `plan` this network's default (its shares by decode throughput), `tokens` the fewest "
             "outstanding tokens. Four gateways hear each other a second late; all others are one."

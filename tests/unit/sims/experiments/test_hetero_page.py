@@ -28,6 +28,7 @@ from p2pserve.sims.experiments.papers.hetero import (
     V100,
     DegreeRow,
     ScheduleRow,
+    ServingSystem,
     degree_rows,
     draw_lengths,
     instance_model,
@@ -72,9 +73,9 @@ def test_an_instance_has_the_kv_of_equation_1() -> None:
 
 
 @pytest.mark.parametrize("system", [make_pair(NVLINK), make_five(PCIE)])
-def test_a_system_serves_all_requests(system: object) -> None:
+def test_a_system_serves_all_requests(system: ServingSystem) -> None:
     lengths = draw_lengths(60, 1)
-    result = run_system(system, lengths, policy=ROUND_ROBIN, rate=50.0)  # type: ignore[arg-type]
+    result = run_system(system, lengths, policy=ROUND_ROBIN, rate=50.0)
     outcome = result.services[0]
     assert (outcome.outcomes.e2e_s > 0.0).all()
     counts = Counter(outcome.decode.tolist())
