@@ -63,7 +63,7 @@ class Scope:
 class PlannedCase:
     """A problem by names. `boxes`: only so many of the cluster's, from the first; `scale`: deadlines
     over a lone request's times on A100s; `gbps`: between boxes, instead of the file's;
-    `mixed_only`: colocated."""
+    `mixed_only`: colocated; `step_tokens`: of every step (0: by the deadline)."""
 
     cluster: str = CLOUD
     boxes: int | None = None
@@ -75,6 +75,7 @@ class PlannedCase:
     gbps: float | None = None
     kv_bits: float = 4.5
     mixed_only: bool = False
+    step_tokens: int = 0
 
     def problem(self) -> Problem:
         """What it names."""
@@ -87,7 +88,7 @@ class PlannedCase:
         workload = Workload(name=drawn.source, prompts=drawn.prompt, outputs=drawn.output, rate=self.rate)
         service = Service(
             name=self.workload, model=model, workload=workload, kv_bits=self.kv_bits,
-            slo=scaled_slo(model, workload, self.scale, TARGET),
+            slo=scaled_slo(model, workload, self.scale, TARGET), step_tokens=self.step_tokens,
         )  # fmt: skip
         pinned = {box.id: Phase.MIXED for box in cluster.boxes} if self.mixed_only else {}
         return Problem(cluster=cluster, services=(service,), pinned=pinned)

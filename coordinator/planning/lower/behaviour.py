@@ -136,12 +136,13 @@ class _Steps(NamedTuple):
 
 def model_replica(
     phase: Phase, times: StepTimes, classes: Classes,
-    *, kv_tokens: int, arrival_cv: float = 1.0, stages: int = 1, tpot_s: float = inf,
+    *, kv_tokens: int, arrival_cv: float = 1.0, stages: int = 1, tpot_s: float = inf, step_tokens: int = 0,
 ) -> Behaviour:  # fmt: skip
     """Of a replica with room for so many tokens of KV, which must be enough for the requests there
     are.
 
-    `tpot_s`: the deadline that a mixed replica chooses its chunks by.
+    `tpot_s`: the deadline that a mixed replica chooses its chunks by, unless `step_tokens` are
+    given for its steps.
     """
     if phase is Phase.PREFILL:
         return _prefill_behaviour(times, classes, _time_prompts(times, classes))
@@ -149,12 +150,8 @@ def model_replica(
     steps = _decode_steps(times, classes, _largest_batch(times, classes, kv_tokens), peaked)
     if phase is Phase.DECODE:
         return _decode_behaviour(steps, classes, None, peaked)
-    return _decode_behaviour(
-        steps,
-        classes,
-        _model_chunked_prefill(times, classes, steps, stages, choose_token_budget(times, stages, tpot_s)),
-        peaked,
-    )
+    budget = step_tokens or choose_token_budget(times, stages, tpot_s)
+    return _decode_behaviour(steps, classes, _model_chunked_prefill(times, classes, steps, stages, budget), peaked)
 
 
 def _largest_batch(times: StepTimes, classes: Classes, kv_tokens: int) -> int:

@@ -191,7 +191,8 @@ def _times(
     """Of the flow's pairs at each multiple of it."""
     used = flow.used_gbps + activation_gbps(replicas, model.pairs, flow, model.service)
     busy = np.minimum(np.outer(levels, busiest_link(model.pairs, active, links.use(used))), MOST)
-    return model.times(active, np.outer(levels, flow.loads), busy, model.pools(flow.pair_rates, flow.loads))
+    loads = levels[:, None] * flow.loads
+    return model.times(active, loads, busy, model.pools(flow.pair_rates, flow.loads))
 
 
 def _link_room(flow: RequestFlow, capacities: LinkCapacities) -> float:

@@ -39,8 +39,11 @@ class PairModel:
     def pools(self, rates: Array, loads: Array) -> tuple[Pool, Pool]:
         """Who helps whom with prompts, and with outputs, at so many requests per second of each
         pair."""
-        prefills, decodes = (np.bincount(ends, rates, len(loads)) for ends in (self.pairs.prefill, self.pairs.decode))
-        return Pool.of_shares(prefills, loads), Pool.of_shares(decodes, loads)
+        prefills, decodes = (
+            Pool.of_shares(np.bincount(ends, rates, len(loads)).astype(np.float64), loads)
+            for ends in (self.pairs.prefill, self.pairs.decode)
+        )
+        return prefills, decodes
 
     def times(self, pairs: Index, loads: Array, busy: Array, pools: tuple[Pool, Pool]) -> RequestTimes:
         """Rows for these pairs at each row of `loads`, one set after the other. `busy` [set, pair]:

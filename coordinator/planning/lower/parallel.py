@@ -280,7 +280,7 @@ def _configuration(timed: _TimedShape, phase: Phase, needs: ServiceNeeds) -> Con
     cv = needs.service.workload.arrival_cv
     behaves = model_replica(
         phase, timed.times, needs.classes, kv_tokens=timed.shape.room, arrival_cv=cv,
-        stages=len(timed.shape.stages), tpot_s=needs.service.slo.tpot_s,
+        stages=len(timed.shape.stages), tpot_s=needs.service.slo.tpot_s, step_tokens=needs.service.step_tokens,
     )  # fmt: skip
     return Configuration(timed.shape.stages, timed.times, timed.shape.room, behaves)
 

@@ -14,7 +14,7 @@ from ...plan import Pairing, Phase, Plan, Replica, Stage
 from ..model.cluster import Cluster
 from ..model.errors import UnservedError
 from ..model.problem import Percentiles, Proposal, ReplicaEstimate, Score
-from ..model.workload import Slo
+from ..model.workload import Service
 from .behaviour import MAX_BATCH
 from .flow import solve_exact
 from .orchestration import Orchestration
@@ -55,7 +55,7 @@ class Proposer:
         service, flow = orchestration.service, orchestration.flow
         if not flow.served > 0.0:
             raise UnservedError(f"service {service.name}: no prefill replica has a link to a decode replica")
-        replicas = tuple(self._replica(replica, service.slo) for replica in orchestration.replicas)
+        replicas = tuple(self._replica(replica, service) for replica in orchestration.replicas)
         estimates = tuple(self._estimate(orchestration, number, replica.id) for number, replica in enumerate(replicas))
         carried = _at_most(orchestration, in_time=False)
         limits = _explain_limit(orchestration, _at_most(orchestration, in_time=True))
@@ -80,7 +80,7 @@ class Proposer:
             replicas=estimates, limits=limits,
         )  # fmt: skip
 
-    def _replica(self, replica: ConfiguredReplica, slo: Slo) -> Replica:
+    def _replica(self, replica: ConfiguredReplica, service: Service) -> Replica:
         stages, first = [], 0
         for part, tp, layers in replica.configuration.stages:
             box = replica.group.slices[part].box
@@ -97,7 +97,8 @@ class Proposer:
         name = head.peer if alone else f"{head.peer}/{head.first_gpu}"
         step_tokens = TOKEN_BUDGETS[0]
         if replica.group.phase is not Phase.PREFILL:
-            step_tokens = choose_token_budget(replica.configuration.times, len(stages), slo.tpot_s)
+            times = replica.configuration.times
+            step_tokens = service.step_tokens or choose_token_budget(times, len(stages), service.slo.tpot_s)
         return Replica(id=name, phase=replica.group.phase, stages=tuple(stages), step_tokens=step_tokens)
 
     def _usd_per_hour(self, orchestration: Orchestration) -> float:

@@ -87,7 +87,8 @@ class Service:
     `kv_bits` per element on the wire, all overhead included (kv4: 4.5, raw: 16).
     `first_token_at_decode`: the first token comes from the decode replica once the KV is there; else
     from the prefill replica, and what the KV transfer takes counts between the first token and
-    the second.
+    the second. `step_tokens`: what a step of every replica that decodes may take, where that is
+    given; 0: as many as the deadline from token to token leaves time for.
     """
 
     name: str
@@ -97,3 +98,4 @@ class Service:
     codec: str = "kv4"
     kv_bits: float = 4.5
     first_token_at_decode: bool = False
+    step_tokens: int = 0

@@ -10,7 +10,7 @@ from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster_file import packaged_cluster
 from p2pserve.sims.experiments import deployments, setting, systems
-from p2pserve.sims.experiments.setting import CLOUD, PlannedCase, Scope, at_rate, group, shapes
+from p2pserve.sims.experiments.setting import CLOUD, PlannedCase, Scope, at_rate, group, planned, shapes
 from p2pserve.sims.policies import PLAN, SHARES
 from p2pserve.sims.replanning import describe_phases
 
@@ -149,3 +149,14 @@ def test_a_plan_is_simulated_with_the_dispatcher_that_carries_more(monkeypatch: 
     assert (second.replicas, second.simulated_rate, second.expected_rate) == ("12 replicas", 14.0, 12.0)
     assert [row.link_gbps for row in rows[:4]] == [10.0, 10.0, 40.0, 40.0]
     assert len(deployments.deployments(Scope(seconds=7.25)).tables[0].rows) == len(rows)
+
+
+def test_a_case_with_steps_of_its_own_is_planned_with_those() -> None:
+    """Each replica takes as many tokens in a step, in the estimate and in the plan."""
+    small, large = (
+        planned(PlannedCase(workload="coding", rate=2.0, mixed_only=True, step_tokens=tokens), 20)
+        for tokens in (0, 2048)
+    )
+    assert {replica.step_tokens for replica in large.at().plan.replicas} == {2048}
+    assert min(replica.step_tokens for replica in small.at().plan.replicas) < 2048
+    assert small.at().max_rate != pytest.approx(large.at().max_rate, rel=0.01)
