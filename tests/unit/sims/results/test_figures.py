@@ -210,7 +210,10 @@ def test_attainment_is_a_line_for_each_outcome_and_one_for_each_target(drawn: li
     (axes,) = drawn[0].axes
     lines = {line.get_label(): line for line in axes.lines}
     assert len(lines) == 3
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["fast", "slow"]
+    assert axes.get_legend() is None, "it would hide a line"
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["fast", "slow"]
+    assert lines["fast"].get_linestyle() != lines["slow"].get_linestyle()
+    assert lines["fast"].get_linewidth() > lines["slow"].get_linewidth(), "so that both show where they are one"
     for name, least in (("fast", 0.5), ("slow", 5.0)):
         x, y = lines[name].get_data()
         assert min(x[y == 1.0]) == pytest.approx(least, rel=0.07), "in time from its own TTFT on"
@@ -222,7 +225,7 @@ def test_a_timeline_has_arrivals_beside_what_was_served(drawn: list[Any], tmp_pa
     service = service_of(outcomes_of((0.0, 11, 0.5, 6.0), (6.0, 11, 1.5, 6.0)))
     plots.plot_timeline({"ours": service}, tmp_path / "t.png")
     rates, present, waits = drawn[0].axes
-    served, arrived = rates.lines
+    arrived, served = rates.lines
     assert (served.get_label(), arrived.get_label()) == ("ours: served", "ours: arrived")
     assert served.get_color() == arrived.get_color()
     assert sum(served.get_ydata()) == sum(arrived.get_ydata()) == pytest.approx(2 / 0.1)
@@ -230,6 +233,13 @@ def test_a_timeline_has_arrivals_beside_what_was_served(drawn: list[Any], tmp_pa
     assert present.lines[0].get_ydata()[-1] == 0.0
     waited = waits.lines[0].get_ydata()
     assert waited[~np.isnan(waited)].tolist() == [0.5, 1.5]
+    assert waits.get_yscale() == "linear"
+
+
+def test_waits_of_more_than_a_decade_have_a_logarithmic_axis(drawn: list[Any], tmp_path: Path) -> None:
+    service = service_of(outcomes_of((0.0, 11, 0.1, 6.0), (6.0, 11, 1.5, 6.0)))
+    plots.plot_timeline({"ours": service}, tmp_path / "t.png")
+    assert drawn[0].axes[2].get_yscale() == "log"
 
 
 def test_a_timeline_of_requests_that_never_end_reaches_to_the_last_arrival() -> None:
