@@ -301,19 +301,19 @@ def hetero(scope: Scope) -> Page:
         name="hetero",
         title="Unequal instances, and who schedules among them (Xiong et al.)",
         assumes=(
-            f"Llama-3-8B on V100 of 32 GB, behind PCIe 3 as the paper says (75 Gb/s between two cards) and again with "
-            f"the NVLink that cards of that form have (960 Gb/s, in groups of four), Qwen2.5-14B's dimensions where "
-            f"the paper has R1-Distill-Qwen-14B; a card's datasheet with measured efficiencies; KV memory by equation "
-            f"1 with 0.9 and 2 GB a card.\n\nShareGPT is not in this project: its stand-in has independent exponential "
-            f"lengths with the means of vLLM's benchmark, {PROMPT} tokens in and {OUTPUT} out, at most {LONGEST} "
-            f"each.\n\n"
-            f"Engines batch continuously, up to 256 requests and 2,048 tokens a step, prompts in chunks beside decodes "
-            f"(vLLM 0.6.0: prompts first, each whole).\n\nThroughput counts prompts and answers. {samples} samples "
-            f"eight times and estimates of {estimated} (5.1), {count} requests (5.2, 5.3), Poisson arrivals; theta is 2 "
-            f"and answers are predicted by drawing from a normal distribution, as in the paper.\n\nRR takes turns, SI is "
-            f"one instance, WRR weighs by GPUs, OS is the paper's scheduler (`hetero`), MB the same without times (T = "
-            f"1), `plan` this network's default (its shares by decode throughput), `tokens` the fewest outstanding tokens. "
-            f"Four gateways hear each other a second late; all others are one."
+            f"Llama-3-8B on V100 of 32 GB, behind PCIe 3 as the paper says (75 Gb/s between two cards) and again "
+            f"with the NVLink that cards of that form have (960 Gb/s, in groups of four), Qwen2.5-14B's dimensions"
+            f" where the paper has R1-Distill-Qwen-14B; a card's datasheet with measured efficiencies; KV memory "
+            f"by equation 1 with 0.9 and 2 GB a card.\n\nShareGPT is not in this project: its stand-in has "
+            f"independent exponential lengths with the means of vLLM's benchmark, {PROMPT} tokens in and {OUTPUT} "
+            f"out, at most {LONGEST} each.\n\nEngines batch continuously, up to 256 requests and 2,048 tokens a "
+            f"step, prompts in chunks beside decodes (vLLM 0.6.0: prompts first, each whole).\n\nThroughput counts"
+            f" prompts and answers. {samples} samples eight times and estimates of {estimated} (5.1), {count} "
+            f"requests (5.2, 5.3), Poisson arrivals; theta is 2 and answers are predicted by drawing from a normal"
+            f" distribution, as in the paper.\n\nRR takes turns, SI is one instance, WRR weighs by GPUs, OS is the"
+            f" paper's scheduler (`hetero`), MB the same without times (T = 1), `plan` this network's default (its"
+            f" shares by decode throughput), `tokens` the fewest outstanding tokens. Four gateways hear each other"
+            f" a second late; all others are one."
         ),
         tables=(
             PageTable(
