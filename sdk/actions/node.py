@@ -110,7 +110,7 @@ def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> Node
         also=tuple(parse_member(text, "also") for text in getattr(arguments, "also", ())),
         links=replace(settings_of(BoxLinkSettings, arguments), box=settings_of(BoxFigures, arguments)),
         engine=settings_of(BoxEngineSettings, arguments),
-        routing=RoutingSettings(policy=arguments.routing_policy),
+        routing=RoutingSettings(policy=arguments.routing),
         phase=Phase(arguments.phase) if arguments.phase is not None else None,
     )
 

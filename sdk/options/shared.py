@@ -99,7 +99,6 @@ SIMULATED_POLICIES: Final = (
 """Likewise in a simulation, as `sims/policies` has them."""
 
 routing_option: Final = option(
-    "routing_policy",
     "--routing",
     shared=True,
     type=click.Choice(NETWORK_POLICIES),
