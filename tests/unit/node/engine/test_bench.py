@@ -120,7 +120,7 @@ def test_the_report_has_what_its_figures_were_computed_from() -> None:
     assert found["ttft_added_ms"] == 6.5
     assert found["pipeline_step_added_ms"] == 1.25
     assert found["step_ms"] == [{"ours": 4.25, "vllm": 3.0}]
-    assert found["steps"] == [[0.002, 0, 0, 1, 40]]
+    assert found["steps"] == [[0.002, 0, 0, 1, 40, 0]]
 
 
 @pytest.mark.parametrize("arguments", [["--repeats", "0"], ["--format", "yaml"]])

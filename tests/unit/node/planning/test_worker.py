@@ -40,7 +40,7 @@ def test_a_search_that_is_hurried_ends_with_what_it_has_and_the_next_task_is_sea
     for number, peer in enumerate(view.adverts):  # what one is good at, the next one is not
         each = view.adverts[peer]
         assert each.engine is not None
-        figures = {"tflops": 100.0 if number % 2 else 1.0, "memory_gbps": 10.0 if number % 2 else 1000.0}
+        figures = {"tflops": 300.0 if number % 2 else 1.0, "memory_gbps": 5.0 if number % 2 else 1000.0}
         view.adverts[peer] = msgspec.structs.replace(each, engine=msgspec.structs.replace(each.engine, **figures))
     over_slow_links = Coordinator(PeerId(OWN), "raw").next(view, (OWN, 1), 0.0)
     assert over_slow_links is not None
