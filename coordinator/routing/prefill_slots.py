@@ -23,6 +23,9 @@ SLOTS: Final = 2
 """One request computes, and the next is ready when that ends. More: splits are chosen by older
 statistics; one: the replica waits for the next request's messages."""
 
+MOST_WAITING: Final = 4096
+"""Whoever asks beyond that has no turn yet, and asks again: a member may ask for requests that it does not have."""
+
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -48,7 +51,8 @@ class PrefillSlots(Generic[Key]):
     def ask(self, request: Key, now: float) -> None:
         """It wants a slot, or still does: it keeps its turn."""
         self._forget_expired(now)
-        if request not in self._taken and request not in self._entered:
+        is_known = request in self._taken or request in self._entered
+        if not is_known and (request in self._waiting or len(self._waiting) < MOST_WAITING):
             self._waiting[request] = now
 
     def take(self, request: Key, now: float) -> bool:

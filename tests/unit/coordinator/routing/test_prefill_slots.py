@@ -2,7 +2,7 @@
 
 from math import inf
 
-from p2pserve.coordinator.routing.prefill_slots import PrefillSlots
+from p2pserve.coordinator.routing.prefill_slots import MOST_WAITING, PrefillSlots
 
 LEASE_S = 10.0
 
@@ -111,3 +111,17 @@ def test_it_says_when_the_next_is_forgotten() -> None:
     assert not slots.take("b", 1.5 + LEASE_S)  # it waits no more at that moment
     slots.enter("a")
     assert slots.wake_at() == inf
+
+
+def test_a_crowd_does_not_grow_without_bound_and_nobody_loses_a_turn_to_it() -> None:
+    slots = slots_with("a", "b", "c")
+    for number in range(2 * MOST_WAITING):
+        slots.ask(f"invented {number}", 1.0)
+    slots.ask("late", 1.0)
+    assert [slots.take(request, 1.0) for request in "ab"] == [True, True]
+    slots.leave("a")
+    assert slots.take("c", 1.0)
+    slots.leave("c")
+    assert not slots.take("late", 1.0)
+    slots.ask("late", 1.0 + LEASE_S)  # those that do not ask again are forgotten
+    assert slots.take("late", 1.0 + LEASE_S)
