@@ -101,7 +101,8 @@ def find_unknown_variables(program: click.Context, variables: dict[str, str]) ->
     known = set(_ELSEWHERE)
     for path, command in walk_commands(program, (), program.command):
         for parameter in command.params:
-            known.add("_".join([ENVIRONMENT, *path, parameter.name or ""]).upper())
+            names = {parameter.name or "", getattr(parameter, "variable", "")} - {""}
+            known |= {"_".join([ENVIRONMENT, *path, name]).upper() for name in names}
     for name in sorted(variables):
         if name.startswith(f"{ENVIRONMENT}_") and name not in known:
             near = get_close_matches(name, known, 1)
@@ -144,7 +145,8 @@ def _settings_of(
 def _variable_of(option: Settable, prefix: str) -> str:
     """The variable that an option has its value from."""
     named = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
-    return next((each for each in named if os.environ.get(each)), f"{prefix}_{option.name}".upper())
+    named += [f"{prefix}_{name}" for name in (getattr(option, "variable", ""), (option.name or "").upper()) if name]
+    return next((each for each in named if os.environ.get(each)), named[-1])
 
 
 def _shown(option: Settable, value: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, Final
@@ -68,6 +69,18 @@ class Option(click.Option):
         self.section = section
         self.shared = shared
         self.instead_of = instead_of
+
+    @property
+    def variable(self) -> str:
+        """Its variable, after the command's name: that of its longest flag."""
+        return max(self.opts, key=len).lstrip("-").replace("-", "_").upper()
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """Also by its flag, where click goes by the parameter alone."""
+        found = super().resolve_envvar_value(ctx)
+        if found is None and self.allow_from_autoenv and ctx.auto_envvar_prefix is not None:
+            found = os.environ.get(f"{ctx.auto_envvar_prefix}_{self.variable}") or None
+        return found
 
 
 class _Helped(click.Command):

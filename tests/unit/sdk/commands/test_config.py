@@ -36,6 +36,19 @@ def test_a_flag_counts_before_a_variable_and_that_before_the_file(file: Path, mo
     assert parse(["join", "--max-model-len", "3"]).max_model_len == 3
 
 
+@pytest.mark.parametrize("variable", ["P2PSERVE_JOIN_MAX_NUM_BATCHED_TOKENS", "P2PSERVE_JOIN_MAX_BATCHED_TOKENS"])
+def test_a_variable_is_called_as_the_flag_is(
+    variable: str, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, "1024")
+    assert parse(["join"]).max_batched_tokens == 1024
+    assert main(["config", "check"]) == 0
+    capsys.readouterr()
+    assert main(["config", "show", "join", "--format", "json"]) == 0
+    settings = {each["setting"]: each for each in json.loads(capsys.readouterr().out)["settings"]}
+    assert settings["max-num-batched-tokens"]["where"] == variable
+
+
 def test_a_section_counts_before_the_top(file: Path) -> None:
     file.write_text("codec = 'raw'\nsite = 'fra'\n[join]\ncodec = 'fp8'\n")
     assert (parse(["join"]).codec, parse(["bootstrap"]).codec) == ("fp8", "raw")
