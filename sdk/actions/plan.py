@@ -32,6 +32,9 @@ from .plan_options import problem_of
 from .status_view import keep_whole, open_console, print_prose
 
 FLOWS_SHOWN: Final = 12
+TRIALS: Final = 4
+TRIED_GPUS: Final = 32
+"""Plans that are simulated, and for how many GPUs at most, where nobody has said how many."""
 
 
 def run_plan(arguments: SimpleNamespace) -> int:
@@ -56,17 +59,18 @@ def run_plan(arguments: SimpleNamespace) -> int:
 
         found = search_plan(problem, evaluator, arguments, progress)
         tried: list[TriedPlan] = []
-        if arguments.trials:
+        trials = count_trials(arguments.trials, problem.cluster.gpus, arguments.budget_s)
+        if trials:
             bar.update(task, description=f"planning {gpus}: the best plans are simulated")
             trial = SimulatedTrial(problem=problem, seed=arguments.seed)
-            tried = try_plans(pick_candidates(found, arguments.trials), evaluator, trial, epoch=0, version=1)
+            tried = try_plans(pick_candidates(found, trials), evaluator, trial, epoch=0, version=1)
             found = replace(found, solution=tried[0].solution, score=evaluator.score(tried[0].solution))
     proposals = tried[0].proposals if tried else evaluator.propose(found.solution, epoch=0, version=1)
     seconds = time.monotonic() - started
     explained = _explain(problem, evaluator, found, proposals) if arguments.explain else [None] * len(proposals)
     if arguments.format == "json":
-        trials = {"trials": trials_json(tried, found)} if tried else {}
-        print(json.dumps({**plan_json(problem, found, proposals, seconds, arguments.seed, explained), **trials}))
+        tried_json = {"trials": trials_json(tried, found)} if tried else {}
+        print(json.dumps({**plan_json(problem, found, proposals, seconds, arguments.seed, explained), **tried_json}))
     else:
         out = open_console()
         print_proposals(problem, found, proposals, out, explained)
@@ -75,6 +79,13 @@ def run_plan(arguments: SimpleNamespace) -> int:
         out.print(f"planned in {seconds:.2f} s, {found.steps} steps, seed {arguments.seed}")
     sys.stdout.flush()
     return 0
+
+
+def count_trials(asked: int | None, gpus: int, budget_s: float | None) -> int:
+    """How many plans are simulated. Where nobody has said: as many as take a few seconds."""
+    if asked is not None:
+        return asked
+    return TRIALS if gpus <= TRIED_GPUS and budget_s is None else 0
 
 
 def search_plan(

@@ -76,10 +76,9 @@ plan_options: Final = combine(
 trials_option: Final = option(
     "--trials",
     type=COUNT,
-    default=0,
     metavar="N",
-    help="simulate the N best plans, the best colocated one among them, and choose by that: says what is expected "
-    "and what was simulated, and takes seconds for each (default: 0, by the estimate alone)",
+    help="simulate the N best plans, the best colocated one among them, and choose by that; takes seconds for each; 0: "
+    "by the estimate alone (default: 4 for up to 32 GPUs without --budget-s, else 0)",
 )
 """Whether `p2pserve plan` chooses among simulated plans."""
 

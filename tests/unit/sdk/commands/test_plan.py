@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.sdk.actions.plan import count_trials
 from p2pserve.sdk.cli import main
 from p2pserve.sdk.options.planning import SPECS
 
@@ -194,3 +195,13 @@ def test_services_of_several_models_share_a_cluster(tmp_path: Path, capsys: pyte
 def test_help_says_which_command_looks_at_the_running_network(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--help"]) == 0
     assert "plan --live" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "budget_s", "tried"),
+    [(None, 32, None, 4), (None, 33, None, 0), (None, 8, 1.0, 0), (2, 100, 1.0, 2), (0, 8, None, 0)],
+)
+def test_small_clusters_have_their_best_plans_simulated(
+    asked: int | None, gpus: int, budget_s: float | None, tried: int
+) -> None:
+    assert count_trials(asked, gpus, budget_s) == tried
