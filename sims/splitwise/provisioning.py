@@ -337,9 +337,9 @@ def _decode_token_s(machine: MachineType) -> float:
     return machine.iterations.iteration_s(0, _DECODES) / _DECODES
 
 
-def _smallest(enough: int, is_met: Callable[[int], bool]) -> int:
-    """The smallest count that meets; `enough` does, and from the smallest on all do."""
-    low, high = 0, enough
+def _smallest(enough: int, is_met: Callable[[int], bool], *, too_few: int = 0) -> int:
+    """The smallest count above `too_few` that meets; `enough` does, and from the smallest on all do."""
+    low, high = too_few, enough
     while high - low > 1:
         middle = (low + high) // 2
         if is_met(middle):
@@ -361,13 +361,7 @@ def _largest(known: int, guess: int, most: int, is_met: Callable[[int], bool]) -
         else:
             high = probe
             break
-    while high - low > 1:
-        middle = (low + high) // 2
-        if is_met(middle):
-            low = middle
-        else:
-            high = middle
-    return low
+    return _smallest(high, lambda count: not is_met(count), too_few=low) - 1
 
 
 def _beside(columns: list[tuple[int, int]], start: int, direction: int) -> list[tuple[int, int]]:
