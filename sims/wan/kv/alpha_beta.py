@@ -146,14 +146,15 @@ def _picture(rows: Sequence[AlphaBetaRow]) -> Picture:
 
 
 REMARKS: Final = """\
-- Agrees where bytes are what takes the time: over 90 and 180 ms, transfers of 32 MiB and more take
-  0.99 to 1.14 times the estimate. 32 MiB are 75 tokens of LLaMA-30B in kv4. The paper prints no
+- Agrees where bytes are what takes the time: transfers of 64 MiB and more take 0.99 to 1.08 times the
+  estimate, over 90 ms 1.15 to 1.21. 32 MiB are 75 tokens of LLaMA-30B in kv4. The paper prints no
   numbers for its figure.
-- Short transfers take longer: 1 MiB 1.4 to 2 times over these links, which is half a round trip to a
-  whole one more than the one that the model has. What it is made of was not looked into.
-- Over 0.5 and 30 ms transfers take 1.1 to 1.7 times the estimate from 8 MiB on, and short ones up to
-  4 times (42 ms instead of 11): there the two cores that are both ends, the emulator and other work of this machine
-  hold bytes up, as the spreads show, and not the link.
+- Over 0.5 ms it holds from 4 MiB on, within 8 %.
+- Short transfers take longer over long links: 1 MiB 1.5 to 1.9 times over 30 to 180 ms, which is half
+  a round trip to a whole one more than the one that the model has. What it is made of was not looked
+  into.
+- Both ends and the emulator share two cores: with other work on them, short transfers over 0.5 and
+  30 ms took up to 4 times the estimate.
 - What the estimate rests on is the burst. With bursts of 1.5 s over two streams the link of 180 ms
   was said to carry 0.12 to 0.14 Gb/s of its 0.3, since slow start took nearly all of the burst, and
   long transfers took half of what was estimated. Bursts as nodes send them (0.5 s and ten round

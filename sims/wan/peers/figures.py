@@ -263,14 +263,14 @@ greedy answer to the same prompt, and vLLM stands still while ours computes."""
 
 REMARKS: Final = """\
 - "By hand before" are first figures, measured by hand on another day; "target" is what was set from them. Only
-  ratios of one run compare: rates depend on what else the machine does, most of all over loopback. There, with a load
-  of 2 in place of 7, ours had 0.75 to 0.9 of the rate of plain TCP, for the same CPU seconds.
+  ratios of one run compare: rates depend on what else the machine does, most of all over loopback, where all that
+  moves bytes shares two cores with their receiver.
+- Over loopback ours encrypts and writes into place, which plain TCP and the libraries do not: the CPU seconds above
+  plain TCP's are AES-GCM at both ends. NIXL copies through UCX.
 - NIXL and Mooncake have one connection, which carries 0.17 Gb/s with this loss, where TCP here is bbr. That the ratio
   to NIXL was 22 before could not be had again, neither by writing nor by reading.
-- The table is of a path choice that gave ours 3 streams over the link with loss: it counted 0.25 Gb/s for each, as the
-  window of one allows, where the burst's five had carried about 0.15 each. Since then a far stream counts as what it
-  has carried, and ours has 5: 0.69 to 0.79 Gb/s (median 0.78), 16 plain ones 0.67 to 0.80, NIXL 0.18 (load 2; five
-  rounds; 1.00 and 4.3 times). 1.3 times the plain ones is beyond what the link has.
+- With loss, ours has 5 streams and 0.78 of the link's 1 Gb/s; 16 plain ones have 0.82. Nobody can have 1.3 times that:
+  what the link carries with this loss is about 0.85.
 - vLLM's pipeline of two stages takes four round trips and more for a token, ours one and more.
 - vLLM does not make the buffers of a later stage on a CPU unless it compiles, so it was asked for its profile run.
 - rsync is timed with its start and its end, since a transfer is what it lives for.
