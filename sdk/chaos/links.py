@@ -79,6 +79,11 @@ class ChaosLinks:
             with trio.CancelScope(shield=True):
                 await self._set(numbers, CALM)
 
+    async def carry(self, one: int, other: int, gbps: float) -> None:
+        """Let the links between two boxes carry so much from now on, both ways."""
+        change = partial(self._wan.set_pair, self._names[one], self._names[other], gbps=gbps)
+        await trio.to_thread.run_sync(change)
+
     async def _set(self, numbers: Sequence[int], pair: WanPair) -> None:
         for ours, other in self._pairs(numbers):
             change = partial(self._wan.set_pair, ours, other, rtt_ms=pair.rtt_ms, gbps=pair.gbps)
