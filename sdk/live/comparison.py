@@ -135,7 +135,9 @@ def figures_of(outcomes: Outcomes, deadlines: Deadlines) -> dict[str, float]:
     in_time = find_in_time(outcomes, deadlines)
     arrivals = trace.arrival_s
     ends = (arrivals + outcomes.e2e_s)[done]
-    found["throughput_tokens_s"] = float(trace.output[done].sum()) / float(ends.max() - arrivals[0]) if len(ends) else 0.0
+    found["throughput_tokens_s"] = (
+        float(trace.output[done].sum()) / float(ends.max() - arrivals[0]) if len(ends) else 0.0
+    )
     found["attainment"] = float(in_time.mean())
     found["goodput_requests_s"] = float(in_time.sum()) / max(1e-9, float(arrivals[-1] - arrivals[0]))
     return found
@@ -258,7 +260,9 @@ def _rate_of(traffic: LiveTraffic, status: Status, slo: Slo) -> float:
         return traffic.rate or 1.0
     capacity = find_capacity(status, traffic.workload(1.0), slo)
     if not capacity > 0.0:
-        raise UsageError("load: no plan keeps these deadlines for the share that is wanted; give --rate, or longer ones")
+        raise UsageError(
+            "load: no plan keeps these deadlines for the share that is wanted; give --rate, or longer ones"
+        )
     return traffic.load * capacity
 
 

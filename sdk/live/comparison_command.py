@@ -27,6 +27,7 @@ from ..failures import explain
 from ..options.planning import SPECS
 from ..options.values import settings_of
 from .comparison import PROMISE_TOLERANCE, TOLERANCE, Figure, LiveComparison, LiveTraffic, run_comparison
+from .live_page import write_live_page
 from .network import Say
 from .nodes import MAX_REQUESTS, LiveSettings
 from .regroup_bench import check_settings, print_bench, run_regroup_bench
@@ -58,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--specs",
         choices=SPECS,
+        metavar="COLUMN",
         default=Specs.TABLE1.value,
         help="the figures of those GPUs (default: thunderserve-table1, whose A6000 prefills slowly: what a loaded "
         "machine adds to a first token weighs less then)",
@@ -99,15 +101,21 @@ def build_parser() -> argparse.ArgumentParser:
         (FaultKind.DEGRADE, "so many Gb/s between two nodes (links are emulated then, which takes root)", "N:M=GBPS@S"),
     ):
         faults.add_argument(f"--{kind}", action="append", default=[], metavar=form, help=f"{what}; may be repeated")
-    faults.add_argument("--schedule", type=Path, metavar="FILE", help="a file with all that, like `lose 3@20` in a line")
     faults.add_argument(
-        "--loss", choices=("killed", "silent"), default="killed", help="how nodes are lost: killed (default), or stopped"
+        "--schedule", type=Path, metavar="FILE", help="a file with all that, like `lose 3@20` in a line"
+    )
+    faults.add_argument(
+        "--loss",
+        choices=("killed", "silent"),
+        default="killed",
+        help="how nodes are lost: killed (default), or stopped",
     )
     add(
         "--regroup",
         action="store_true",
         help="instead: what requests lose while two nodes become one pipeline, or part again, beside the plan kept",
     )
+    add("--page", type=Path, metavar="FOLDER", help="instead: run all of docs/results/live.md, and write it there")
     add("--pairs", type=int, default=2, metavar="N", help="with --regroup: so often, in turn (default: 2)")
     add(
         "--load-gb-s",
@@ -149,6 +157,10 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = settings_of(LiveSettings, values)
     traffic = settings_of(LiveTraffic, SimpleNamespace(**vars(arguments), lengths=azure(arguments.workload).lengths))
     check_run(settings, traffic)
+    if arguments.page is not None:
+        page, is_ok = write_live_page(arguments.page, open_say())
+        print(json.dumps(page.records()) if arguments.format == "json" else arguments.page / f"{page.name}.md")
+        return 0 if is_ok else 1
     if arguments.regroup:
         return _regroup(settings, traffic, arguments)
     found = run_comparison(settings, traffic, arguments.tolerance, open_say())

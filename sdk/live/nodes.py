@@ -107,10 +107,11 @@ class LiveNodes:
         """Do to them what is planned. Raises DemoFailed."""
         match fault.kind:
             case FaultKind.JOIN:
-                await self.join(*fault.nodes)
+                await self.join(fault.nodes[0])
             case FaultKind.DEGRADE:
                 assert self._links is not None
-                await self._links.carry(*fault.nodes, fault.gbps)
+                one, other = fault.nodes
+                await self._links.carry(one, other, fault.gbps)
             case FaultKind.LOSE:
                 end = self._box.stop_node if self._settings.loss == "silent" else self._box.kill_node
                 end(self.peers[fault.nodes[0]])

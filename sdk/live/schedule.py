@@ -1,8 +1,8 @@
 """What goes wrong in a live run and in its simulation, and when: the same lines for both.
 
-    lose 3@20               the third node is lost 20 seconds after the first request may come
-    join 3@50               it is started again, with an empty engine
-    degrade 1:2=0.05@30     the links between the first two carry 0.05 Gb/s from then on
+lose 3@20               the third node is lost 20 seconds after the first request may come
+join 3@50               it is started again, with an empty engine
+degrade 1:2=0.05@30     the links between the first two carry 0.05 Gb/s from then on
 """
 
 from __future__ import annotations

@@ -79,13 +79,12 @@ def cluster_of(status: Status, numbers: Mapping[int, str], settings: LiveSetting
         cards = parse_cards(settings.cards_of(number), settings.specs)
         gbps = card_link_gbps(cards.gpu)
         boxes.append(Box(id=peer, gpu=cards.gpu, gpus=cards.count, site=peer, gpu_link_gbps=gbps, atomic=True))
+    link_gbps, rtt_s = _measured_link(status)
     if needs_links(settings.schedule):
-        gbps, rtt_s = CALM.gbps, CALM.rtt_ms / 1e3
-    else:
-        gbps, rtt_s = _measured_link(status)
+        link_gbps, rtt_s = CALM.gbps or link_gbps, CALM.rtt_ms / 1e3
     shape = (len(boxes), len(boxes))
     return Cluster(
-        boxes=tuple(boxes), gbps=np.full(shape, gbps), rtt_s=np.full(shape, rtt_s), usd_per_gb=np.zeros(shape)
+        boxes=tuple(boxes), gbps=np.full(shape, link_gbps), rtt_s=np.full(shape, rtt_s), usd_per_gb=np.zeros(shape)
     )
 
 

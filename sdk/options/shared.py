@@ -84,7 +84,6 @@ codec_option: Final = option(
 )
 
 
-
 def _slo(text: str) -> str:
     """Deadlines that plans can be made for, unchanged. Raises ArgumentTypeError."""
     from ...coordinator.planning.model.slo import read_slo  # numpy, for which nobody should wait who asks for help
