@@ -33,9 +33,9 @@ def plan() -> Plan:
         for peer, phase in phases.items()
     )
     pairing = Pairing(prefill="p", decode="q", weight=1.0)
-    deadlines = Deadlines(ttft_s=2.0, tpot_s=0.5)
     return Plan(
-        epoch=1, version=1, service="s", replicas=replicas, pairings=(pairing,), codec="kv4", why=(), deadlines=deadlines
+        epoch=1, version=1, service="s", replicas=replicas, pairings=(pairing,), codec="kv4", why=(),
+        deadlines=Deadlines(ttft_s=2.0, tpot_s=0.5),
     )  # fmt: skip
 
 
