@@ -114,6 +114,7 @@ class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
     median_request_e2e_difference: float
     link_gbps: float
     link_rtt_s: float
+    message_s: float
     cores: float
     own_cores: float
     late: int
@@ -239,6 +240,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         median_request_e2e_difference=_median_difference(seen.e2e_s, modelled.e2e_s),
         link_gbps=float(cluster.gbps[0, -1]),
         link_rtt_s=float(cluster.rtt_s[0, -1]),
+        message_s=network.message_s,
         cores=live.cores,
         own_cores=live.own_cores,
         late=live.late,

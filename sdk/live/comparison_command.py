@@ -243,7 +243,7 @@ def show(found: LiveComparison) -> None:
     load = f", {found.load:.0%} of what the best plan is expected to carry" if found.load is not None else ""
     console.print(
         f"lengths: {found.lengths}; arrivals: {found.arrivals}{load}; links: {found.link_gbps:.2f} Gb/s, "
-        f"{found.link_rtt_s * 1e3:.2f} ms"
+        f"{found.link_rtt_s * 1e3:.2f} ms, and {found.message_s * 1e3:.1f} ms for each message in the processes at its ends"
     )
     console.print(
         f"deadlines: {limits.ttft_s:.3g} s to the first token, {limits.tpot_s * 1e3:.3g} ms from token to token, "

@@ -70,11 +70,11 @@ class PagePart:
 
 CALM_PARTS: Final = (
     PagePart(workload="conversation", slo="3x", slowed=2, requests=75),
-    PagePart(workload="conversation", slo="5x", slowed=4, requests=90),
+    PagePart(workload="conversation", slo="5x", slowed=4, requests=70),
     PagePart(workload="coding", slo="3x", slowed=1, requests=70),
-    PagePart(workload="coding", slo="5x", slowed=2, requests=100),
+    PagePart(workload="coding", slo="5x", slowed=2, requests=80),
 )
-FAULTY_PART: Final = PagePart(workload="conversation", slo="5x", slowed=2, requests=50, rate=0.6, schedule=SCHEDULE)
+FAULTY_PART: Final = PagePart(workload="conversation", slo="5x", slowed=2, requests=40, rate=0.6, schedule=SCHEDULE)
 
 
 class LiveRunRow(ResultRow, frozen=True):

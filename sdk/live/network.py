@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import isnan, nan
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import psutil
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...coordinator import Plan
 from ...coordinator.plan import Deadlines
-from ...node.messages import Status
+from ...node.messages import RequestFigures, Status
 from ...sims.records import Outcomes, Trace
 from ..client import AsyncClient
 from ..demo.box import DemoBox, open_box
@@ -31,6 +31,8 @@ PLAN_S: Final = 60.0
 SETTLE_S: Final = 5.0  # in which the nodes measure the links between them
 WARM_UP: Final = 4  # requests for each pair of the plan, so that the links are there
 WARM_UP_TOKENS: Final = (64, 8)
+LONE: Final = 8  # requests, one after the other, that tell what messages take here
+LONE_TOKENS: Final = (256, 4)
 DEADLINE_S: Final = 600.0
 WORD: Final = " x"  # one token of the bundled tokenizer, however often it is repeated
 TOO_SLOW: Final = "too slow"  # as an emulated engine says it
@@ -51,13 +53,22 @@ class Happened:
     peers: tuple[str, ...]
 
 
+class LoneRequest(NamedTuple):
+    """One that the network served when it had no other: seconds to its first token, and the nodes."""
+
+    prompt: int
+    ttft_s: float
+    prefill: str | None
+    decode: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LiveRun:
     """What a replay has shown.
 
     `outcomes` by the client's clock from the trace's arrivals. `plans` with the moments they took
     effect. `numbers`: the nodes' peers by their numbers. `before`: the network's status at the
-    beginning. `recovered`: requests with more than one attempt; `late`: engines behind their model.
+    beginning, when it served `lone` requests. `recovered`: requests with more than one attempt; `late`: engines behind their model.
     `cores` of this machine were busy on average, `own_cores` with this run."""
 
     outcomes: Outcomes
@@ -69,6 +80,7 @@ class LiveRun:
     cores: float
     own_cores: float
     happened: tuple[Happened, ...] = ()
+    lone: tuple[LoneRequest, ...] = ()
 
 
 async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> LiveRun:
@@ -83,6 +95,7 @@ async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> L
                 await trio.sleep(SETTLE_S)
                 say("warming up: every pair of the plan gets its link")
                 await warm_up(client, plan)
+                lone = [await ask_alone(client) for _ in range(LONE)]
                 before = await client.status()
                 trace = make_trace(before)
                 say(f"replaying {len(trace)} requests of {trace.lengths}, {trace.arrivals}")
@@ -99,6 +112,7 @@ async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> L
                 cores=cores[0],
                 own_cores=cores[1],
                 happened=tuple(happened),
+                lone=tuple(lone),
             )
 
 
@@ -120,6 +134,14 @@ async def warm_up(client: AsyncClient, plan: Plan) -> None:
         for _ in range(WARM_UP * len(plan.pairings)):
             nursery.start_soon(_ask, client, prompt, output)
             await trio.sleep(0.05)
+
+
+async def ask_alone(client: AsyncClient) -> LoneRequest:
+    """Ask one request, while there is no other."""
+    prompt, output = LONE_TOKENS
+    asked = trio.current_time()
+    first, _, figures = await _ask(client, prompt, output)
+    return LoneRequest(prompt, first - asked, figures.prefill_node, figures.decode_node)
 
 
 def find_in_time(outcomes: Outcomes, deadlines: Deadlines) -> NDArray[np.bool_]:
@@ -148,8 +170,8 @@ async def replay(client: AsyncClient, trace: Trace, say: Say, *, may_fail: bool 
         await trio.sleep_until(at)
         attempts = 0
         try:
-            first, last, attempts = await _ask(client, int(trace.prompt[row]), int(trace.output[row]))
-            ttft[row], e2e[row] = first - at, last - at
+            first, last, figures = await _ask(client, int(trace.prompt[row]), int(trace.output[row]))
+            ttft[row], e2e[row], attempts = first - at, last - at, figures.attempts
         except ClientError as error:
             if not may_fail:
                 raise
@@ -207,8 +229,8 @@ async def _harming(nodes: LiveNodes, say: Say) -> AsyncIterator[list[Happened]]:
         nursery.cancel_scope.cancel()
 
 
-async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, int]:
-    """Ask one request of these lengths: times of first and last token, and attempts."""
+async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, RequestFigures]:
+    """Ask one request of these lengths: times of first and last token, and the gateway's figures."""
     first = last = nan
     stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S)
     async with stream:
@@ -219,7 +241,7 @@ async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, fl
         figures = stream.result.figures
     if figures is None or (figures.prompt_tokens, figures.completion_tokens) != (prompt, output):
         raise DemoFailed(f"a request of {prompt} + {output} tokens was answered with {figures}")
-    return first, last, figures.attempts
+    return first, last, figures
 
 
 @contextmanager

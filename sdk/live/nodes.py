@@ -20,6 +20,8 @@ from .schedule import FaultKind, Schedule, ScheduledFault, needs_links
 
 JOIN_S: Final = 60.0
 MAX_REQUESTS: Final = 64  # of an engine at once
+GATEWAY: Final = 1
+"""On the emulated network the node that is nearest to the clients, whose gateway they ask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ def open_places(settings: LiveSettings) -> Iterator[ChaosLinks | None]:
     if not needs_links(settings.schedule):
         yield None
         return
-    with open_links(settings.nodes + 1) as links:  # the bootstrap is the first box there
+    with open_links(settings.nodes + 1, GATEWAY) as links:  # the bootstrap is the first box there
         yield links
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Final
 
 import numpy as np
 
-from ...coordinator import Plan
+from ...coordinator import Phase, Plan, Replica, Stage
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.planning.model.cluster import Box, Cluster
 from ...coordinator.planning.model.cluster_file import card_link_gbps
@@ -22,15 +23,25 @@ from ...node.engine.emulated.model import emulated_model, parse_cards
 from ...node.messages import Status
 from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace
-from ...sims.scenario import BoxJoined, BoxLost, Change, LinksChanged, PlanChange, ServiceRun, SimSettings
+from ...sims.scenario import (
+    BoxJoined,
+    BoxLost,
+    Change,
+    LinksChanged,
+    PlanChange,
+    ServiceRun,
+    SimSettings,
+    roofline_model,
+)
 from ...sims.workloads import workload_of
 from ...sims.world import simulate
-from ..chaos.links import CALM
+from ..chaos.links import CALM, NEAR
 from ..simulating.changes import settings_with_network_times
-from .network import Happened, LiveRun
-from .nodes import MAX_REQUESTS, LiveSettings
+from .network import Happened, LiveRun, LoneRequest
+from .nodes import GATEWAY, MAX_REQUESTS, LiveSettings
 from .schedule import FaultKind, needs_links
 
+CLIENT_MESSAGES: Final = 2  # the request, and its first token
 BLOCK_TOKENS: Final = 16  # of an emulated engine
 LOOPBACK_GBPS, LOOPBACK_RTT_S = 8.0, 0.0005
 """What links are taken for when no node has measured one."""
@@ -45,6 +56,9 @@ class SimulatedNetwork:
     service: Service
     max_batched_tokens: int
     is_silent: bool = False  # how nodes are lost
+    gateways: tuple[str, ...] = ()  # none: those of all nodes, in turn
+    message_s: float = 0.0  # that the processes at both ends of a message take
+    client_s: float = 0.0  # the round trip from the clients to their gateways
 
     def run(self, trace: Trace, plans: Sequence[tuple[float, Plan]], happened: Sequence[Happened] = ()) -> Outcomes:
         """Serve the trace by the plans as they changed. Each node has the whole model, so it keeps its engine whatever
@@ -53,22 +67,56 @@ class SimulatedNetwork:
             max_batched_tokens=self.max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
         )
         boxes = self.cluster.boxes
-        settings = SimSettings(engine=engine, gateways=tuple(box.id for box in boxes))
+        gateways = self.gateways or tuple(box.id for box in boxes)
+        settings = SimSettings(engine=engine, gateways=gateways, message_s=self.message_s)
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans
         run = ServiceRun(service=self.service, plan=first, trace=trace)
         changes = [*(PlanChange(at, 0, plan) for at, plan in later), *map(_change_of, happened)]
-        return simulate(self.cluster, [run], settings=settings, changes=changes).services[0].outcomes
+        found = simulate(self.cluster, [run], settings=settings, changes=changes).services[0].outcomes
+        seen_s = self.client_s + CLIENT_MESSAGES * self.message_s  # later by what lies between client and gateway
+        return Outcomes(trace=trace, ttft_s=found.ttft_s + seen_s, e2e_s=found.e2e_s + seen_s)
+
+    def message_seconds(self, lone: Sequence[LoneRequest]) -> float:
+        """What messages took in lone requests, beside steps and links: median of what is left of their first tokens'
+        time, over the messages on the way to them."""
+        left = []
+        for request in lone:
+            prefill, gateway = request.prefill or request.decode, self.gateways
+            replica = Replica(
+                id=prefill, phase=Phase.MIXED,
+                stages=(Stage(peer=prefill, tp=self._gpus(prefill), first_layer=0, last_layer=self.service.model.layers),),
+            )  # fmt: skip
+            times = roofline_model(self.cluster, self.service, replica).times
+            step_s = times.prefill_s(request.prompt, request.prompt * (request.prompt + 1) / 2)
+            ends = [prefill] if request.prefill in (None, request.decode) else [request.decode, prefill]
+            links_s = sum(self._rtt_s(gateway[0] if gateway else None, end) for end in ends) + self.client_s
+            left.append((request.ttft_s - step_s - links_s) / (CLIENT_MESSAGES + 2 * len(ends)))
+        return max(0.0, median(left)) if left else 0.0
+
+    def _gpus(self, peer: str) -> int:
+        return self.cluster.boxes[self.cluster.index(peer)].gpus
+
+    def _rtt_s(self, one: str | None, other: str) -> float:
+        """Between two nodes; from None, the client's gateway, which may be any."""
+        where = self.cluster.index(other)
+        here = self.cluster.index(one) if one is not None else (where + 1) % len(self.cluster.boxes)
+        return 0.0 if here == where else float(self.cluster.rtt_s[here, where])
 
 
 def simulated_network(settings: LiveSettings, live: LiveRun, service: Service) -> SimulatedNetwork:
     """The network of this run."""
-    return SimulatedNetwork(
-        cluster=cluster_of(live.before, live.numbers, settings),
+    cluster = cluster_of(live.before, live.numbers, settings)
+    is_emulated = needs_links(settings.schedule)
+    found = SimulatedNetwork(
+        cluster=cluster,
         service=service,
         max_batched_tokens=settings.max_batched_tokens,
         is_silent=settings.loss == "silent",
+        gateways=(live.numbers[GATEWAY],) if is_emulated else (),
+        client_s=NEAR.rtt_ms / 1e3 if is_emulated else float(cluster.rtt_s[0, -1]),
     )
+    return replace(found, message_s=found.message_seconds(live.lone))
 
 
 def cluster_of(status: Status, numbers: Mapping[int, str], settings: LiveSettings) -> Cluster:

@@ -38,7 +38,8 @@ def comparison(*figures: Figure) -> LiveComparison:
         promise_tolerance=0.1, emulated="8 emulated nodes", model="m", lengths="l", arrivals="a", requests=10, lead=2,
         rate=0.7, load=0.7, deadlines=Deadlines(), phases={"prefill": 3, "decode": 5}, plans=1,
         schedule=("lose 3@20",), figures=figures, failed=0, median_request_ttft_difference=0.0,
-        median_request_e2e_difference=0.0, link_gbps=1.0, link_rtt_s=0.004, cores=1.5, own_cores=1.2, late=0, notes=(),
+        median_request_e2e_difference=0.0, link_gbps=1.0, link_rtt_s=0.004, message_s=0.002,
+        cores=1.5, own_cores=1.2, late=0, notes=(),
         elapsed_s=1.0,
     )  # fmt: skip
 
