@@ -33,9 +33,10 @@ CARDS: Final = ("2xA40", "2xRTX A6000", "4xRTX A5000", "4xRTX 3090 Ti")
 NODES: Final = 8
 LOAD: Final = 0.7
 SCHEDULE: Final[Schedule] = (
-    ScheduledFault(20.0, FaultKind.LOSE, (3,)),
-    ScheduledFault(35.0, FaultKind.DEGRADE, (1, 4), 0.05),
-    ScheduledFault(50.0, FaultKind.JOIN, (3,)),
+    ScheduledFault(15.0, FaultKind.LOSE, (3,)),
+    ScheduledFault(20.0, FaultKind.LOSE, (6,)),
+    ScheduledFault(30.0, FaultKind.DEGRADE, (1, 4), 0.05),
+    ScheduledFault(45.0, FaultKind.JOIN, (3,)),
 )
 
 
@@ -70,11 +71,11 @@ class PagePart:
 
 CALM_PARTS: Final = (
     PagePart(workload="conversation", slo="3x", slowed=2, requests=75),
-    PagePart(workload="conversation", slo="5x", slowed=4, requests=70),
+    PagePart(workload="conversation", slo="5x", slowed=4, requests=60),
     PagePart(workload="coding", slo="3x", slowed=1, requests=70),
     PagePart(workload="coding", slo="5x", slowed=2, requests=80),
 )
-FAULTY_PART: Final = PagePart(workload="conversation", slo="5x", slowed=2, requests=40, rate=0.6, schedule=SCHEDULE)
+FAULTY_PART: Final = PagePart(workload="conversation", slo="3x", slowed=2, requests=50, rate=0.6, schedule=SCHEDULE)
 
 
 class LiveRunRow(ResultRow, frozen=True):

@@ -92,9 +92,9 @@ async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> L
             await nodes.start()
             async with AsyncClient(nodes.bootstrap.tokens["client"]) as client:
                 plan = await wait_for_plan(client, nodes)
-                await trio.sleep(SETTLE_S)
                 say("warming up: every pair of the plan gets its link")
                 await warm_up(client, plan)
+                await trio.sleep(SETTLE_S)
                 lone = [await ask_alone(client) for _ in range(LONE)]
                 before = await client.status()
                 trace = make_trace(before)

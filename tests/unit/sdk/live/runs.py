@@ -68,6 +68,7 @@ def network_of(gbps: float, settings: LiveSettings = SETTINGS, *, is_silent: boo
         service=service_of(settings, workload_of(TRACE), "s"),
         max_batched_tokens=2048,
         is_silent=is_silent,
+        client_s=0.001,
     )
 
 

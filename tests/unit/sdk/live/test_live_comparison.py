@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from p2pserve.coordinator import Phase
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.plan import Deadlines
 from p2pserve.kvtransport.probing.figures import Source
@@ -15,7 +16,7 @@ from p2pserve.node.messages import Status
 from p2pserve.sdk.live import comparison
 from p2pserve.sdk.live.comparison import LiveTraffic, compare, figures_of, plan_for_most, run_comparison
 from p2pserve.sdk.live.comparison_command import main
-from p2pserve.sdk.live.network import Happened, LiveRun
+from p2pserve.sdk.live.network import Happened, LiveRun, LoneRequest
 from p2pserve.sdk.live.nodes import LiveSettings
 from p2pserve.sdk.live.schedule import FaultKind, ScheduledFault
 from p2pserve.sdk.live.simulated import LOOPBACK_GBPS, cluster_of, kv_bits, service_of, with_deadlines_in_seconds
@@ -157,6 +158,30 @@ def test_bits_on_the_wire() -> None:
     model = model_shape("qwen2-7b")
     assert kv_bits("raw", model) == 16.0
     assert 4.3 < kv_bits("kv4", model) < 4.6
+
+
+@pytest.mark.parametrize("has_gateway", [True, False])
+def test_what_messages_take_is_what_lone_requests_took_beside_steps_and_links(has_gateway: bool) -> None:
+    """A lone request is simulated with messages that take 20 ms, and those are found again in what it took."""
+    network = replace(network_of(5.0), client_s=0.003, gateways=("p",) if has_gateway else ())
+    trace = replace(
+        TRACE, ids=TRACE.ids[:1], arrival_s=TRACE.arrival_s[:1], prompt=TRACE.prompt[1:2], output=TRACE.output[:1]
+    )
+    for plans in (plan(), mixed_plan()):
+        ttft_s = float(replace(network, message_s=0.02).run(trace, [(0.0, plans)]).ttft_s[0])
+        ends = ("p", "q") if plans.replicas[0].phase is Phase.PREFILL else (None, "p")
+        lone = LoneRequest(int(trace.prompt[0]), ttft_s, *ends)
+        # In turn, so the gateway may be on the way or not: half a millisecond of the links is not known then.
+        assert network.message_seconds([lone]) == pytest.approx(0.02, abs=1e-6 if has_gateway else 1e-3)
+    quick = LoneRequest(100, 0.0, None, "p")
+    assert network.message_seconds([quick]) == network.message_seconds([]) == 0.0
+
+
+def test_what_the_client_sees_is_later_by_its_own_link_and_messages() -> None:
+    network = network_of(5.0)
+    here, there = (each.run(TRACE, [(0.0, plan())]) for each in (network, replace(network, client_s=0.501)))
+    assert there.ttft_s - here.ttft_s == pytest.approx(np.full(4, 0.5))
+    assert there.e2e_s - here.e2e_s == pytest.approx(np.full(4, 0.5))
 
 
 TRAFFIC = LiveTraffic(lengths=Lengths(TRACE.prompt, TRACE.output, "made up"), requests=4, seed=0)

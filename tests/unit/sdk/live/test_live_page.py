@@ -76,7 +76,7 @@ def test_the_command_runs_all_parts_and_writes_the_page(
     monkeypatch.setattr(live_page, "run_comparison", run)
     assert main(["--page", str(tmp_path)]) == (0 if is_ok else 1)
     assert capsys.readouterr().out.strip() == str(tmp_path / "live.md")
-    assert asked == [("3x", 0), ("5x", 0), ("3x", 0), ("5x", 0), ("5x", 3)]
+    assert asked == [("3x", 0), ("5x", 0), ("3x", 0), ("5x", 0), ("3x", 4)]
     assert (tmp_path / "live.md").read_text(encoding="utf-8").startswith("# Expected, simulated and live")
     rows = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))["tables"]
     assert len(rows["Runs"]) == 5
