@@ -109,7 +109,7 @@ class DemandMeter:
             return
         if self._told is None or self._shifted or self._ended == REFERENCE or self._has_moved(self._told, now):
             self._told, self._shifted = now, False
-            self._demand = _demand(self._profiler.workload("requests of one gateway"))
+            self._demand = demand_of(self._profiler.workload("requests of one gateway"))
 
     def _has_moved(self, told: WorkloadStatistics, now: WorkloadStatistics) -> bool:
         lengths = self._profiler.workload("requests of one gateway")
@@ -161,7 +161,8 @@ def _shorten(prompts: Lengths, outputs: Lengths, longest: int) -> tuple[Lengths,
     return np.where(long, kept, prompts), np.where(long, most - kept, outputs)
 
 
-def _demand(workload: Workload) -> Demand:
+def demand_of(workload: Workload) -> Demand:
+    """What a gateway tells of this traffic."""
     return Demand(requests_s=workload.rate, arrival_cv=workload.arrival_cv, lengths=_summary(workload))
 
 

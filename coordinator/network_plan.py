@@ -23,12 +23,14 @@ import numpy as np
 from .bounds import MAX_FIGURE
 from .capacity import BoxView, KvCodec, LinkView
 from .demand import Demand
-from .network_problem import NetworkProblem, build_network_problem
+from .network_problem import SLO_SCALE, NetworkProblem, build_network_problem
 from .plan import Deadlines, Groups, Pairing, Phase, Plan, PlanError, Replica
 from .planning.lower.flow import FlowProblem, RequestFlow, flow_from_rates
 from .planning.lower.orchestration import Solver
 from .planning.model.errors import UnservedError
 from .planning.model.problem import Solution
+from .planning.model.slo import SloScale
+from .planning.model.workload import Slo
 from .planning.upper.light_rescheduling import Adjustment, reschedule_lightly
 from .planning.upper.scorer import Scorer, never
 from .planning.upper.search import phase_cuts
@@ -61,6 +63,7 @@ def plan_network(
     loading: Groups = (),
     spent: Callable[[], bool] = never,
     settings: NetworkPlanSettings | None = None,
+    slo: Slo | SloScale = SLO_SCALE,
     **named: Unpack[PlanIdentity],
 ) -> Plan | None:
     """The plan for a service, `previous` itself where nothing changes, None where no box or group
@@ -69,7 +72,7 @@ def plan_network(
     The order of boxes, links and demands does not matter. A replica keeps its phase unless a change
     of phases pays. A new epoch is a change: its coordinator states the decisions again under its
     own number. `loading`: groups that are on their way to be replicas, and what others they make
-    unnecessary. The search ends early when `spent()`. Raises PlanError if a new plan would not be
+    unnecessary. `slo`: as for `build_network_problem`. The search ends early when `spent()`. Raises PlanError if a new plan would not be
     newer than `previous`, or is given what cannot be planned.
     """
     previous, service, codec = named["previous"], named["service"], named["codec"]
@@ -78,7 +81,7 @@ def plan_network(
     offered = list(boxes)
     away = {stage.peer for group in loading for stage in group}
     staying = [box for box in offered if box.peer not in away]
-    network = build_network_problem(staying, links, demands, service=service, codec=codec, previous=previous)
+    network = build_network_problem(staying, links, demands, service=service, codec=codec, previous=previous, slo=slo)
     if network is None:
         return _plan_loading_alone(loading, **named) if loading else None
     if settings is not None:

@@ -205,6 +205,9 @@ class NodeTuning:
         return min(self.max_backoff_s, self.first_backoff_s * 2.0 ** max(0, failures - 1))
 
 
+DEFAULT_SLO: Final = "5x"
+"""Deadlines of requests, as `read_slo` takes them: multiples of a lone request on the network's fastest replica."""
+
 WAN: Final = NodeTuning()
 LAN: Final = NodeTuning(ask_s=2.0, hello_s=2.0, unmeasured_rtt_s=0.0005, unmeasured_gbps=10.0)
 
@@ -239,6 +242,7 @@ class NodeSettings:
     also: tuple[Bootstrap, ...] = ()  # of a new network: other addresses that its tokens name
     model: str | None = None
     codec: str = "kv4"
+    slo: str = DEFAULT_SLO  # of the plans that this node makes if it is elected
     links: BoxLinkSettings = field(default_factory=BoxLinkSettings)
     engine: BoxEngineSettings = field(default_factory=BoxEngineSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)

@@ -2,7 +2,7 @@
 
 import sys
 
-from .live.comparison import main
+from .live.comparison_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

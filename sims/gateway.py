@@ -68,6 +68,7 @@ class SimGateway:
         self._missing: frozenset[str] = frozenset()
         self._later = later
         self._kv_transfers = kv_transfers
+        self._message_s = settings.message_s
         self._settings = RequestSettings(first_token_at_prefill=not settings.first_token_at_decode)
         self._on_load = on_load
         self._on_end = on_end
@@ -177,7 +178,10 @@ class SimGateway:
     def _arrival(self, request: SimRequest, replica: ReplicaHost, now: float) -> float:
         """When what this request's gateway and this replica say to each other now is heard."""
         gateway, head = request.gateway, self._cluster.index(replica.replica.head)
-        return now if gateway in (None, head) else now + float(self._cluster.rtt_s[gateway, head]) / 2
+        if gateway is None:
+            return now
+        half_s = 0.0 if gateway == head else float(self._cluster.rtt_s[gateway, head]) / 2
+        return now + half_s + self._message_s
 
     def _send(self, request: SimRequest, replica: ReplicaHost, act: Act, now: float) -> None:
         """Do this when one end hears of it from the other."""

@@ -50,6 +50,7 @@ class SimSettings:
       as many as the link needs.
     - `gateways`: the boxes whose gateways take the requests, in turn. What they and replicas say to
       each other takes half a round trip; none: no time.
+    - `message_s`: what the processes at both ends take for such a message, beside its half round trip.
     - `report_s`: seconds between a replica's reports of its load, by which gateways know of each
       other's requests; their own they know at once. 0: gateways know of all at once, and route as
       one. The running network: 1.
@@ -71,6 +72,7 @@ class SimSettings:
     layerwise: bool = True
     streams: int | None = None
     gateways: tuple[str, ...] = ()
+    message_s: float = 0.0
     report_s: float = 0.0
     first_token_at_decode: bool = False
     detect_s: float = 1.0
@@ -85,7 +87,7 @@ class SimSettings:
     def __post_init__(self) -> None:
         if self.streams is not None and self.streams < 1:
             raise WorldError(f"streams is {self.streams}; it must be at least 1")
-        for name in ("report_s", "detect_s", "dead_s", "told_s", "quiet_s"):
+        for name in ("message_s", "report_s", "detect_s", "dead_s", "told_s", "quiet_s"):
             value = getattr(self, name)
             if value is not None and not value >= 0.0:
                 raise WorldError(f"{name} is {value}; it must not be negative")

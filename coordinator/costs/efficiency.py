@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from .gpus import GpuSpec, Specs
+from .gpus import SLOWED, GpuSpec, Specs
 
 DEFAULT: Final = "default"
 
@@ -77,4 +77,5 @@ def efficiency_of(gpu: GpuSpec) -> Efficiency:
     rows = _packaged()
     if gpu.specs is Specs.ENGINE:
         return msgspec.structs.replace(rows[DEFAULT], compute_share=1.0, bandwidth_share=1.0)
-    return rows.get(gpu.name, rows[DEFAULT]) if gpu.specs is Specs.MEASURED else rows[DEFAULT]
+    name = gpu.name.partition(SLOWED)[0]
+    return rows.get(name, rows[DEFAULT]) if gpu.specs is Specs.MEASURED else rows[DEFAULT]

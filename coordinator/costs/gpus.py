@@ -13,6 +13,12 @@ from typing import Final
 import msgspec
 
 
+SLOWED: Final = "/"
+"""In the name of a card, before what its rates are divided by."""
+
+SLOWEST: Final = 100.0
+
+
 class GpuError(ValueError):
     """A GPU that is not in the table, or a table that cannot be read; one line."""
 
@@ -70,7 +76,11 @@ class GpuTable:
         return tuple(self._cards)
 
     def find(self, name: str, specs: Specs = Specs.DENSE) -> GpuSpec:
-        """A card in one column. Raises GpuError with near names for one that is missing."""
+        """A card in one column; `A40/4`: an imagined one with a quarter of the A40's rates, and its memory. Raises
+        GpuError with near names for one that is missing."""
+        name, slash, divisor = name.partition(SLOWED)
+        if slash:
+            return _slow_down(self.find(name, specs), divisor)
         known = self._names.get(name.strip().lower())
         if known is None:
             near = [card for card in self._cards if name.strip().lower().split("-")[0][:4] in card.lower()]
@@ -87,6 +97,22 @@ class GpuTable:
                 card, memory_gbps=bandwidth, tflops=tflops, memory_gib=memory, usd_per_hour=price, specs=specs
             )
         return msgspec.structs.replace(card, specs=specs)
+
+
+def _slow_down(card: GpuSpec, divisor: str) -> GpuSpec:
+    """With rates divided by that. Raises GpuError."""
+    try:
+        factor = float(divisor)
+    except ValueError:
+        factor = 0.0
+    if not 1.0 < factor <= SLOWEST:
+        raise GpuError(f"GPU {card.name!r}: {divisor.strip()!r} is no number above 1 to divide its rates by, {SLOWEST:g} at most")
+    return msgspec.structs.replace(
+        card,
+        name=f"{card.name}{SLOWED}{factor:g}",
+        memory_gbps=card.memory_gbps / factor,
+        tflops=card.tflops / factor,
+    )
 
 
 def parse_gpus(text: str) -> GpuTable:

@@ -20,7 +20,7 @@ from ...coordinator.repair.damping import FlapDamping
 from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
 from ...kernels.codecs import codec_named
 from ..adverts import parts_of
-from ..settings import WAN
+from ..settings import DEFAULT_SLO, WAN
 from ..view import NetworkView
 from .messages import RegroupOrder
 from .set_aside import SetAside
@@ -38,7 +38,7 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     """Something to plan. `run` takes seconds: it is for another process. `held`: boxes that are trusted less, and get
     no requests while others can serve; `is_urgent`: the plan is wanted at once; `news`: the figures for which it is;
     `regrouping`: on the way to which other groups the plan is to be; `keeping`: boxes that keep their part, because
-    they have refused another."""
+    they have refused another; `slo`: the deadlines of requests, as `read_slo` takes them."""
 
     boxes: tuple[BoxView, ...]
     links: tuple[LinkView, ...]
@@ -48,6 +48,7 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     previous: Plan | None
     codec: str
+    slo: str = DEFAULT_SLO
     held: tuple[str, ...] = ()
     is_urgent: bool = False
     news: str = ""
@@ -61,6 +62,7 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
 
     def _plan(self, boxes: tuple[BoxView, ...], spent: Callable[[], bool]) -> Plan | None:
         from ...coordinator.network_plan import plan_network  # a second and 60 MB that only the coordinator pays
+        from ...coordinator.planning.model.slo import read_slo  # as above
 
         return plan_network(
             boxes,
@@ -73,18 +75,21 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
             codec=KvCodec(self.codec, codec_named(self.codec).bits),
             loading=self.regrouping.loading if self.regrouping is not None else (),
             spent=spent,
+            slo=read_slo(self.slo),
         )
 
     def propose(self, spent: Callable[[], bool]) -> RegroupProposal | None:
         """Other groups of boxes that would serve more of what is asked for, found until `spent()`."""
         from ...coordinator.network_problem import build_network_problem
+        from ...coordinator.planning.model.slo import read_slo
         from ...coordinator.regrouping.proposal import propose_regrouping  # as above
 
         codec = KvCodec(self.codec, codec_named(self.codec).bits)
         boxes = tuple(box for box in self.boxes if box.peer not in self.held)
         network = build_network_problem(
-            boxes, self.links, self.demands, service=self.service, codec=codec, previous=self.previous
-        )
+            boxes, self.links, self.demands, service=self.service, codec=codec, previous=self.previous,
+            slo=read_slo(self.slo),
+        )  # fmt: skip
         if network is None or self.previous is None or not network.asked:
             return None
         return propose_regrouping(network, self.previous, boxes, rate=network.asked, spent=spent, keeping=self.keeping)
@@ -115,9 +120,10 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
 class Coordinator:
     """Makes plans while this node is the elected coordinator; idle otherwise."""
 
-    def __init__(self, own: PeerId, codec: str, quiet_s: float = WAN.quiet_s) -> None:
+    def __init__(self, own: PeerId, codec: str, quiet_s: float = WAN.quiet_s, slo: str = DEFAULT_SLO) -> None:
         self._own = own
         self._codec = codec
+        self._slo = slo
         self._quiet_s = quiet_s
         self._numbered: tuple[int, int] = (-1, 0)  # (epoch, last version used in it)
         self._last: PlanningTask | None = None
@@ -319,6 +325,7 @@ class Coordinator:
             version=version,
             previous=previous,
             codec=self._codec,
+            slo=self._slo,
             held=tuple(sorted(self._damping.held([box.peer for box in boxes if box.usable], now))),
             regrouping=regrouping,
             keeping=tuple(sorted(refusals.keeping(now))),

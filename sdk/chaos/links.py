@@ -24,6 +24,7 @@ CLIENTS: Final = "clients"
 PORT: Final = 4001
 NOWHERE: Final = 1
 CALM: Final = WanPair(rtt_ms=4.0, gbps=1.0)
+NEAR: Final = WanPair(rtt_ms=1.0, gbps=1.0)
 SLOW: Final = WanPair(rtt_ms=300.0, gbps=0.02)
 _NEW_NETWORK: Final = 0x40000000  # CLONE_NEWNET
 
@@ -79,6 +80,11 @@ class ChaosLinks:
             with trio.CancelScope(shield=True):
                 await self._set(numbers, CALM)
 
+    async def carry(self, one: int, other: int, gbps: float) -> None:
+        """Let the links between two boxes carry so much from now on, both ways."""
+        change = partial(self._wan.set_pair, self._names[one], self._names[other], gbps=gbps)
+        await trio.to_thread.run_sync(change)
+
     async def _set(self, numbers: Sequence[int], pair: WanPair) -> None:
         for ours, other in self._pairs(numbers):
             change = partial(self._wan.set_pair, ours, other, rtt_ms=pair.rtt_ms, gbps=pair.gbps)
@@ -90,12 +96,17 @@ class ChaosLinks:
 
 
 @contextmanager
-def open_links(boxes: int) -> Iterator[ChaosLinks]:
-    """An emulated network for the body, which runs where its clients are. Raises DemoFailed where there can be none."""
+def open_links(boxes: int, nearest: int | None = None) -> Iterator[ChaosLinks]:
+    """An emulated network for the body, which runs where its clients are, and `nearest` to them is this box. Raises
+    DemoFailed where there can be none."""
     if reason := why_no_links():
         raise DemoFailed(f"links: they cannot be emulated here, since it {reason}; or take --links loopback")
     names = [CLIENTS, *(f"box-{number}" for number in range(boxes))]
-    scenario = Scenario(boxes={name: WanBox(up_gbps=10.0, down_gbps=10.0) for name in names}, default=CALM)
+    scenario = Scenario(
+        boxes={name: WanBox(up_gbps=10.0, down_gbps=10.0) for name in names},
+        pairs={} if nearest is None else {(CLIENTS, names[nearest + 1]): NEAR},
+        default=CALM,
+    )
     with EmulatedWan(scenario, kind="tun") as wan, _entered(wan.namespace(CLIENTS)):
         yield ChaosLinks(wan, boxes)
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -145,14 +145,26 @@ class DemoBox:
 
     def node_pid(self, peer: str) -> int:
         """The process of a node that has joined; it may end from now on."""
-        child = next(child for child in self._children if child.peer == peer)
+        child = next(child for child in reversed(self._children) if child.peer == peer)  # it may have started again
         child.expected_to_end = True
         return child.process.pid
 
     def kill_node(self, peer: str) -> None:
-        """Kill a node that has joined, and all that it has started."""
-        process = psutil.Process(self.node_pid(peer))
-        _kill([process, *process.children(recursive=True)])
+        """Kill a node that has joined, and all that it has started; nothing if it has ended."""
+        _kill(self._node_tree(peer))
+
+    def stop_node(self, peer: str) -> None:
+        """Stop a node that has joined, and all that it has started: it does nothing more, and its connections stay."""
+        for process in self._node_tree(peer):
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    def _node_tree(self, peer: str) -> list[psutil.Process]:
+        try:
+            process = psutil.Process(self.node_pid(peer))
+            return [process, *process.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def is_running(self, pid: int) -> bool:
         """Whether a process runs because of us."""

@@ -3,26 +3,27 @@ GPUs are emulated: processes, sockets, plan and KV bytes are real."""
 
 from __future__ import annotations
 
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import isnan, nan
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import psutil
 import trio
 from numpy.typing import NDArray
 
-from ...coordinator import Phase, Plan
+from ...coordinator import Plan
 from ...coordinator.plan import Deadlines
-from ...node.messages import Status
+from ...node.messages import RequestFigures, Status
 from ...sims.records import Outcomes, Trace
 from ..client import AsyncClient
 from ..demo.box import DemoBox, open_box
 from ..demo.report import covers
 from ..errors import ClientError, DemoFailed
+from .nodes import LiveNodes, LiveSettings, open_places
+from .schedule import ScheduledFault
 
 POLL_S: Final = 0.3
 WATCH_S: Final = 0.5  # between two looks at the plan
@@ -30,39 +31,35 @@ PLAN_S: Final = 60.0
 SETTLE_S: Final = 5.0  # in which the nodes measure the links between them
 WARM_UP: Final = 4  # requests for each pair of the plan, so that the links are there
 WARM_UP_TOKENS: Final = (64, 8)
+LONE: Final = 8  # requests, one after the other, that tell what messages take here
+LONE_TOKENS: Final = (256, 4)
 DEADLINE_S: Final = 600.0
 WORD: Final = " x"  # one token of the bundled tokenizer, however often it is repeated
-MAX_REQUESTS: Final = 64  # of an engine at once
 TOO_SLOW: Final = "too slow"  # as an emulated engine says it
 
 Say = Callable[[str], None]
+MakeTrace = Callable[[Status], Trace]
+"""The requests of a run, from the network as it stands before them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveLoss:
-    """`at` seconds after the first request may come the node with this number, from 1 on, is lost, agent and engine:
-    killed, or (`silent`) stopped."""
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """A fault of the schedule as it was carried out: from when to when, in seconds from the first arrival that may be.
+    `peers`: the nodes."""
 
-    number: int
-    at: float
-    silent: bool = False
+    fault: ScheduledFault
+    began: float
+    ended: float
+    peers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveSettings:
-    """`nodes` with `cards` each (`1xL4`, a GPU table column) serve `model`, pinned to `phases` in
-    turn; `losses` are what becomes of them meanwhile. `load_gb_s`: GB/s that their engines read
-    weights at; 0: in no time."""
+class LoneRequest(NamedTuple):
+    """One that the network served when it had no other: seconds to its first token, and the nodes."""
 
-    nodes: int
-    cards: str
-    specs: str
-    model: str
-    codec: str
-    max_batched_tokens: int
-    phases: Sequence[Phase] = ()
-    losses: Sequence[LiveLoss] = ()
-    load_gb_s: float = 0.0
+    prompt: int
+    ttft_s: float
+    prefill: str | None
+    decode: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -70,63 +67,64 @@ class LiveRun:
     """What a replay has shown.
 
     `outcomes` by the client's clock from the trace's arrivals. `plans` with the moments they took
-    effect. `lost`: nodes, with the moments they were lost. `status` at the end. `recovered`: requests
-    with more than one attempt; `late`: engines behind their model. `cores` of this machine were busy
-    on average, `own_cores` with this run."""
+    effect. `numbers`: the nodes' peers by their numbers. `before`: the network's status at the
+    beginning, when it served `lone` requests. `recovered`: requests with more than one attempt; `late`: engines behind their model.
+    `cores` of this machine were busy on average, `own_cores` with this run."""
 
     outcomes: Outcomes
     plans: tuple[tuple[float, Plan], ...]
-    status: Status
+    before: Status
+    numbers: Mapping[int, str]
     recovered: int
     late: int
     cores: float
     own_cores: float
-    lost: tuple[tuple[float, str], ...] = ()
+    happened: tuple[Happened, ...] = ()
+    lone: tuple[LoneRequest, ...] = ()
 
 
-async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
+async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> LiveRun:
     """Start the network, warm it up, replay the trace, end it. Raises DemoFailed or ClientError."""
-    async with open_box(watch_memory=False) as box:
-        await box.start_fork_server(settings.nodes, backend="emulated")
-        bootstrap = await box.start_bootstrap(settings.codec)
-        async with AsyncClient(bootstrap.tokens["client"]) as client:
-            plan, peers = await start_nodes(box, client, bootstrap.tokens["leader"], settings, say)
-            await trio.sleep(SETTLE_S)
-            say("warming up: every pair of the plan gets its link")
-            await warm_up(client, plan)
-            say(f"replaying {len(trace)} requests of {trace.lengths}, {trace.arrivals}")
-            with _cores(box) as cores:
-                async with _plans_followed(client) as plans, _losing(box, client, settings.losses, peers, say) as lost:
-                    outcomes, recovered = await replay(client, trace, say)
-            status = await client.status()
-        return LiveRun(
-            outcomes=outcomes,
-            plans=tuple(plans),
-            status=status,
-            recovered=recovered,
-            late=box.engine_logs().count(TOO_SLOW),
-            cores=cores[0],
-            own_cores=cores[1],
-            lost=tuple(lost),
-        )
+    with open_places(settings) as links:
+        async with open_box(watch_memory=False) as box:
+            nodes = LiveNodes(box, settings, links)
+            say(f"starting {settings.describe()} for {settings.model}, deadlines {settings.slo}")
+            await nodes.start()
+            async with AsyncClient(nodes.bootstrap.tokens["client"]) as client:
+                plan = await wait_for_plan(client, nodes)
+                say("warming up: every pair of the plan gets its link")
+                await warm_up(client, plan)
+                await trio.sleep(SETTLE_S)
+                lone = [await ask_alone(client) for _ in range(LONE)]
+                before = await client.status()
+                trace = make_trace(before)
+                say(f"replaying {len(trace)} requests of {trace.lengths}, {trace.arrivals}")
+                with _cores(box) as cores:
+                    async with _plans_followed(client) as plans, _harming(nodes, say) as happened:
+                        outcomes, recovered = await replay(client, trace, say, may_fail=bool(settings.schedule))
+            return LiveRun(
+                outcomes=outcomes,
+                plans=tuple(plans),
+                before=before,
+                numbers=dict(nodes.peers),
+                recovered=recovered,
+                late=box.engine_logs().count(TOO_SLOW),
+                cores=cores[0],
+                own_cores=cores[1],
+                happened=tuple(happened),
+                lone=tuple(lone),
+            )
 
 
-async def start_nodes(
-    box: DemoBox, client: AsyncClient, token: str, settings: LiveSettings, say: Say
-) -> tuple[Plan, Mapping[int, str]]:
-    """Start the nodes; returns the plan that all of them are in, and them by number."""
-    options = ["--emulate", settings.cards, "--emulate-specs", settings.specs, "--model", settings.model]
-    options += ["--codec", settings.codec, "--emulate-load-gb-s", str(settings.load_gb_s)]
-    options += ["--max-num-batched-tokens", str(settings.max_batched_tokens), "--max-requests", str(MAX_REQUESTS)]
-    say(f"starting {settings.nodes} emulated nodes of {settings.cards} ({settings.specs}) for {settings.model}")
+async def wait_for_plan(client: AsyncClient, nodes: LiveNodes) -> Plan:
+    """The plan that all nodes are in. Raises DemoFailed."""
     with trio.move_on_after(PLAN_S):
-        peers = await box.join_all(settings.nodes, token, options, settings.phases)
         while True:
             status = await client.status()
-            if covers(status, frozenset(peers.values())) and status.plan is not None:
-                return status.plan, peers
+            if covers(status, frozenset(nodes.peers.values())) and status.plan is not None:
+                return status.plan
             await trio.sleep(POLL_S)
-    raise DemoFailed(f"no plan with all {settings.nodes} nodes after {PLAN_S:g} s")
+    raise DemoFailed(f"no plan with all {len(nodes.peers)} nodes after {PLAN_S:g} s")
 
 
 async def warm_up(client: AsyncClient, plan: Plan) -> None:
@@ -136,6 +134,14 @@ async def warm_up(client: AsyncClient, plan: Plan) -> None:
         for _ in range(WARM_UP * len(plan.pairings)):
             nursery.start_soon(_ask, client, prompt, output)
             await trio.sleep(0.05)
+
+
+async def ask_alone(client: AsyncClient) -> LoneRequest:
+    """Ask one request, while there is no other."""
+    prompt, output = LONE_TOKENS
+    asked = trio.current_time()
+    first, _, figures = await _ask(client, prompt, output)
+    return LoneRequest(prompt, first - asked, figures.prefill_node, figures.decode_node)
 
 
 def find_in_time(outcomes: Outcomes, deadlines: Deadlines) -> NDArray[np.bool_]:
@@ -164,8 +170,8 @@ async def replay(client: AsyncClient, trace: Trace, say: Say, *, may_fail: bool 
         await trio.sleep_until(at)
         attempts = 0
         try:
-            first, last, attempts = await _ask(client, int(trace.prompt[row]), int(trace.output[row]))
-            ttft[row], e2e[row] = first - at, last - at
+            first, last, figures = await _ask(client, int(trace.prompt[row]), int(trace.output[row]))
+            ttft[row], e2e[row], attempts = first - at, last - at, figures.attempts
         except ClientError as error:
             if not may_fail:
                 raise
@@ -204,34 +210,27 @@ async def _plans_followed(client: AsyncClient) -> AsyncIterator[list[tuple[float
 
 
 @asynccontextmanager
-async def _losing(
-    box: DemoBox, client: AsyncClient, losses: Sequence[LiveLoss], peers: Mapping[int, str], say: Say
-) -> AsyncIterator[list[tuple[float, str]]]:
-    """While the body runs nodes are lost; the list is of those that are."""
-    began, lost = trio.current_time(), list[tuple[float, str]]()
+async def _harming(nodes: LiveNodes, say: Say) -> AsyncIterator[list[Happened]]:
+    """While the body runs the schedule is carried out; the list is of what has happened."""
+    began, happened = trio.current_time(), list[Happened]()
 
-    async def lose(loss: LiveLoss) -> None:
-        await trio.sleep_until(began + loss.at)
-        peer = peers[loss.number]
-        adverts = {node.peer: node.advert for node in (await client.status()).nodes}
-        advert, number = adverts.get(peer), signal.SIGSTOP if loss.silent else signal.SIGKILL
-        engine = advert.engine if advert is not None else None
-        box.signal(box.node_pid(peer), number)
-        if engine is not None:
-            with suppress(DemoFailed):  # it may have ended with its agent
-                box.signal(engine.pid, number)
-        lost.append((trio.current_time() - began, peer))
-        say(f"node {loss.number} was {'stopped' if loss.silent else 'killed'}")
+    async def harm(fault: ScheduledFault) -> None:
+        await trio.sleep_until(began + fault.at)
+        say(str(fault))
+        started = trio.current_time() - began
+        await nodes.carry_out(fault)
+        peers = tuple(nodes.peers[number] for number in fault.nodes)
+        happened.append(Happened(fault, started, trio.current_time() - began, peers))
 
     async with trio.open_nursery() as nursery:
-        for loss in losses:
-            nursery.start_soon(lose, loss)
-        yield lost
+        for fault in nodes.schedule:
+            nursery.start_soon(harm, fault)
+        yield happened
         nursery.cancel_scope.cancel()
 
 
-async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, int]:
-    """Ask one request of these lengths: times of first and last token, and attempts."""
+async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, RequestFigures]:
+    """Ask one request of these lengths: times of first and last token, and the gateway's figures."""
     first = last = nan
     stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S)
     async with stream:
@@ -242,7 +241,7 @@ async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, fl
         figures = stream.result.figures
     if figures is None or (figures.prompt_tokens, figures.completion_tokens) != (prompt, output):
         raise DemoFailed(f"a request of {prompt} + {output} tokens was answered with {figures}")
-    return first, last, figures.attempts
+    return first, last, figures
 
 
 @contextmanager

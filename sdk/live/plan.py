@@ -19,7 +19,7 @@ from ...coordinator.network_plan import search_phases, solver_for_shares
 from ...coordinator.network_problem import SLO_SCALE, NetworkProblem, build_network_problem
 from ...coordinator.planning.lower.flow import solve_exact, solve_greedy
 from ...coordinator.planning.model.problem import Proposal, Solution
-from ...coordinator.planning.model.slo import SloScale, read_slo
+from ...coordinator.planning.model.slo import SloScale, read_slo, slo_of_deadlines
 from ...coordinator.planning.model.workload import Service, Slo
 from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
@@ -99,11 +99,11 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
 def explain_running_plan(status: Status, plan: Plan) -> tuple[Explanation, Service] | None:
     """What the network's plan would do with its boxes, links and traffic as they are; None where its replicas cannot
     serve now."""
-    network = _problem_of(status, plan.service, plan, SLO_SCALE, None)
-    running = _running(network, plan) if network is not None else None
-    if network is None or running is None:
+    network = _problem_of(status, plan.service, plan, slo_of_deadlines(plan.deadlines) or SLO_SCALE, None)
+    expected = expect_running(network, plan) if network is not None else None
+    if network is None or expected is None:
         return None
-    return _explain(network, _expected(network, plan, running)), network.service
+    return _explain(network, expected), network.service
 
 
 def _problem_of(
@@ -145,7 +145,7 @@ def compare(network: NetworkProblem, plan: Plan | None) -> LivePlans:
     solution = max(starts, key=lambda start: network.evaluator.score(start).objective)
     epoch, version = plan.number if plan is not None else (0, 0)
     best = network.evaluator.propose(solution, epoch=epoch, version=version + 1)[0]
-    expected = _expected(network, plan, running) if plan is not None and running is not None else None
+    expected = expect_running(network, plan) if plan is not None else None
     before = {head: plan.phase_of(head) if plan is not None else None for head in network.heads}
     changes = tuple(
         Change(replica=head, was=before[head], now=phase)
@@ -153,6 +153,12 @@ def compare(network: NetworkProblem, plan: Plan | None) -> LivePlans:
         if before[head] is not phase
     )
     return LivePlans(network=network, plan=plan, running=expected, best=best, changes=changes)
+
+
+def expect_running(network: NetworkProblem, plan: Plan) -> Proposal | None:
+    """What is expected of the plan's replicas that are there, with its own shares; None where they cannot serve."""
+    running = _running(network, plan)
+    return _expected(network, plan, running) if running is not None else None
 
 
 def _running(network: NetworkProblem, plan: Plan | None) -> Solution | None:

@@ -36,13 +36,13 @@ from .network import (
     POLL_S,
     SETTLE_S,
     TOO_SLOW,
-    LiveSettings,
     Say,
     find_in_time,
     replay,
-    start_nodes,
+    wait_for_plan,
     warm_up,
 )
+from .nodes import LiveNodes, LiveSettings
 
 TARGET: Final = 0.95
 LEAST_NODES: Final = 3  # two change, and somebody has to go on
@@ -95,8 +95,9 @@ def check_settings(settings: LiveSettings, pairs: int) -> None:
         raise UsageError(f"nodes: two change their group; {settings.nodes} leave nobody to go on, take {LEAST_NODES}")
     if set(settings.phases) - {Phase.MIXED}:
         raise UsageError("phases: emulated stages transfer no KV, so all nodes are mixed; leave it out")
-    if settings.losses:
-        raise UsageError("lose: no node is lost while groups change; leave it out")
+    if settings.schedule:
+        kind = settings.schedule[0].kind
+        raise UsageError(f"{kind}: nothing goes wrong while groups change; leave it out")
     if pairs < 1:
         raise UsageError(f"pairs: {pairs} is not above 0")
 
@@ -105,8 +106,7 @@ def run_regroup_bench(settings: LiveSettings, traces: Iterable[Trace], say: Say)
     """A pair for each trace, on one network. Raises DemoFailed, ClientError."""
     taken = list(traces)
     pairs, late = trio.run(_run_pairs, replace(settings, phases=(Phase.MIXED,)), taken, say)
-    emulated = f"{settings.nodes} emulated nodes of {settings.cards} ({settings.specs})"
-    return summarise_pairs(pairs, emulated, taken[0], late)
+    return summarise_pairs(pairs, settings.describe(), taken[0], late)
 
 
 def summarise_pairs(pairs: Iterable[RegroupPair], emulated: str, trace: Trace, late: int = 0) -> RegroupBench:
@@ -151,13 +151,12 @@ def compare_runs(
 async def _run_pairs(settings: LiveSettings, traces: list[Trace], say: Say) -> tuple[list[RegroupPair], int]:
     pairs: list[RegroupPair] = []
     async with open_box(watch_memory=False) as box:
-        await box.start_fork_server(settings.nodes, backend="emulated")
-        bootstrap = await box.start_bootstrap(settings.codec)
-        async with (
-            AsyncClient(bootstrap.tokens["client"]) as client,
-            AsyncClient(bootstrap.tokens["admin"]) as admin,
-        ):
-            plan, peers = await start_nodes(box, client, bootstrap.tokens["leader"], settings, say)
+        nodes = LiveNodes(box, settings, None)
+        say(f"starting {settings.describe()} for {settings.model}")
+        await nodes.start()
+        tokens, peers = nodes.bootstrap.tokens, nodes.peers
+        async with AsyncClient(tokens["client"]) as client, AsyncClient(tokens["admin"]) as admin:
+            plan = await wait_for_plan(client, nodes)
             await trio.sleep(SETTLE_S)
             for number, trace in enumerate(traces):
                 joins = number % 2 == 0

@@ -92,8 +92,8 @@ engine_options: Final = combine(
         "--emulate",
         metavar="GPUS",
         is_eager=True,  # for --engine
-        help="serve with GPUs that are only modelled, like 4xA40: real network, modelled time, made-up answers; "
-        "--model may then be one whose dimensions are known, like llama-30b",
+        help="serve with GPUs that are only modelled, like 4xA40, or 4xA40/2 at half their rates: real network, "
+        "modelled time, made-up answers; --model may then be one whose dimensions are known, like llama-30b",
     ),
     _engine(
         "--emulate-specs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Final
 
@@ -11,7 +12,7 @@ from ...kernels.codecs import CODEC_NAMES
 from .. import environment
 from .command import OPTIONS, Decorated, combine, option
 from .secrets import warn_on_stderr
-from .values import COUNT, FIGURE, FILE, POSITIVE, SECONDS
+from .values import COUNT, FIGURE, FILE, POSITIVE, SECONDS, Parsed
 
 
 class _Text(click.ParamType[str]):
@@ -82,6 +83,28 @@ codec_option: Final = option(
     help="how KV travels: kv4 in 4 bits and a little (default), kivi4 as published, fp8, or raw bit by bit",
 )
 
+
+def _slo(text: str) -> str:
+    """Deadlines that plans can be made for, unchanged. Raises ArgumentTypeError."""
+    from ...coordinator.planning.model.slo import read_slo  # numpy, for which nobody should wait who asks for help
+    from ...coordinator.planning.model.workload import WorkloadError
+
+    try:
+        read_slo(text)
+    except WorkloadError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("slo: ")) from None
+    return text
+
+
+slo_option: Final = option(
+    "--slo",
+    shared=True,
+    type=Parsed("slo", _slo),
+    default="5x",
+    help="deadlines that this node plans for if it is elected: multiples of a lone request on the fastest replica, "
+    "like 5x (default), or seconds: ttft=2,tpot=0.1,e2e=60",
+)
+
 NETWORK_POLICIES: Final = ("plan", "hetero", "splitwise", "cronus")
 """Who may choose the replicas of requests at a gateway, as `coordinator/routing/policies.py` has them: importing that
 takes numpy, for which nobody should wait who asks for help."""
@@ -150,6 +173,7 @@ def place_options(*, port: int, folder: str, has_short: bool = True) -> Decorate
             help="where others reach it when ports are mapped (default: what Vast or RunPod set, else the interface)",
         ),
         codec_option,
+        slo_option,
         routing_option,
         option(
             "--drain-s",

@@ -6,10 +6,13 @@ from __future__ import annotations
 from math import inf
 from typing import Final, NamedTuple
 
+import msgspec
+
 from ...costs.gpus import Specs, gpu_table
 from ...costs.model_shape import ModelShape
 from ...costs.replica import StageHardware, kv_capacity_tokens, replica_times
 from ...costs.step_times import StepTimes
+from ...plan import Deadlines
 from .workload import Slo, Workload, WorkloadError
 
 A100: Final = "A100-SXM4-80GB"
@@ -51,6 +54,12 @@ def slo_by(times: StepTimes, workload: Workload, multiple: SloScale) -> Slo:
     figures = (ttft, decode / (output - 1), ttft + decode)
     ttft_s, tpot_s, e2e_s = (max(SMALLEST_S, multiple.scale * figure) for figure in figures)
     return Slo(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, target=multiple.target)
+
+
+def slo_of_deadlines(deadlines: Deadlines) -> Slo | None:
+    """Those of a plan; None where it has none."""
+    figures = {name: limit for name, limit in msgspec.structs.asdict(deadlines).items() if limit}
+    return Slo(**figures) if figures else None
 
 
 def parse_slo(text: str, model: ModelShape, workload: Workload) -> Slo:

@@ -5,7 +5,7 @@ import pytest
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.model.cluster import ClusterError
 from p2pserve.sims.results.outcomes import SimResult
-from p2pserve.sims.scenario import BoxJoined, BoxLost, Change, PlanChange, SimSettings
+from p2pserve.sims.scenario import BoxJoined, BoxLost, Change, PlanChange, SimSettings, WorldError
 
 from .test_world import BUSY, QUICK, SPLIT, TWO_MIXED, busy_trace, cluster_of, go, plan_of, trace_of
 
@@ -42,6 +42,21 @@ def test_what_is_said_inside_a_box_takes_no_time() -> None:
     chosen = "ab"[alone.services[0].decode[0]]
     there = go(TWO_MIXED, ONE, cluster_of("ab", rtt_s=RTT_S), settings=with_gateways(chosen))
     assert times_of(there) == pytest.approx([1.0, 4.0])
+
+
+def test_the_processes_at_the_ends_of_a_message_take_their_time_also_inside_a_box() -> None:
+    settings = SimSettings(layerwise=False, gateways=("g",), message_s=0.1)
+    found = go(SPLIT, ONE, cluster_of("pdg", rtt_s=RTT_S), settings=settings)
+    # Four messages to the first token; the KV leaves after three, and one says that all is decoded.
+    assert times_of(found) == pytest.approx([2.4, 1.75 + 0.3 + 20.0 + 0.5 + 3.0 + 0.25 + 0.1])
+    plan = plan_of({"a": Phase.MIXED}, {("a", "a"): 1.0})
+    inside = SimSettings(gateways=("a",), message_s=0.1)
+    assert times_of(go(plan, ONE, cluster_of("a", rtt_s=RTT_S), settings=inside)) == pytest.approx([1.2, 4.2])
+
+
+def test_a_message_takes_no_less_than_no_time() -> None:
+    with pytest.raises(WorldError, match="message_s is -1"):
+        SimSettings(message_s=-1.0)
 
 
 def test_gateways_take_requests_in_turn_and_none_of_a_box_that_is_not_there() -> None:

@@ -10,8 +10,8 @@ import pytest
 from p2pserve.kvtransport.probing.figures import BoxFigures
 from p2pserve.node.settings import BoxEngineSettings, BoxLinkSettings
 from p2pserve.sdk.demo.demo import DemoSettings
-from p2pserve.sdk.live.comparison import parser as comparison_parser
-from p2pserve.sdk.live.network import LiveSettings
+from p2pserve.sdk.live.comparison_command import build_parser
+from p2pserve.sdk.live.nodes import LiveSettings
 from p2pserve.sdk.options.values import duration, moment, settings_of
 
 from .parsing import parse
@@ -92,7 +92,7 @@ def test_options_become_the_settings_of_the_same_name() -> None:
         (BoxEngineSettings, JOIN, {"fitting"}),
         (BoxFigures, JOIN, {"relay_budget_bytes"}),
         (DemoSettings, parse(["demo"]), set()),
-        (LiveSettings, comparison_parser().parse_args([]), {"losses"}),
+        (LiveSettings, build_parser().parse_args([]), set()),
     ],
 )
 def test_every_setting_has_an_option(kind: type, arguments: argparse.Namespace, others: set[str]) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from p2pserve.coordinator.plan import Deadlines
 from p2pserve.sdk.errors import DemoFailed
-from p2pserve.sdk.live import comparison
-from p2pserve.sdk.live.comparison import main
-from p2pserve.sdk.live.network import LiveSettings, Say
+from p2pserve.sdk.live import comparison_command
+from p2pserve.sdk.live.comparison_command import main
+from p2pserve.sdk.live.network import Say
+from p2pserve.sdk.live.nodes import LiveSettings
 from p2pserve.sdk.live.regroup_bench import (
     RegroupBench,
     RegroupPair,
@@ -23,7 +24,7 @@ from p2pserve.sdk.live.regroup_bench import (
 )
 from p2pserve.sims.records import Outcomes, Trace
 
-from .test_live_comparison import TRACE, plan
+from .runs import TRACE, plan
 
 SECOND = Deadlines(ttft_s=1.0)
 
@@ -98,7 +99,7 @@ def test_the_exit_code_says_whether_enough_was_served(
         taken.append((settings, len(traces)))
         return summarise_pairs([pair(20, changed)], "some nodes", traces[0], late=2)
 
-    monkeypatch.setattr(comparison, "run_regroup_bench", run)
+    monkeypatch.setattr(comparison_command, "run_regroup_bench", run)
     assert main(["--regroup", "--pairs", "3", "--format", "json"]) == code
     found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["pairs"][0]["ratio"], found["target"]) == (code == 0, changed / 20, 0.95)
@@ -115,7 +116,8 @@ def test_the_exit_code_says_whether_enough_was_served(
     [
         (["--nodes", "2"], "nodes: two change"),
         (["--phases", "prefill", "decode"], "phases: emulated stages transfer no KV"),
-        (["--lose", "3@20"], "lose: no node is lost"),
+        (["--lose", "3@20"], "lose: nothing goes wrong"),
+        (["--load", "0.5"], "load, lead: with --regroup"),
         (["--pairs", "0"], "pairs: 0 is not above 0"),
         (["--load-gb-s", "nan"], "load-gb-s: nan is not a rate"),
         (["--load-gb-s", "-1"], "load-gb-s: -1.0 is not a rate"),

@@ -1,0 +1,45 @@
+"""What the planner expects of a live run: of the plan that the network follows, and what the best one would carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...coordinator import Plan
+from ...coordinator.capacity import KvCodec
+from ...coordinator.demand_meter import demand_of
+from ...coordinator.network_plan import search_phases
+from ...coordinator.network_problem import NetworkProblem, build_network_problem
+from ...coordinator.planning.model.problem import Proposal
+from ...coordinator.planning.model.workload import Slo, Workload
+from ...kernels.codecs import codec_named
+from ...node.messages import Status
+from ...node.view import NetworkView
+from ..errors import DemoFailed
+from .plan import expect_running
+
+
+def expect_plan(status: Status, plan: Plan, workload: Workload, slo: Slo) -> Proposal | None:
+    """What is expected of a plan at the workload's rate; None where its replicas cannot serve. Raises DemoFailed."""
+    return expect_running(_problem(status, plan, workload, slo, workload.rate), plan)
+
+
+def find_capacity(status: Status, workload: Workload, slo: Slo) -> float:
+    """Requests per second that the best plan found for this traffic is expected to keep in time, at the rate that its
+    target allows. Raises DemoFailed."""
+    if status.plan is None:
+        raise DemoFailed("the network has lost its plan")
+    network = _problem(status, status.plan, workload, slo, None)
+    best = network.evaluator.propose(search_phases(network), epoch=0, version=1)[0]
+    return best.max_rate
+
+
+def _problem(status: Status, plan: Plan, workload: Workload, slo: Slo, rate: float | None) -> NetworkProblem:
+    view, codec = NetworkView.of_status(status), codec_named(plan.codec)
+    demand = demand_of(workload if rate is None else replace(workload, rate=rate))
+    found = build_network_problem(
+        view.boxes(plan.service), view.links(), [demand],
+        service=plan.service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
+    )  # fmt: skip
+    if found is None:
+        raise DemoFailed(f"no box of the network is ready to serve {plan.service}")
+    return found

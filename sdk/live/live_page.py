@@ -1,0 +1,247 @@
+"""`docs/results/live.md`: what was planned, simulated and really happened, with eight emulated boxes of unequal GPUs.
+
+Two workloads at two deadlines, and one run in which things go wrong; ten minutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ...coordinator.costs.gpus import Specs
+from ...sims.experiments.page import Page, PageTable, ResultRow, write_index, write_page
+from ...sims.workloads import azure
+from .comparison import (
+    PROMISE_TOLERANCE,
+    STEADY_REQUESTS,
+    TOLERANCE,
+    Figure,
+    LiveComparison,
+    LiveTraffic,
+    run_comparison,
+)
+from .network import Say
+from .nodes import LiveSettings
+from .schedule import FaultKind, Schedule, ScheduledFault
+
+NAME: Final = "live"
+COMMAND: Final = "python -m p2pserve.sdk.live_comparison --page docs/results"
+MODEL: Final = "qwen2.5-32b"
+CARDS: Final = ("2xA40", "2xRTX A6000", "4xRTX A5000", "4xRTX 3090 Ti")
+NODES: Final = 8
+LOAD: Final = 0.7
+SCHEDULE: Final[Schedule] = (
+    ScheduledFault(15.0, FaultKind.LOSE, (3,)),
+    ScheduledFault(20.0, FaultKind.LOSE, (6,)),
+    ScheduledFault(30.0, FaultKind.DEGRADE, (1, 4), 0.05),
+    ScheduledFault(45.0, FaultKind.JOIN, (3,)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagePart:
+    """One run: Azure's `workload`, deadlines, the cards' rates divided by `slowed`, so that two cores carry the tokens,
+    and how much is asked."""
+
+    workload: str
+    slo: str
+    slowed: int
+    requests: int
+    rate: float | None = None
+    schedule: Schedule = ()
+
+    def settings(self) -> LiveSettings:
+        """Of the nodes."""
+        suffix = f"/{self.slowed}" if self.slowed > 1 else ""
+        return LiveSettings(
+            nodes=NODES, cards=[card + suffix for card in CARDS], specs=Specs.TABLE1.value, model=MODEL, codec="kv4",
+            max_batched_tokens=2048, slo=self.slo, schedule=self.schedule,
+        )  # fmt: skip
+
+    def traffic(self) -> LiveTraffic:
+        """What is asked of them."""
+        load = LOAD if self.rate is None else None
+        return LiveTraffic(
+            lengths=azure(self.workload).lengths, requests=self.requests, seed=0, rate=self.rate, load=load,
+            lead=0 if self.schedule else self.requests // 5,
+        )  # fmt: skip
+
+
+CALM_PARTS: Final = (
+    PagePart(workload="conversation", slo="3x", slowed=2, requests=75),
+    PagePart(workload="conversation", slo="5x", slowed=4, requests=60),
+    PagePart(workload="coding", slo="3x", slowed=1, requests=70),
+    PagePart(workload="coding", slo="5x", slowed=2, requests=80),
+)
+FAULTY_PART: Final = PagePart(workload="conversation", slo="3x", slowed=2, requests=50, rate=0.6, schedule=SCHEDULE)
+
+
+class LiveRunRow(ResultRow, frozen=True):
+    """How a run was, and its verdicts."""
+
+    workload: str
+    deadlines: str
+    slowed_by: int
+    requests_s: float
+    requests: int
+    plan: str
+    plans: int
+    cores_busy: float
+    of_them_ours: float
+    expected_and_simulated: str
+    simulated_and_live: str
+
+
+class LiveFigureRow(ResultRow, frozen=True):
+    """One figure of one run. Seconds, and shares."""
+
+    workload: str
+    deadlines: str
+    figure: str
+    expected: float | None
+    simulated_long: float | None
+    long_over_expected: float | None
+    simulated: float
+    live: float
+    live_over_simulated: float
+
+
+class FaultRow(ResultRow, frozen=True):
+    """The run in which things go wrong."""
+
+    figure: str
+    simulated: float
+    live: float
+    live_over_simulated: float
+
+
+def write_live_page(folder: Path, say: Say) -> tuple[Page, bool]:
+    """Run everything, and write page and index; whether all agreed. Raises DemoFailed, ClientError, OSError."""
+    found: list[LiveComparison] = []
+    for part in (*CALM_PARTS, FAULTY_PART):
+        say(f"{part.workload}, deadlines {part.slo}{', with faults' if part.schedule else ''}")
+        found.append(run_comparison(part.settings(), part.traffic(), TOLERANCE, say))
+    *calm, faulty = found
+    page = build_page(list(zip(CALM_PARTS, calm, strict=True)), (FAULTY_PART, faulty))
+    write_page(page, folder)
+    write_index(folder)
+    return page, all(each.ok and each.promise_ok for each in found)
+
+
+def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[PagePart, LiveComparison]) -> Page:
+    """The page of these runs."""
+    part, found = faulty
+    schedule = ", ".join(found.schedule)
+    return Page(
+        name=NAME,
+        title="Expected, simulated and live: eight emulated boxes",
+        assumes=_ASSUMES.format(model=MODEL, cards=", ".join(CARDS), load=LOAD, steady=STEADY_REQUESTS),
+        command=COMMAND,
+        tables=(
+            PageTable("Runs", [_run_row(each, result) for each, result in (*calm, faulty)]),
+            PageTable(
+                "Figures",
+                [_figure_row(each, result, figure) for each, result in calm for figure in _shown(result)],
+                about="TTFT and TPOT in seconds; goodput: requests in time per second of arrivals.",
+            ),
+            PageTable(
+                "With faults",
+                [_fault_row(figure) for figure in _shown(found)],
+                about=f"{part.workload}, {part.slo}, {found.rate:g} requests/s; links of {found.link_gbps:g} Gb/s and "
+                f"{found.link_rtt_s * 1e3:.0f} ms, emulated. The schedule, of network and simulator alike: {schedule}. "
+                "Of these figures goodput is held against the tolerance.",
+            ),
+        ),
+        remarks=_remarks([result for _, result in calm], found),
+    )
+
+
+_ASSUMES: Final = """\
+Eight nodes run as processes of one machine, two of each: {cards}, as ThunderServe's table 1 has them. GPUs are emulated
+(`docs/emulated.md`); nodes, gateways, plans, sockets and KV bytes of {model} are real. Cards are slowed where it says
+so, in the network, in the plan and in the simulation alike: two cores carry some 250 tokens a second. Deadlines are
+multiples of the mean request alone on the fastest box. Poisson arrivals at {load:.0%} of what the planner expects the
+best plan to carry in time; the first fifth of the requests fills the network and does not count.
+
+*Expected* is the planner's estimate of the plan that the network made and followed; *simulated long* is that plan with
+{steady:,} requests; *simulated* is the live run's own requests with its plans as they changed, links as nodes measured
+them; *live* is what a client saw."""
+
+
+def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
+    has_promise = any(figure.is_promised for figure in found.figures)
+    kept = _verdict(found.promise_ok, PROMISE_TOLERANCE) if has_promise else "not compared"
+    return LiveRunRow(
+        workload=part.workload + (", with faults" if part.schedule else ""),
+        deadlines=part.slo,
+        slowed_by=part.slowed,
+        requests_s=found.rate,
+        requests=found.requests,
+        plan=", ".join(f"{count} {phase}" for phase, count in found.phases.items()),
+        plans=found.plans,
+        cores_busy=found.cores,
+        of_them_ours=found.own_cores,
+        expected_and_simulated=kept,
+        simulated_and_live=_verdict(found.ok, found.tolerance),
+    )
+
+
+def _verdict(agree: bool, tolerance: float) -> str:
+    return f"{'within' if agree else 'not within'} {tolerance:.0%}"
+
+
+def _figure_row(part: PagePart, found: LiveComparison, figure: Figure) -> LiveFigureRow:
+    return LiveFigureRow(
+        workload=part.workload,
+        deadlines=part.slo,
+        figure=_LABELS[figure.name],
+        expected=figure.expected,
+        simulated_long=figure.steady,
+        long_over_expected=None if figure.promise is None else 1.0 + figure.promise,
+        simulated=figure.simulated,
+        live=figure.live,
+        live_over_simulated=1.0 + figure.difference,
+    )
+
+
+def _fault_row(figure: Figure) -> FaultRow:
+    return FaultRow(
+        figure=_LABELS[figure.name],
+        simulated=figure.simulated,
+        live=figure.live,
+        live_over_simulated=1.0 + figure.difference,
+    )
+
+
+_LABELS: Final[Mapping[str, str]] = {
+    **{f"{name}_{at}_s": f"{name.upper()} {at}" for name in ("ttft", "tpot") for at in ("mean", "p50", "p90", "p99")},
+    "attainment": "attainment",
+    "goodput_requests_s": "goodput",
+}
+
+
+def _shown(found: LiveComparison) -> list[Figure]:
+    return [figure for figure in found.figures if figure.name in _LABELS]
+
+
+def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
+    """What of it agrees, by its own figures."""
+    live = [figure for each in calm for figure in each.figures if figure.counts]
+    near = [figure for figure in live if abs(figure.difference) <= TOLERANCE]
+    promised = [figure for each in calm for figure in each.figures if figure.is_promised]
+    kept = [figure for figure in promised if abs(figure.promise or 0.0) <= PROMISE_TOLERANCE]
+    worst = max(live, key=lambda figure: abs(figure.difference))
+    goodput = next(figure for figure in faulty.figures if figure.name.startswith("goodput"))
+    late = sum(each.late for each in (*calm, faulty))
+    return f"""\
+- Live and simulated are within {TOLERANCE:.0%} in {len(near)} of {len(live)} figures (the 99th percentile is shown and
+not held against it: of so few requests it is one of them); the furthest is {worst.name.replace("_", " ")} at
+{1.0 + worst.difference:.3f}.
+- Expected and simulated are within {PROMISE_TOLERANCE:.0%} in {len(kept)} of {len(promised)} figures: TTFT and TPOT at
+the 50th and 90th percentile, and attainment.
+- With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated.
+- What a live first token is late by is the time that its request takes through the processes of client, gateway, two
+agents and two engines, on {calm[0].cores:.1f} to {max(each.cores for each in calm):.1f} busy cores. Emulated engines fell
+behind their model {late} times."""

@@ -1,0 +1,83 @@
+"""The page of live runs: what stands in it, and that its remarks follow its figures."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from p2pserve.coordinator.plan import Deadlines
+from p2pserve.sdk.live import live_page
+from p2pserve.sdk.live.comparison import Figure, LiveComparison, LiveTraffic
+from p2pserve.sdk.live.comparison_command import check_run, main
+from p2pserve.sdk.live.live_page import CALM_PARTS, FAULTY_PART, PagePart, build_page
+from p2pserve.sdk.live.network import Say
+from p2pserve.sdk.live.nodes import LiveSettings
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """The command switches the log off for its process."""
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def figure(name: str, live: float, *, counts: bool = True, expected: float | None = None) -> Figure:
+    """Of which 1.0 was simulated."""
+    return Figure(
+        name=name, expected=expected, steady=1.0, simulated=1.0, live=live, difference=live - 1.0, counts=counts,
+        promise=None if expected is None else 1.0 / expected - 1.0, is_promised=expected is not None,
+    )  # fmt: skip
+
+
+def comparison(*figures: Figure) -> LiveComparison:
+    return LiveComparison(
+        ok=all(abs(each.difference) <= 0.05 for each in figures), promise_ok=True, tolerance=0.05,
+        promise_tolerance=0.1, emulated="8 emulated nodes", model="m", lengths="l", arrivals="a", requests=10, lead=2,
+        rate=0.7, load=0.7, deadlines=Deadlines(), phases={"prefill": 3, "decode": 5}, plans=1,
+        schedule=("lose 3@20",), figures=figures, failed=0, median_request_ttft_difference=0.0,
+        median_request_e2e_difference=0.0, link_gbps=1.0, link_rtt_s=0.004, message_s=0.002,
+        cores=1.5, own_cores=1.2, late=0, notes=(),
+        elapsed_s=1.0,
+    )  # fmt: skip
+
+
+def test_remarks_follow_the_figures() -> None:
+    calm = comparison(
+        figure("ttft_p50_s", 1.2, expected=0.8), figure("tpot_p50_s", 1.01, expected=1.05), figure("attainment", 0.99)
+    )
+    page = build_page([(CALM_PARTS[0], calm)], (FAULTY_PART, comparison(figure("goodput_requests_s", 0.97))))
+    text = " ".join(page.markdown().split())
+    assert "within 5% in 2 of 3 figures" in text
+    assert "the furthest is ttft p50 s at 1.200" in text
+    assert "within 10% in 1 of 2 figures" in text
+    assert "goodput live is 0.970 of the simulated" in text
+    assert "lose 3@20" in text
+    assert "not within 5%" in text
+
+
+@pytest.mark.parametrize("part", [*CALM_PARTS, FAULTY_PART])
+def test_every_run_can_be_started(part: PagePart) -> None:
+    check_run(part.settings(), part.traffic())
+
+
+@pytest.mark.parametrize("is_ok", [True, False])
+def test_the_command_runs_all_parts_and_writes_the_page(
+    is_ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def run(settings: LiveSettings, traffic: LiveTraffic, tolerance: float, say: Say) -> LiveComparison:
+        asked.append((settings.slo, len(settings.schedule)))
+        return msgspec.structs.replace(comparison(figure("goodput_requests_s", 1.0)), ok=is_ok)
+
+    monkeypatch.setattr(live_page, "run_comparison", run)
+    assert main(["--page", str(tmp_path)]) == (0 if is_ok else 1)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "live.md")
+    assert asked == [("3x", 0), ("5x", 0), ("3x", 0), ("5x", 0), ("3x", 4)]
+    assert (tmp_path / "live.md").read_text(encoding="utf-8").startswith("# Expected, simulated and live")
+    rows = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))["tables"]
+    assert len(rows["Runs"]) == 5
+    assert "live.md" in (tmp_path / "README.md").read_text(encoding="utf-8")
