@@ -112,3 +112,53 @@ def test_a_box_is_divided_anew_while_clients_ask_and_back_again(tmp_path: Path, 
     finally:
         other.end()
         box.end()
+
+
+def hold_third_of_ports() -> tuple[int, socket.socket]:
+    """A port whose next is free and whose next but one is taken, and what takes it."""
+    while True:
+        with closing(socket.socket()) as one, closing(socket.socket()) as two:
+            held = socket.socket()
+            with suppress(OSError, OverflowError):
+                one.bind(("127.0.0.1", 0))
+                port = one.getsockname()[1]
+                two.bind(("127.0.0.1", port + 1))
+                held.bind(("127.0.0.1", port + 2))
+                held.listen()
+                return port, held
+            held.close()
+
+
+def test_a_box_that_cannot_take_a_cut_goes_back_and_says_why(tmp_path: Path, tokens: dict[str, str]) -> None:
+    port, held = hold_third_of_ports()
+    box = Command(
+        tmp_path, "join", "--home", str(tmp_path / "n"), "--listen", f"127.0.0.1:{port}", *AUTO, token=tokens["worker"]
+    )
+    try:
+        wait_until(lambda: len(box.greetings()) == 2, box)
+        head = next(each["peer"] for each in box.greetings() if each["node"] == "node")
+        with closing(Client(tokens["client"])) as client, closing(Client(tokens["admin"])) as admin:
+            wait_until(lambda: (plan := settled(client)) is not None and len(plan.replicas) == 2, box)
+            order(admin, head, 2, 4)
+            wait_until(lambda: bool((plan := settled(client)) and plan.refused), box)
+            wait_until(lambda: gpus_of(ready(client)) == [2, 2], box)
+            plan = client.status().plan
+            assert plan is not None
+            (refused,) = plan.refused
+            assert refused.peer == head
+            assert refused.reason.startswith("node-3: ")
+            assert str(port + 2) in refused.reason
+            assert client.generate(PROMPT, max_tokens=4).text
+            # It was divided anew a moment ago: not again so soon, whoever wants it.
+            order(admin, head, 2, 1)
+            wait_until(lambda: any("a short while ago" in line for line in why(client)), box)
+            assert gpus_of(ready(client)) == [2, 2]
+        assert "box    | cannot be 4 nodes, goes back to 2: " in box.err.read_text()
+    finally:
+        held.close()
+        box.end()
+
+
+def why(client: Client) -> tuple[str, ...]:
+    plan = client.status().plan
+    return plan.why if plan is not None else ()
