@@ -31,7 +31,8 @@ _STDIN: Final = 0
 
 def write_options(options: dict[str, Any]) -> bytes:
     """Options of `join` as a line."""
-    return msgspec.json.encode({name: str(each) if isinstance(each, Path) else each for name, each in options.items()})
+    plain = {name: str(each) if isinstance(each, Path) else each for name, each in options.items()}
+    return json.dumps(plain, default=msgspec.to_builtins).encode()
 
 
 def read_options(line: bytes) -> SimpleNamespace:
