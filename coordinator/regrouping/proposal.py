@@ -55,7 +55,9 @@ def propose_regrouping(
     second to compare them at, instead of LOAD times what runs. `keeping`: boxes that keep their part,
     with those of their group: they are counted as if they served by themselves, and the others are
     grouped for what is left."""
-    if any(box.emulated for box in boxes) or len(network.problem.cluster.boxes) < 2 or plan.regrouping is not None:
+    if plan.regrouping is not None or len(network.problem.cluster.boxes) < 2:
+        return None
+    if any(box.emulated and box.phase is not Phase.MIXED for box in boxes):  # emulated stages transfer no KV
         return None
     rate = rate or LOAD * (network.colocated_rate or network.service.workload.rate)
     problem = at_rate(network, rate)

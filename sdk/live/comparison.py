@@ -13,7 +13,7 @@ With `--lose 3@20` the third node is lost in both after 20 seconds, and goodput 
 single requests are late by depends on the very moment.
 
 With `--regroup` nothing is simulated: two nodes become one pipeline and part again under load, and the requests in time
-are counted beside the same with the plan kept (`regroup_bench`).
+are counted beside the same with the plan kept (`regroup_bench`); with `--regroup cut` one box divides its GPUs anew.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from ..options.planning import SPECS
 from ..options.values import settings_of
 from ..simulating.changes import settings_with_network_times
 from .network import DEADLINE_S, MAX_REQUESTS, LiveLoss, LiveRun, LiveSettings, Say, find_in_time, run_live
-from .regroup_bench import check_settings, print_bench, run_regroup_bench
+from .regroup_bench import CHANGES, PIPELINE, check_settings, print_bench, run_regroup_bench
 
 Floats = NDArray[np.float64]
 
@@ -314,8 +314,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--regroup",
-        action="store_true",
-        help="instead: what requests lose while two nodes become one pipeline, or part again, beside the plan kept",
+        nargs="?",
+        const=PIPELINE,
+        choices=CHANGES,
+        help="instead: what requests lose while two nodes become one pipeline, or part again, beside the plan kept; "
+        "cut: while the GPUs of one box are divided anew among other numbers of nodes",
     )
     add("--pairs", type=int, default=2, metavar="N", help="with --regroup: so often, in turn (default: 2)")
     add(
@@ -352,9 +355,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         service_of(settings, trace, settings.model)  # what is mistyped is said before anything starts
         say = lambda line: console.print(f"{time.monotonic() - began:5.1f} s  {line}")  # noqa: E731
         if arguments.regroup:
-            check_settings(settings, arguments.pairs)
+            check_settings(settings, arguments.pairs, arguments.regroup)
             traces = [_draw_trace(arguments, pair) for pair in range(arguments.pairs)]
-            bench = run_regroup_bench(settings, traces, say)
+            bench = run_regroup_bench(settings, traces, say, arguments.regroup)
             print_bench(bench, arguments.format, open_console())
             return 0 if bench.ok else 1
         found = run(

@@ -111,13 +111,18 @@ async def run_live(settings: LiveSettings, trace: Trace, say: Say) -> LiveRun:
         )
 
 
+def node_options(settings: LiveSettings) -> list[str]:
+    """What each node joins with."""
+    options = ["--emulate", settings.cards, "--emulate-specs", settings.specs, "--model", settings.model]
+    options += ["--codec", settings.codec, "--emulate-load-gb-s", str(settings.load_gb_s)]
+    return [*options, "--max-num-batched-tokens", str(settings.max_batched_tokens), "--max-requests", str(MAX_REQUESTS)]
+
+
 async def start_nodes(
     box: DemoBox, client: AsyncClient, token: str, settings: LiveSettings, say: Say
 ) -> tuple[Plan, Mapping[int, str]]:
     """Start the nodes; returns the plan that all of them are in, and them by number."""
-    options = ["--emulate", settings.cards, "--emulate-specs", settings.specs, "--model", settings.model]
-    options += ["--codec", settings.codec, "--emulate-load-gb-s", str(settings.load_gb_s)]
-    options += ["--max-num-batched-tokens", str(settings.max_batched_tokens), "--max-requests", str(MAX_REQUESTS)]
+    options = node_options(settings)
     say(f"starting {settings.nodes} emulated nodes of {settings.cards} ({settings.specs}) for {settings.model}")
     with trio.move_on_after(PLAN_S):
         peers = await box.join_all(settings.nodes, token, options, settings.phases)
