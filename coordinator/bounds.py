@@ -12,6 +12,7 @@ MAX_GPUS: Final = 64  # of one box
 MAX_LAYERS: Final = 4096
 MAX_REPLICAS: Final = 4096
 MAX_STAGES: Final = 64  # of one replica
+MAX_CUTS: Final = 16  # of one box: so many numbers divide no number of GPUs
 MAX_REFUSED: Final = 32  # boxes of a plan that keep their part
 MAX_PAIRINGS: Final = 1 << 16
 MAX_FIGURE: Final = 1e12

@@ -213,7 +213,7 @@ def _kv_room(group: BoxGroup, usable: Mapping[str, BoxView], previous: Plan | No
         return head.kv_tokens if head.specs else max(1, int(_round_figure(head.kv_tokens)))
     stages = [
         StageHardware(
-            _make_card(usable[stage.peer], usable[stage.peer].memory_gib / stage.tp), stage.tp, stage.layers,
+            make_card(usable[stage.peer], usable[stage.peer].memory_gib / stage.tp), stage.tp, stage.layers,
             usable[stage.peer].card_link_gbps,
         )
         for stage in group.stages
@@ -237,10 +237,11 @@ def _card_for_stage(box: BoxView, model: ModelShape, stage: Stage, tokens: float
         stage.layers, first=stage.first_layer == 0, last=stage.last_layer == model.layers
     )
     per_token = stage.layers * model.kv_bytes_per_token_layer * max(1.0, stage.tp / model.kv_heads)
-    return _make_card(box, (weights + tokens * per_token) / (stage.tp * GIB * MEMORY_SHARE))
+    return make_card(box, (weights + tokens * per_token) / (stage.tp * GIB * MEMORY_SHARE))
 
 
-def _make_card(box: BoxView, memory_gib: float) -> GpuSpec:
+def make_card(box: BoxView, memory_gib: float) -> GpuSpec:
+    """One of a box's cards, with this memory: as the table has it, or as its engine measured."""
     if box.specs is not None:
         return msgspec.structs.replace(gpu_table().find(box.card, box.specs), memory_gib=memory_gib)
     tflops = _round_figure(max(SLOWEST_TFLOPS, box.compute_tflops / box.tp))

@@ -181,12 +181,29 @@ GroupStages = Annotated[tuple[Stage, ...], msgspec.Meta(min_length=1, max_length
 Groups = Annotated[tuple[GroupStages, ...], msgspec.Meta(max_length=MAX_REPLICAS)]
 
 
+class BoxRecut(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPUs of one machine, divided anew: among `replicas` nodes, before among `was`. `head`: its
+    first node, which every cut has."""
+
+    head: Name
+    replicas: Degree
+    was: Degree
+
+    def __post_init__(self) -> None:
+        _require(self.replicas != self.was, f"recut: the box of {self.head} has {self.was} nodes already")
+
+
 class RegroupingStep(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that load at the same time, since they share boxes with each other, or took the place
-    of the same ones. `undo`: what the same boxes were before, for when they cannot `form` these."""
+    of the same ones. `undo`: what the same boxes were before, for when they cannot `form` these.
+
+    With `recut` one machine restarts its nodes, which `form` names as they are before, each alone. It
+    undoes that by itself where it fails.
+    """
 
     form: Groups
     undo: Groups = ()
+    recut: BoxRecut | None = None
 
     def __post_init__(self) -> None:
         _require(bool(self.form), "regrouping.steps: a step forms no group")
@@ -195,6 +212,9 @@ class RegroupingStep(msgspec.Struct, frozen=True, kw_only=True):
                 Replica(id="group", phase=Phase.MIXED, stages=group)  # raises PlanError for what is none
             boxes = [stage.peer for group in groups for stage in group]
             _require(len(boxes) == len(set(boxes)), "regrouping.steps: a step names a box twice")
+        if self.recut is not None:
+            is_alone = all(len(group) == 1 for group in self.form)
+            _require(is_alone and self.recut.head in self.boxes, "regrouping.steps: a box is divided that has no part")
 
     @property
     def boxes(self) -> tuple[str, ...]:

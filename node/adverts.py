@@ -10,6 +10,7 @@ import msgspec
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import Replica
 from ..coordinator.names import name_of
+from ..coordinator.regrouping.divisions import BoxDivision, find_divided
 from ..coordinator.regrouping.steps import BoxPart
 from ..coordinator.repair.ending import is_planned_without
 from .messages import Advert
@@ -60,10 +61,22 @@ def parts_of(adverts: Mapping[PeerId, Advert]) -> dict[str, BoxPart]:
             failures=advert.engine.failures,
             detail=": ".join(filter(None, (advert.engine.state, advert.engine.detail))),
             leaves=advert.draining or is_planned_without(advert.ends_in_s),
+            division=advert.division,
         )
         for peer, advert in adverts.items()
         if advert.engine is not None
     }
+
+
+def divided_boxes(adverts: Mapping[PeerId, Advert], service: str) -> dict[str, BoxDivision]:
+    """By head, the machines that may be divided among other numbers of nodes, all of which offer the service."""
+    return find_divided(
+        {
+            str(peer): advert.division
+            for peer, advert in adverts.items()
+            if advert.division is not None and advert.model is not None and advert.model.service == service
+        }
+    )
 
 
 def join_faults(faults: Iterable[str]) -> str:

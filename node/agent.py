@@ -51,6 +51,7 @@ from .observing.node_log import keep_log
 from .observing.spans import SpanExport, open_spans
 from .observing.values import EventKind
 from .owner.answering import answer_owner
+from .owner.dividing import DivisionDesk, Tell, tell_nobody
 from .owner.draining import DrainDesk, DrainOrder, describe_left
 from .owner.pricing import PriceTag, describe_price
 from .owner.questions import OwnerAnswer, OwnerQuestion
@@ -80,10 +81,12 @@ class Started:
 
 
 class Owner(NamedTuple):
-    """Whoever has started the node, and watches it: `say` has lines for good, `show` how far long work is."""
+    """Whoever has started the node, and watches it: `say` has lines for good, `show` how far long work is, and `tell`
+    what a command wants to know that runs several nodes."""
 
     say: Say
     show: Say
+    tell: Tell
 
 
 def _show_nobody(text: str) -> None:
@@ -96,11 +99,12 @@ async def run_node(
     say: Say,
     stop: trio.Event,
     show: Say | None = None,
+    tell: Tell = tell_nobody,
     task_status: trio.TaskStatus[Started] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Run a node until `stop` is set and its requests have ended (at most `drain_s`). `show` is told how far long work
-    is, and "" when it is done; without it, nobody is. Raises NodeError, ModelError, GpuError, EngineError or
-    NetworkError, perhaps in exception groups."""
+    is, and "" when it is done; without it, nobody is. `tell`: as `owner.dividing` says. Raises NodeError, ModelError,
+    GpuError, EngineError or NetworkError, perhaps in exception groups."""
     # What the user may have mistyped is looked at before anything is made or taken.
     if settings.http is not None:
         check_listen(settings.http, _front_rules(settings))
@@ -112,7 +116,7 @@ async def run_node(
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with lock_home(settings.home), keep_log(settings.home, say) as say:
         membership = invitation if invitation is not None else new_network(settings.home, say)
-        await _join(settings, membership, found, served, Owner(say, show or _show_nobody), stop, task_status)
+        await _join(settings, membership, found, served, Owner(say, show or _show_nobody, tell), stop, task_status)
 
 
 async def _join(
@@ -160,7 +164,7 @@ async def _join(
             events = EventFile(settings.home, say)
             log = EventLog(identity.peer_id, time.time, await trio.to_thread.run_sync(events.load))
             joined = Joined(network, settings, say, await trio.to_thread.run_sync(plans.load), log)
-            joined.show = owner.show
+            joined.show, joined.tell = owner.show, owner.tell
             nursery.start_soon(plans.keep, joined.view)
             events.follow(log)
             spans = open_spans(identity.peer_id, os.environ, say)
@@ -206,6 +210,9 @@ class Node:
         self._hardware = found
         self._news = trio.Event()  # set when the advert must not wait for its interval
         self._leaves_at: float | None = None  # by trio's clock, once this node is leaving
+        divided = settings.divided if served is not None else None
+        self._division = DivisionDesk(joined.own, divided, joined.tell, self._hurry) if divided is not None else None
+        self._serving: Serving | None = None
         self._planning = PlanningDesk(joined, self._publish_plan)
         self._plans = PlanExchange(
             network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
@@ -268,6 +275,9 @@ class Node:
 
     def _hurry(self) -> None:
         self._news.set()
+        engine = self._serving.engine if self._serving is not None else None
+        if self._division is not None and engine is not None and engine.state == "ready":
+            self._division.note_ready()
 
     async def answer_owner(self, question: OwnerQuestion) -> OwnerAnswer:
         """The owner of this box asks, or wants something."""
@@ -363,6 +373,7 @@ class Node:
             phase=settings.phase,
             usd_per_hour=self.price.usd_per_hour,
             ends_in_s=self._ends_in_s(),
+            division=self._division.division if self._division is not None else None,
         )
         return serving.add_to(advert) if serving is not None else advert
 
@@ -435,6 +446,8 @@ class Node:
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""
         self.showing.follow_plan()
+        if self._division is not None and self._leaves_at is None:
+            self._division.follow(self._joined.view.plan, time.time())
         if self._serving is not None:
             self._serving.gateway.network_changed()
             # A box that drains, or soon will, keeps its place in a replica until it has no request: it, and then all,

@@ -23,6 +23,7 @@ from .links.reach import choose_relays
 from .observing.event_log import EventLog
 from .observing.rates import CounterRates
 from .observing.values import EventKind
+from .owner.dividing import Tell, tell_nobody
 from .planning.plan_intake import PlanIntake
 from .settings import NodeSettings
 from .view import NetworkView, fit_status
@@ -54,6 +55,7 @@ class Joined:
         self.settings = settings
         self.say = say
         self.show: Say = say  # how far long work is, for its owner: of interest until it is done
+        self.tell: Tell = tell_nobody  # the command that runs several nodes of this machine
         self.view = NetworkView()
         # Boxes behind one address are one site unless their owners say otherwise: thirty boxes have 870 links.
         host = network.address.host

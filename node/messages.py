@@ -27,6 +27,7 @@ import msgspec
 from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
 from ..coordinator.bounds import MAX_STAGES, Count, Counter, Degree, Figure, Layer, ModelName, Name, Seconds, Text
 from ..coordinator.costs.box_worth import BoxWorth
+from ..coordinator.regrouping.divisions import BoxDivision
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
@@ -102,8 +103,7 @@ class Advert(Message, frozen=True, kw_only=True):
     """What a node tells everyone about itself. Signed and versioned by the membership layer.
 
     `fits`: layers for which its `tp` GPUs have memory; `profile` is fitted to its engine's steps, `demand` is of its
-    clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is.
-    """
+    clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is."""
 
     hardware: Hardware
     draining: bool
@@ -119,13 +119,12 @@ class Advert(Message, frozen=True, kw_only=True):
     served: Served | None = None
     ends_in_s: Seconds | None = None
     hung: bool = False
+    division: BoxDivision | None = None
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
-    """What a node tells everyone about its links: its site, its own caps and prices, and links from it by peer.
-
-    Of several peers at one site that its links to are alike, it tells of one: `links_to` fills in the others.
-    """
+    """What a node tells everyone about its links: its site, its own caps and prices, and links from it by peer. Of
+    several peers at one site that its links to are alike, it tells of one: `links_to` fills in the others."""
 
     site: Label = ""
     box: BoxFigures = BoxFigures()

@@ -19,6 +19,7 @@ from ..coordinator.repair.urgency import REPAIR_S
 from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
 from ..kvtransport.wire.permits import MAX_PERMITS
+from .owner.dividing import DividedBox
 from .requests.retry_times import RetrySettings
 from .web.keys import ApiKey
 
@@ -256,3 +257,4 @@ class NodeSettings:
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0
     engine_channel: int | None = None  # of a fork server that several nodes of one machine share
+    divided: DividedBox | None = None  # the machine, where several nodes share it and the network may divide it anew

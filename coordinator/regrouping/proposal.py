@@ -55,17 +55,19 @@ def propose_regrouping(
     second to compare them at, instead of LOAD times what runs. `keeping`: boxes that keep their part,
     with those of their group: they are counted as if they served by themselves, and the others are
     grouped for what is left."""
-    if any(box.emulated for box in boxes) or len(network.problem.cluster.boxes) < 2 or plan.regrouping is not None:
+    if plan.regrouping is not None or len(network.problem.cluster.boxes) < 2:
+        return None
+    if any(box.emulated and box.phase is not Phase.MIXED for box in boxes):  # emulated stages transfer no KV
         return None
     rate = rate or LOAD * (network.colocated_rate or network.service.workload.rate)
-    problem = _at_rate(network, rate)
+    problem = at_rate(network, rate)
     kept = [replica.stages for replica in plan.replicas if not set(keeping).isdisjoint(replica.peers)]
     aside = {stage.peer for group in kept for stage in group} | set(keeping)
     served = _serve_only(problem, plan, aside) * rate if kept else 0.0
     left = rate - served
     if left <= 0.0 or aside >= set(_ids(problem)):
         return None
-    problem = without_boxes(_at_rate(network, left), aside)
+    problem = without_boxes(at_rate(network, left), aside)
     try:
         light = reschedule_phases(problem, [plan])
         full = reschedule_groups(problem, [plan], rng=np.random.default_rng(0), settings=search, spent=spent)
@@ -81,7 +83,7 @@ def propose_regrouping(
         return None  # some box has no room for its part, by its own word
     on_disk = {box.peer: frozenset(range(box.layers)) if box.whole else frozenset[int]() for box in boxes}
     reload_s = tuple(_step_seconds(network, step, on_disk, rates or LoadRates()) for step in regrouping.steps)
-    meanwhile = tuple(_serve_without(problem, plan, step) for step in regrouping.steps)
+    meanwhile = tuple(serve_without(problem, plan, step) for step in regrouping.steps)
     total_s = sum(reload_s)
     lost = sum(share * seconds for share, seconds in zip(meanwhile, reload_s, strict=True)) / total_s
     pays = pays_reload(light, replace(full, meanwhile=lost), reload_s=total_s, payback_s=PAYBACK_S)
@@ -95,12 +97,13 @@ def propose_regrouping(
     )  # fmt: skip
 
 
-def _at_rate(network: NetworkProblem, rate: float) -> Problem:
+def at_rate(network: NetworkProblem, rate: float) -> Problem:
+    """The problem of a network, with so many requests per second."""
     service = network.service
     return replace(network.problem, services=(replace(service, workload=replace(service.workload, rate=rate)),))
 
 
-def _serve_without(problem: Problem, plan: Plan, step: RegroupingStep) -> float:
+def serve_without(problem: Problem, plan: Plan, step: RegroupingStep) -> float:
     """The share of requests in time while the boxes of a step are away."""
     away = {*step.boxes, *(stage.peer for group in step.undo for stage in group)}
     return _serve(problem, plan, away & set(_ids(problem)))

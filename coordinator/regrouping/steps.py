@@ -8,6 +8,9 @@ A step that cannot be done is undone, and ends the regrouping there::
                   │
                   └── a box fails, refuses or takes too long ──> its old groups load ──> over
 
+A machine that divides its GPUs anew (`divisions`) is a step of its own: its nodes end, and others begin. It goes back
+by itself to what it was, and says why.
+
 What is to come is in the plan (`plan.Regrouping`), so a coordinator that is elected meanwhile goes on.
 """
 
@@ -20,8 +23,9 @@ from typing import Final, NamedTuple, final
 import msgspec
 
 from ..capacity import BoxView
-from ..names import name_of
-from ..plan import Groups, GroupStages, Plan, PlanError, Regrouping, RegroupingStep, Stage
+from ..names import count_of, name_of
+from ..plan import BoxRecut, Groups, GroupStages, Plan, PlanError, Regrouping, RegroupingStep, Stage
+from .divisions import BoxDivision
 from .refusals import Refusals
 
 FAILURES: Final = 2
@@ -36,13 +40,14 @@ PAYBACK_S: Final = 3600.0
 
 
 class RegroupProposal(msgspec.Struct, frozen=True, kw_only=True):
-    """Groups that would serve more. `regrouping`: the way there, with what is gained; `groups`: all of
-    them. Requests per second in time, when `rate` are asked for: `meanwhile`, while each step loads;
-    `light`, with new phases alone. `reload_s`: what each step's load takes; `pays`: whether all that
-    is won back within PAYBACK_S."""
+    """Groups that would serve more, or machines that would when divided anew. `regrouping`: the way
+    there, with what is gained; `groups`: all of them; `recuts`: those machines. Requests per second in
+    time, when `rate` are asked for: `meanwhile`, while each step loads; `light`, with new phases alone.
+    `reload_s`: what each step's load takes; `pays`: whether all that is won back within PAYBACK_S."""
 
     regrouping: Regrouping
-    groups: Groups
+    groups: Groups = ()
+    recuts: tuple[BoxRecut, ...] = ()
     rate: float
     light: float
     meanwhile: tuple[float, ...]
@@ -53,13 +58,15 @@ class RegroupProposal(msgspec.Struct, frozen=True, kw_only=True):
 class BoxPart(NamedTuple):
     """What a box says of its part of the plan: the `stages` of the replica that its engine is a part
     of (none: it is alone), whether that is ready, how often in a row it could not be started, and
-    how far it is or why not, for people. `leaves`: it wants no work."""
+    how far it is or why not, for people. `leaves`: it wants no work. `division`: of the machine that
+    it shares with other nodes, if it does."""
 
     stages: tuple[Stage, ...] = ()
     is_ready: bool = False
     failures: int = 0
     detail: str = ""
     leaves: bool = False
+    division: BoxDivision | None = None
 
     def follows(self, group: GroupStages) -> bool:
         """Whether it has taken its part of this group, or tries to."""
@@ -94,15 +101,54 @@ def make_regrouping(
             raise PlanError(f"a group holds {group[-1].last_layer} layers, the model has {plan.layers}")
     if len(named) != len(set(named)):
         raise PlanError("a box is in two groups")
-    alone = tuple(
-        (Stage(peer=box.peer, tp=box.tp, first_layer=0, last_layer=box.layers),)
-        for box in usable.values()
-        if box.whole and box.peer not in named
-    )
+    alone = tuple(_whole(box) for box in usable.values() if box.whole and box.peer not in named)
     steps = find_steps([replica.stages for replica in plan.replicas], (*wanted, *alone))
     if not steps:
         raise PlanError("the boxes are grouped like that already")
     return Regrouping(steps=steps, before=before, after=after, reload_s=reload_s)
+
+
+def make_recutting(
+    plan: Plan,
+    wanted: Iterable[BoxRecut],
+    divided: Mapping[str, BoxDivision],
+    boxes: Iterable[BoxView],
+    *,
+    before: float,
+    after: float,
+    reload_s: float,
+) -> Regrouping:
+    """From the plan that runs to these cuts, one machine after the other. `divided`: the machines that may be divided
+    anew, by head. Raises PlanError where one cannot, or is so already."""
+    usable = {box.peer: box for box in boxes if box.usable}
+    steps = []
+    for recut in wanted:
+        division, name = divided.get(recut.head), name_of(recut.head)
+        if division is None:
+            raise PlanError(
+                f"{name} is not the first node of a box that lets the network divide it, with all its nodes"
+            )
+        if len(division.nodes) != recut.was:
+            raise PlanError(f"the box of {name} has {len(division.nodes)} nodes now, and not {recut.was}")
+        if division.offer(recut.replicas) is None:
+            cuts = ", ".join(str(each.replicas) for each in division.offers)
+            raise PlanError(f"the box of {name} can be divided among {cuts} nodes, and not among {recut.replicas}")
+        for node in division.nodes:
+            replica = plan.replica_of(node)
+            if node not in usable or (replica is not None and len(replica.stages) > 1):
+                raise PlanError(f"{name_of(node)}, a node of the box of {name}, is not ready, or is part of a pipeline")
+        alone = [usable[node] for node in division.nodes]
+        steps.append(RegroupingStep(form=tuple(_whole(box) for box in alone), recut=recut))
+    if len({step.recut.head for step in steps if step.recut}) != len(steps):
+        raise PlanError("a box is named twice")
+    if not steps:
+        raise PlanError("no box is to be divided")
+    return Regrouping(steps=tuple(steps), before=before, after=after, reload_s=reload_s)
+
+
+def _whole(box: BoxView) -> GroupStages:
+    """A box that serves alone, as a group."""
+    return (Stage(peer=box.peer, tp=box.tp, first_layer=0, last_layer=box.layers),)
 
 
 def find_steps(running: Sequence[GroupStages], wanted: Sequence[GroupStages]) -> tuple[RegroupingStep, ...]:
@@ -127,6 +173,10 @@ def find_steps(running: Sequence[GroupStages], wanted: Sequence[GroupStages]) ->
 
 def find_failure(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> str:
     """Why a step cannot be done, for people; "" where it may be."""
+    if step.recut is not None:
+        refused = _find_refusal(step.recut, parts)
+        name = name_of(step.recut.head)
+        return f"the box of {name} cannot be {step.recut.replicas} nodes: {refused}"[:MAX_REASON] if refused else ""
     for group in step.form:
         for stage in group:
             part, name = parts.get(stage.peer), name_of(stage.peer)
@@ -142,6 +192,9 @@ def find_failure(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> str:
 def find_refusals(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> dict[str, str]:
     """Which boxes cannot take their part of a step, and why: the head only where none of its other stages has failed,
     since it cannot start without them."""
+    if step.recut is not None:
+        refused = _find_refusal(step.recut, parts)
+        return {step.recut.head: refused} if refused else {}
     found: dict[str, str] = {}
     for group in step.form:
         taken = {stage.peer: part for stage in group if (part := parts.get(stage.peer)) and part.follows(group)}
@@ -154,6 +207,8 @@ def find_refusals(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> dict[st
 
 def find_unready(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> tuple[str, ...]:
     """The boxes of a step that do not serve in their new groups."""
+    if step.recut is not None:
+        return () if _count_ready(step.recut, parts) == step.recut.replicas else (step.recut.head,)
     return tuple(stage.peer for group in step.form for stage in group if not _is_in(parts.get(stage.peer), group))
 
 
@@ -164,12 +219,46 @@ def is_done(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> bool:
 
 def describe_boxes(regrouping: Regrouping, parts: Mapping[str, BoxPart]) -> list[tuple[str, str]]:
     """Each box whose part is still to change, and how far that is, for people."""
-    return [
-        (stage.peer, _describe_part(parts.get(stage.peer), group, is_now=number == 0))
-        for number, step in enumerate(regrouping.steps)
-        for group in step.form
-        for stage in group
-    ]
+    found = []
+    for number, step in enumerate(regrouping.steps):
+        if step.recut is not None:
+            found.append((step.recut.head, _describe_recut(step.recut, parts, is_now=number == 0)))
+            continue
+        found += [
+            (stage.peer, _describe_part(parts.get(stage.peer), group, is_now=number == 0))
+            for group in step.form
+            for stage in group
+        ]
+    return found
+
+
+def _find_refusal(recut: BoxRecut, parts: Mapping[str, BoxPart]) -> str:
+    """Why a machine has not taken a cut, in its own words; "" where it may still do so."""
+    part = parts.get(recut.head)
+    division = part.division if part is not None else None
+    return (division.why or "it does not say why") if division and division.refused == recut.replicas else ""
+
+
+def _count_ready(recut: BoxRecut, parts: Mapping[str, BoxPart]) -> int:
+    """How many nodes of the new cut serve; none before the head is one of them."""
+    head = parts.get(recut.head)
+    division = head.division if head is not None else None
+    if division is None or len(division.nodes) != recut.replicas:
+        return 0
+    nodes = [parts.get(node) for node in division.nodes]
+    return sum(each is not None and each.is_ready and not each.leaves for each in nodes)
+
+
+def _describe_recut(recut: BoxRecut, parts: Mapping[str, BoxPart], *, is_now: bool) -> str:
+    change = f"its box is divided anew, {recut.was} -> {count_of(recut.replicas, 'node')}"
+    head = parts.get(recut.head)
+    if not is_now:
+        return f"{change}: waits for its turn"
+    if head is None:
+        return f"{change}: its nodes start"
+    if head.division is None or len(head.division.nodes) != recut.replicas:
+        return f"{change}: {'finishes its requests' if head.leaves else 'begins'}"
+    return f"{change}: {_count_ready(recut, parts)} ready"
 
 
 def _describe_part(part: BoxPart | None, group: GroupStages, *, is_now: bool) -> str:

@@ -19,8 +19,10 @@ from ...coordinator import Demand, LatencyProfile, Phase, Plan, Router
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.plan import Pairing, Replica, Stage
 from ...coordinator.profile import PhaseCost, PhaseFit
+from ...coordinator.regrouping.divisions import BoxDivision, CutOffer
 from ...coordinator.routing.interface import NoRoute
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
+from ..adverts import divided_boxes
 from ..box.hardware import Gpu, Hardware
 from ..engine.protocol import EngineStats
 from ..messages import ADVERT, LINKS, PLAN, Advert, EngineAdvert, LinkTable
@@ -67,6 +69,9 @@ def make_advert(rng: random.Random) -> bytes:
     return _encode(varied(rng, Advert, _decode(honest), rng.choice((0.0, 0.05, 0.2))))
 
 
+_CUTS: Final = tuple(CutOffer(replicas=number, tp=2 // number, longest=512) for number in (1, 2))
+
+
 @cache
 def plausible_advert(box: int, kind: int) -> bytes:
     """Of a CPU or GPU box that serves alone (0, 1), one that holds some layers (2), one with demand and a phase (3)."""
@@ -85,6 +90,7 @@ def plausible_advert(box: int, kind: int) -> bytes:
         demand=demand if kind == 3 or box == 1 else None,
         phase=Phase.PREFILL if kind == 3 else None,
         usd_per_hour=0.4,
+        division=BoxDivision(head=f"p{box}", nodes=(f"p{box}",), offers=_CUTS) if kind == 1 else None,
     )
     return _encode(advert)
 
@@ -248,14 +254,23 @@ class PlanningAttack:
             if plan is not None:
                 follow_entry(view, leader, _encode(describe_plan(plan)[0]))
                 _use(view, report)
+                self._seek(view, msgspec.structs.replace(task, previous=plan))
             if not coordinator.next(view, leader, now):
                 break
         else:
             raise AssertionError(f"planning still fails after {_ATTEMPTS} attempts: {view.adverts}")
 
-    def _answer(self, task: PlanningTask) -> PlannerAnswer:
+    def _seek(self, view: NetworkView, task: PlanningTask) -> None:
+        """Look for other cuts of machines that let themselves be divided; what fails is said, and nothing is done."""
+        divided = divided_boxes(view.adverts, task.service)
+        if divided:
+            said = self._answer(msgspec.structs.replace(task, divided=divided), seeks_groups=True)
+            if said.failed:
+                self._report.outcomes[f"looking failed: {said.failed[:80]}"] += 1
+
+    def _answer(self, task: PlanningTask, *, seeks_groups: bool = False) -> PlannerAnswer:
         """As the planner's process does it, on its own pipe."""
-        asked = _tasks.decode(_encode(PlannerTask(task=task, search_s=_SEARCH_S)))
+        asked = _tasks.decode(_encode(PlannerTask(task=task, search_s=_SEARCH_S, seeks_groups=seeks_groups)))
         with self._report.one("plannings"):
             said = answer(asked, lambda: False)
         return _answers.decode(_encode(said))
@@ -306,6 +321,7 @@ class PlanningAttack:
 
 
 _PARTS: Final = (
+    "division",
     "engine",
     "hardware",
     "profile",

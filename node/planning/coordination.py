@@ -15,11 +15,12 @@ from ...coordinator.demand import is_idle
 from ...coordinator.names import name_of
 from ...coordinator.plan import Regrouping
 from ...coordinator.regrouping.adoption import Adoption
-from ...coordinator.regrouping.steps import RegroupingProgress, RegroupProposal, make_regrouping
+from ...coordinator.regrouping.divisions import BoxDivision
+from ...coordinator.regrouping.steps import RegroupingProgress, RegroupProposal, make_recutting, make_regrouping
 from ...coordinator.repair.damping import FlapDamping
 from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
 from ...kernels.codecs import codec_named
-from ..adverts import parts_of
+from ..adverts import divided_boxes, parts_of
 from ..settings import DEFAULT_SLO, WAN
 from ..view import NetworkView
 from .messages import RegroupOrder
@@ -38,7 +39,8 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     """Something to plan. `run` takes seconds: it is for another process. `held`: boxes that are trusted less, and get
     no requests while others can serve; `is_urgent`: the plan is wanted at once; `news`: the figures for which it is;
     `regrouping`: on the way to which other groups the plan is to be; `keeping`: boxes that keep their part, because
-    they have refused another; `slo`: the deadlines of requests, as `read_slo` takes them."""
+    they have refused another; `divided`: machines that may be divided anew, by head, where that is looked for;
+    `slo`: the deadlines of requests, as `read_slo` takes them."""
 
     boxes: tuple[BoxView, ...]
     links: tuple[LinkView, ...]
@@ -54,6 +56,7 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     news: str = ""
     regrouping: Regrouping | None = None
     keeping: tuple[str, ...] = ()
+    divided: dict[str, BoxDivision] = {}
 
     def run(self, spent: Callable[[], bool]) -> Plan | None:
         """The plan found until `spent()`; the previous one where nothing is better, None where nobody is ready."""
@@ -79,10 +82,12 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def propose(self, spent: Callable[[], bool]) -> RegroupProposal | None:
-        """Other groups of boxes that would serve more of what is asked for, found until `spent()`."""
+        """Other groups of boxes, or other cuts of machines, that would serve more of what is asked for, found until
+        `spent()`: those that serve most."""
         from ...coordinator.network_problem import build_network_problem
         from ...coordinator.planning.model.slo import read_slo
         from ...coordinator.regrouping.proposal import propose_regrouping  # as above
+        from ...coordinator.regrouping.recuts import NetworkFigures, propose_recuts
 
         codec = KvCodec(self.codec, codec_named(self.codec).bits)
         boxes = tuple(box for box in self.boxes if box.peer not in self.held)
@@ -90,9 +95,17 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
             boxes, self.links, self.demands, service=self.service, codec=codec, previous=self.previous,
             slo=read_slo(self.slo),
         )  # fmt: skip
-        if network is None or self.previous is None or not network.asked:
+        plan = self.previous
+        if network is None or plan is None or not network.asked:
             return None
-        return propose_regrouping(network, self.previous, boxes, rate=network.asked, spent=spent, keeping=self.keeping)
+        figures = NetworkFigures(boxes, self.links, self.demands)
+        found = (
+            propose_recuts(
+                network, plan, figures, self.divided, rate=network.asked, spent=spent, keeping=self.keeping
+            ),
+            propose_regrouping(network, plan, boxes, rate=network.asked, spent=spent, keeping=self.keeping),
+        )  # fmt: skip
+        return max(filter(None, found), key=lambda each: each.regrouping.after, default=None)
 
     @property
     def roster(self) -> Any:
@@ -230,7 +243,8 @@ class Coordinator:
         task = self._task(view, leader, now)
         if task is None or task.previous is None or task.regrouping is not None:
             return None
-        task = self._with_figures(task, view, now)
+        divided = divided_boxes(view.adverts, task.service)
+        task = msgspec.structs.replace(self._with_figures(task, view, now), divided=divided)
         if not any(demand.requests_s > 0.0 for demand in task.demands):  # what is only assumed moves no box
             self._adoption.consider(None, now)
             return None
@@ -247,6 +261,7 @@ class Coordinator:
         order = RegroupOrder(
             service=view.plan.service,
             groups=found.groups,
+            recuts=found.recuts,
             before=expected.before,
             after=expected.after,
             reload_s=expected.reload_s,
@@ -254,7 +269,7 @@ class Coordinator:
         return self.order(order, view, leader)
 
     def order(self, order: RegroupOrder, view: NetworkView, leader: Leader | None) -> Regrouping:
-        """These groups are wanted: the next plan begins with their first step. Raises PlanError."""
+        """These groups, or these cuts, are wanted: the next plan begins with their first step. Raises PlanError."""
         if leader is None or leader[0] != self._own:
             raise PlanError("this node does not coordinate the network; ask the one that does")
         plan = _running(view, order.service)
@@ -262,14 +277,16 @@ class Coordinator:
             raise PlanError(f"no plan for {order.service} is running")
         if plan.regrouping is not None or self._progress.is_ordered:
             raise PlanError("boxes are on their way to other groups already; see `p2pserve status`")
-        found = make_regrouping(
-            plan,
-            order.groups,
-            view.boxes(order.service),
-            before=order.before,
-            after=order.after,
-            reload_s=order.reload_s,
-        )
+        if order.groups and order.recuts:
+            raise PlanError("boxes are either grouped or divided anew; ask for the one, and then for the other")
+        boxes, before, after, reload_s = view.boxes(order.service), order.before, order.after, order.reload_s
+        if order.recuts:
+            divided = divided_boxes(view.adverts, order.service)
+            found = make_recutting(
+                plan, order.recuts, divided, boxes, before=before, after=after, reload_s=reload_s
+            )  # fmt: skip
+        else:
+            found = make_regrouping(plan, order.groups, boxes, before=before, after=after, reload_s=reload_s)
         self._progress.order(found)
         return found
 

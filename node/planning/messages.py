@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ...coordinator.bounds import Count, Counter, Figure, ModelName, Name, Seconds
-from ...coordinator.plan import Groups
+from ...coordinator.bounds import MAX_REPLICAS, Count, Counter, Figure, ModelName, Name, Seconds
+from ...coordinator.plan import BoxRecut, Groups
 from ..messages import Message
 
 MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
@@ -51,11 +51,13 @@ class PlanPiece(Message, frozen=True, kw_only=True):
 
 
 class RegroupOrder(Message, frozen=True, kw_only=True):
-    """An admin wants these groups of boxes in place of those that run. What is expected of it, for people: requests per
-    second in time `before` and `after`, and for how long the boxes of a step are away."""
+    """An admin wants these groups of boxes in place of those that run, or these machines divided anew. What is expected
+    of it, for people: requests per second in time `before` and `after`, and for how long the boxes of a step are
+    away."""
 
     service: ModelName
-    groups: Groups
+    groups: Groups = ()
+    recuts: Annotated[tuple[BoxRecut, ...], msgspec.Meta(max_length=MAX_REPLICAS)] = ()
     before: Figure = 0.0
     after: Figure = 0.0
     reload_s: Seconds = 0.0

@@ -28,6 +28,9 @@ def find_conflict(plan: Plan, own: PeerId, advert: Advert) -> str:
     replica = plan.replica_of(own)
     if replica is None:
         return ""
+    step = plan.regrouping.steps[0] if plan.regrouping is not None else None
+    if step is not None and step.recut is not None and own in step.boxes:
+        return ""  # its GPUs are divided anew meanwhile: the plan names it as it was before
     stage = next(stage for stage in replica.stages if stage.peer == own)
     layers = stage.last_layer - stage.first_layer
     gpus = max(len(advert.hardware.gpus), advert.tp, 1)

@@ -27,6 +27,7 @@ from ...node.engine.api.options import OptionRefused, check_options
 from ...node.engine.vllm_program.backend import VLLM
 from ...node.messages import MAX_DEADLINE_S
 from ...node.observing.node_log import TOLD
+from ...node.owner.dividing import Tell, tell_nobody
 from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
 from ..doctor.at_join import describe_unfit, examine_box
 from ..environment import require_network
@@ -120,7 +121,8 @@ def _run_node(settings: NodeSettings, arguments: SimpleNamespace) -> int:
     greet = _greet_json if arguments.format == "json" else _greet
     sys.setswitchinterval(SWITCH_S)
     share_one_heap()
-    return trio.run(_serve_until_signal, settings, greet)
+    tell = _tell_parent if settings.divided is not None else tell_nobody
+    return trio.run(_serve_until_signal, settings, greet, tell)
 
 
 def _let_nodes_log(debug: bool) -> None:
@@ -142,7 +144,7 @@ def _examine(settings: NodeSettings) -> list[str]:
         return [f"home: this box was not looked at: {error}; p2pserve doctor says more"]
 
 
-async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None]) -> int:
+async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started], None], tell: Tell) -> int:
     """Run a node. The first signal drains it; a second, or one before it has joined, ends it."""
     stop = trio.Event()
     code = 0
@@ -162,7 +164,9 @@ async def _serve_until_signal(settings: NodeSettings, greet: Callable[[Started],
                         line.say("leaving; once more to leave at once")
 
             async def serve(*, task_status: trio.TaskStatus[Started]) -> None:
-                await run_node(settings, say=line.say, show=line.show, stop=stop, task_status=task_status)
+                await run_node(
+                    settings, say=line.say, show=line.show, tell=tell, stop=stop, task_status=task_status
+                )  # fmt: skip
                 nursery.cancel_scope.cancel()
 
             async def tell_unfit() -> None:
@@ -196,3 +200,8 @@ def _greet(started: Started) -> None:
 
 def _greet_json(started: Started) -> None:
     print(json.dumps(greeting_of(started)), flush=True)
+
+
+def _tell_parent(told: dict[str, Any]) -> None:
+    """The command that runs the nodes of this box reads what they print."""
+    print(json.dumps(told), flush=True)

@@ -13,7 +13,7 @@ from ..options.arguments import FLAGS, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
-from ..options.values import AGE, COUNT, FIGURE, MOMENT, OWN_NODE, POSITIVE, REPLICAS, SECONDS
+from ..options.values import AGE, COUNT, DURATION, FIGURE, MOMENT, OWN_NODE, POSITIVE, REPLICAS, SECONDS, duration
 
 vllm_options: Final = click.argument(
     FLAGS, cls=ConfigArgument, key=VLLM, nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
@@ -87,7 +87,16 @@ def bootstrap(arguments: SimpleNamespace) -> int:
         default=1,
         metavar="N",
         help="divide the GPUs of this box among so many nodes, each a replica of the model with a port, the next one "
-        "up, and a folder of its own; auto: as many as would serve most requests (default: 1)",
+        "up, and a folder of its own; auto: as many as would serve most requests, and others later where the network "
+        "plans so (default: 1)",
+    ),
+    option(
+        "--recut-every",
+        type=DURATION,
+        section="Engine",
+        default=duration("30m"),
+        metavar="TIME",
+        help="with --replicas auto: the network may divide this box anew so often at most (default: 30m)",
     ),
     option("--engine-channel", type=COUNT, hidden=True),
     link_options,

@@ -30,7 +30,7 @@ from .comparison import PROMISE_TOLERANCE, TOLERANCE, Figure, LiveComparison, Li
 from .live_page import write_live_page
 from .network import Say
 from .nodes import MAX_REQUESTS, LiveSettings
-from .regroup_bench import check_settings, print_bench, run_regroup_bench
+from .regroup_bench import CHANGES, PIPELINE, check_settings, print_bench, run_regroup_bench
 from .schedule import FaultKind, Schedule, check_schedule, parse_fault, read_schedule
 from .simulated import service_of
 
@@ -112,8 +112,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add(
         "--regroup",
-        action="store_true",
-        help="instead: what requests lose while two nodes become one pipeline, or part again, beside the plan kept",
+        nargs="?",
+        const=PIPELINE,
+        choices=CHANGES,
+        help="instead: what requests lose while two nodes become one pipeline, or part again, beside the plan kept; "
+        "cut: while the GPUs of one box are divided anew among other numbers of nodes",
     )
     add("--page", type=Path, metavar="FOLDER", help="instead: run all of docs/results/live.md, and write it there")
     add("--pairs", type=int, default=2, metavar="N", help="with --regroup: so often, in turn (default: 2)")
@@ -174,9 +177,10 @@ def _run(arguments: argparse.Namespace) -> int:
 def _regroup(settings: LiveSettings, traffic: LiveTraffic, arguments: argparse.Namespace) -> int:
     if traffic.load is not None or traffic.lead:
         raise UsageError("load, lead: with --regroup all requests count, and come at --rate")
-    check_settings(settings, arguments.pairs)
+    check_settings(settings, arguments.pairs, arguments.regroup)
     pairs = (replace(traffic, seed=traffic.seed + pair) for pair in range(arguments.pairs))
-    bench = run_regroup_bench(settings, [each.trace(each.rate or 1.0) for each in pairs], open_say())
+    traces = [each.trace(each.rate or 1.0) for each in pairs]
+    bench = run_regroup_bench(settings, traces, open_say(), arguments.regroup)
     print_bench(bench, arguments.format, open_console())
     return 0 if bench.ok else 1
 

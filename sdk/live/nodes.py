@@ -53,6 +53,14 @@ class LiveSettings:
         return f"{self.nodes} emulated nodes of {', '.join(self.cards)} ({self.specs})"
 
 
+def node_options(settings: LiveSettings, number: int) -> list[str]:
+    """What the node with this number joins with, whatever its phase."""
+    options = ["--emulate", settings.cards_of(number), "--emulate-specs", settings.specs]
+    options += ["--model", settings.model, "--codec", settings.codec, "--slo", settings.slo]
+    options += ["--emulate-load-gb-s", str(settings.load_gb_s), "--max-requests", str(MAX_REQUESTS)]
+    return [*options, "--max-num-batched-tokens", str(settings.max_batched_tokens)]
+
+
 @contextmanager
 def open_places(settings: LiveSettings) -> Iterator[ChaosLinks | None]:
     """Where nodes are, for the body, which runs where their client is; None: all on loopback. Raises DemoFailed."""
@@ -93,15 +101,11 @@ class LiveNodes:
 
     async def join(self, number: int) -> None:
         """Start a node; one that was lost is the same again, with an empty engine. Raises DemoFailed."""
-        settings = self._settings
         if number in self.peers:
             self._box.kill_node(self.peers[number])
-        options = ["--emulate", settings.cards_of(number), "--emulate-specs", settings.specs]
-        options += ["--model", settings.model, "--codec", settings.codec, "--slo", settings.slo]
-        options += ["--emulate-load-gb-s", str(settings.load_gb_s), "--max-requests", str(MAX_REQUESTS)]
-        options += ["--max-num-batched-tokens", str(settings.max_batched_tokens)]
-        if settings.phases:
-            options += ["--phase", settings.phases[number % len(settings.phases)].value]
+        options, phases = node_options(self._settings, number), self._settings.phases
+        if phases:
+            options += ["--phase", phases[number % len(phases)].value]
         greeting = await self._start(number, str(number), ["join", *options], self.bootstrap.tokens["leader"])
         self.peers[number] = greeting.peer
 

@@ -24,7 +24,10 @@ from ...coordinator.planning.model.workload import Service, Slo
 from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.light_rescheduling import reschedule_lightly
 from ...coordinator.regrouping.proposal import propose_regrouping
+from ...coordinator.regrouping.recuts import NetworkFigures, propose_recuts
+from ...coordinator.regrouping.steps import RegroupProposal
 from ...kernels.codecs import DEFAULT, codec_named
+from ...node.adverts import divided_boxes
 from ...node.messages import Status
 from ...node.view import NetworkView
 from ..actions.network import client_of
@@ -78,10 +81,7 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
         raise NotReady(f"no box of the network is ready to serve {service}{known}: see `p2pserve status`")
     found = compare(network, plan)
     explained = _explain(network, found.running or found.best) if arguments.explain else None
-    boxes = NetworkView.of_status(status).boxes(service)
-    proposal = None
-    if plan is not None:
-        proposal = propose_regrouping(network, plan, boxes, keeping=[each.peer for each in plan.refused])
+    proposal = _propose(status, network, plan) if plan is not None else None
     begun = apply_proposal(arguments, status, service, proposal) if arguments.apply else None
     if arguments.format == "json":
         regrouping = {"regrouping": proposal_json(proposal), "applied": begun is not None}
@@ -115,6 +115,18 @@ def _problem_of(
         view.boxes(service), view.links(), view.demands(service).values(),
         service=service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
     )  # fmt: skip
+
+
+def _propose(status: Status, network: NetworkProblem, plan: Plan) -> RegroupProposal | None:
+    """Other groups of boxes, or other cuts of machines, that would serve more: what serves most."""
+    view, service = NetworkView.of_status(status), plan.service
+    boxes, keeping = view.boxes(service), [each.peer for each in plan.refused]
+    figures = NetworkFigures(boxes, view.links(), tuple(view.demands(service).values()))
+    found = (
+        propose_recuts(network, plan, figures, divided_boxes(view.adverts, service), keeping=keeping),
+        propose_regrouping(network, plan, boxes, keeping=keeping),
+    )
+    return max(filter(None, found), key=lambda each: each.regrouping.after, default=None)
 
 
 def _explain(network: NetworkProblem, proposal: Proposal) -> Explanation:

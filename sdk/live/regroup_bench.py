@@ -5,6 +5,8 @@
     pair 2   the plan kept, then                   they part again
     ...
 
+With `--regroup cut` the GPUs of one box are divided anew instead, among another number of nodes, and back.
+
 A change counts from its order until its last box is ready. Of the requests that come in that time, as many are to be in
 time as with the plan that is kept on the same boxes, but for 5 %. Emulated engines take as long to load as they would.
 """
@@ -16,7 +18,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -26,13 +28,18 @@ from rich.console import Console
 from rich.table import Table
 
 from ...coordinator import Phase, Plan, Stage
-from ...coordinator.plan import Deadlines, Groups
+from ...coordinator.plan import BoxRecut, Deadlines, Groups
+from ...node.adverts import divided_boxes
+from ...node.engine.emulated.model import parse_cards
+from ...node.messages import Status
 from ...node.planning.messages import RegroupOrder
+from ...node.view import NetworkView
 from ...sims.records import Outcomes, Trace
 from ..client import AsyncClient
-from ..demo.box import open_box
+from ..demo.box import ON_LOOPBACK, DemoBox, open_box
 from ..errors import DemoFailed, UsageError
 from .network import (
+    PLAN_S,
     POLL_S,
     SETTLE_S,
     TOO_SLOW,
@@ -42,12 +49,16 @@ from .network import (
     wait_for_plan,
     warm_up,
 )
-from .nodes import LiveNodes, LiveSettings
+from .nodes import LiveNodes, LiveSettings, node_options
 
 TARGET: Final = 0.95
 LEAST_NODES: Final = 3  # two change, and somebody has to go on
 LEAD: Final = 0.2  # of the trace, before the order: by then the boxes are as busy as they will be
 CHANGE_S: Final = 300.0
+PIPELINE: Final = "pipeline"
+CUT: Final = "cut"
+CHANGES: Final = (PIPELINE, CUT)
+DIVISIBLE: Final = ("--replicas", "auto", "--recut-every", "1s")
 
 Rows = NDArray[np.bool_]
 
@@ -89,8 +100,49 @@ class RegroupBench(msgspec.Struct, frozen=True, kw_only=True):
     pairs: tuple[RegroupPair, ...]
 
 
-def check_settings(settings: LiveSettings, pairs: int) -> None:
-    """Raises UsageError."""
+class GroupsChange(NamedTuple):
+    """These groups take the place of those that run."""
+
+    name: str
+    groups: Groups
+
+    def order(self, service: str) -> RegroupOrder:
+        """What the coordinator is told."""
+        return RegroupOrder(service=service, groups=self.groups)
+
+    def is_over(self, status: Status, plan: Plan) -> bool:
+        """Whether this plan, which is on its way to no other, has them."""
+        return {replica.stages for replica in plan.replicas} >= set(self.groups)
+
+
+class CutChange(NamedTuple):
+    """The box of this head is divided anew."""
+
+    name: str
+    recut: BoxRecut
+
+    def order(self, service: str) -> RegroupOrder:
+        """What the coordinator is told."""
+        return RegroupOrder(service=service, recuts=(self.recut,))
+
+    def is_over(self, status: Status, plan: Plan) -> bool:
+        """Whether its nodes are in this plan, which is on its way to no other."""
+        nodes = nodes_of_box(status, self.recut.head)
+        return len(nodes) == self.recut.replicas and set(nodes) <= set(plan.peers)
+
+
+def nodes_of_box(status: Status, head: str) -> tuple[str, ...]:
+    """The nodes of a box that lets the network divide it; none where it is not all there."""
+    view = NetworkView.of_status(status)
+    divided = divided_boxes(view.adverts, status.plan.service if status.plan is not None else "")
+    return divided[head].nodes if head in divided else ()
+
+
+def check_settings(settings: LiveSettings, pairs: int, kind: str = PIPELINE) -> None:
+    """Raises UsageError or GpuError."""
+    cards = settings.cards_of(settings.nodes)
+    if kind == CUT and parse_cards(cards, settings.specs).count < 2:
+        raise UsageError(f"cards: {cards} cannot be divided; take two or more, such as 2xRTX A6000")
     if settings.nodes < LEAST_NODES:
         raise UsageError(f"nodes: two change their group; {settings.nodes} leave nobody to go on, take {LEAST_NODES}")
     if set(settings.phases) - {Phase.MIXED}:
@@ -102,10 +154,10 @@ def check_settings(settings: LiveSettings, pairs: int) -> None:
         raise UsageError(f"pairs: {pairs} is not above 0")
 
 
-def run_regroup_bench(settings: LiveSettings, traces: Iterable[Trace], say: Say) -> RegroupBench:
-    """A pair for each trace, on one network. Raises DemoFailed, ClientError."""
+def run_regroup_bench(settings: LiveSettings, traces: Iterable[Trace], say: Say, kind: str = PIPELINE) -> RegroupBench:
+    """A pair for each trace, on one network; the change is of this kind. Raises DemoFailed, ClientError."""
     taken = list(traces)
-    pairs, late = trio.run(_run_pairs, replace(settings, phases=(Phase.MIXED,)), taken, say)
+    pairs, late = trio.run(_run_pairs, replace(settings, phases=(Phase.MIXED,)), taken, say, kind)
     return summarise_pairs(pairs, settings.describe(), taken[0], late)
 
 
@@ -148,30 +200,64 @@ def compare_runs(
     )
 
 
-async def _run_pairs(settings: LiveSettings, traces: list[Trace], say: Say) -> tuple[list[RegroupPair], int]:
+async def _run_pairs(settings: LiveSettings, traces: list[Trace], say: Say, kind: str) -> tuple[list[RegroupPair], int]:
     pairs: list[RegroupPair] = []
     async with open_box(watch_memory=False) as box:
-        nodes = LiveNodes(box, settings, None)
+        alike = settings if kind != CUT else replace(settings, nodes=settings.nodes - 1)
+        nodes = LiveNodes(box, alike, None)
         say(f"starting {settings.describe()} for {settings.model}")
         await nodes.start()
         tokens, peers = nodes.bootstrap.tokens, nodes.peers
         async with AsyncClient(tokens["client"]) as client, AsyncClient(tokens["admin"]) as admin:
             plan = await wait_for_plan(client, nodes)
+            head = await _start_divisible(box, client, tokens["leader"], settings, say) if kind == CUT else ""
             await trio.sleep(SETTLE_S)
             for number, trace in enumerate(traces):
-                joins = number % 2 == 0
-                groups = make_groups(plan, peers[1], peers[2], joins=joins)
-                change = "join" if joins else "part"
+                plan = (await client.status()).plan or plan
+                change = (
+                    await _choose_cut(client, head)
+                    if kind == CUT
+                    else make_change(plan, peers[1], peers[2], joins=number % 2 == 0)
+                )
                 await warm_up(client, plan)
                 say(f"pair {number + 1}, plan kept: {len(trace)} requests of {trace.lengths}")
                 kept, _ = await replay(client, trace, say, may_fail=True)
-                say(f"pair {number + 1}, boxes 1 and 2 {change}: the same requests")
-                run = _ChangedRun(admin, client, groups, say)
+                say(f"pair {number + 1}, {change.name}: the same requests")
+                run = _ChangedRun(admin, client, change, say)
                 changed, moved = await run.replay(trace)
-                pairs.append(compare_runs(change, kept, changed, plan.deadlines, run.span, moved))
-                say(f"{pairs[-1].changed} of {pairs[-1].kept} requests in time while they {change}")
-                plan = run.plan
+                pairs.append(compare_runs(change.name, kept, changed, plan.deadlines, run.span, moved))
+                say(f"{pairs[-1].changed} of {pairs[-1].kept} requests in time meanwhile ({change.name})")
         return pairs, box.engine_logs().count(TOO_SLOW)
+
+
+async def _start_divisible(box: DemoBox, client: AsyncClient, token: str, settings: LiveSettings, say: Say) -> str:
+    """Start one box more, whose GPUs may be divided anew; its first node, when the plan has all of them. Raises
+    DemoFailed."""
+    say("starting a box whose GPUs may be divided anew")
+    options = ["join", *node_options(settings, settings.nodes), "--phase", Phase.MIXED.value, *DIVISIBLE]
+    head = (await box.start_elsewhere("divisible", options, listen=ON_LOOPBACK, token=token, inside=list)).peer
+    with trio.move_on_after(PLAN_S):
+        while True:
+            status = await client.status()
+            nodes = nodes_of_box(status, head)
+            if nodes and status.plan is not None and set(nodes) <= set(status.plan.peers):
+                return head
+            await trio.sleep(POLL_S)
+    raise DemoFailed(f"no plan with the box that may be divided anew after {PLAN_S:g} s")
+
+
+async def _choose_cut(client: AsyncClient, head: str) -> CutChange:
+    """Half as many nodes as the box has, or two of one. Raises DemoFailed where it is not there."""
+    nodes = nodes_of_box(await client.status(), head)
+    if not nodes:
+        raise DemoFailed("the box that is to be divided anew is not there")
+    was, replicas = len(nodes), max(1, len(nodes) // 2) if len(nodes) > 1 else 2
+    return CutChange(f"{was} -> {replicas} nodes", BoxRecut(head=head, replicas=replicas, was=was))
+
+
+def make_change(plan: Plan, first: str, second: str, *, joins: bool) -> GroupsChange:
+    """Both boxes join, or part. Raises DemoFailed where the plan lacks one."""
+    return GroupsChange("join" if joins else "part", make_groups(plan, first, second, joins=joins))
 
 
 def make_groups(plan: Plan, first: str, second: str, *, joins: bool) -> Groups:
@@ -191,16 +277,14 @@ def make_groups(plan: Plan, first: str, second: str, *, joins: bool) -> Groups:
 
 
 class _ChangedRun:
-    """A replay in which groups change. `span`: of the change, in seconds from the first arrival that may be; `plan`:
-    the one after it."""
+    """A replay in which groups change. `span`: of the change, in seconds from the first arrival that may be."""
 
-    def __init__(self, admin: AsyncClient, client: AsyncClient, groups: Groups, say: Say) -> None:
+    def __init__(self, admin: AsyncClient, client: AsyncClient, change: GroupsChange | CutChange, say: Say) -> None:
         self._admin = admin
         self._client = client
-        self._groups = groups
+        self._wanted = change
         self._say = say
         self.span = (0.0, 0.0)
-        self.plan: Plan
 
     async def replay(self, trace: Trace) -> tuple[Outcomes, int]:
         """Returns what the client saw once both are over, the requests and the change."""
@@ -216,30 +300,28 @@ class _ChangedRun:
         status = await self._client.status()
         if status.plan is None or status.coordinator is None:
             raise DemoFailed("the network has lost its plan or its coordinator")
-        order = RegroupOrder(service=status.plan.service, groups=self._groups)
-        begun = await self._admin.regroup(order, status.coordinator)
+        begun = await self._admin.regroup(self._wanted.order(status.plan.service), status.coordinator)
         self._say(f"{begun.boxes} boxes are told to change")
         with trio.move_on_after(CHANGE_S):
-            while not (plan := await self._changed_plan()):  # noqa: ASYNC110 (of other processes)
+            while not await self._is_over():  # noqa: ASYNC110 (of other processes)
                 await trio.sleep(POLL_S)
-            self.plan = plan
             self.span = (at, trio.current_time() - began)
             self._say(f"the change took {self.span[1] - self.span[0]:.1f} s")
             return
         raise DemoFailed(f"boxes have not changed after {CHANGE_S:g} s")
 
-    async def _changed_plan(self) -> Plan | None:
-        """The plan when the change is over. Raises DemoFailed where it was given up."""
-        plan = (await self._client.status()).plan
+    async def _is_over(self) -> bool:
+        """Whether the change is. Raises DemoFailed where it was given up."""
+        status = await self._client.status()
+        plan = status.plan
         if plan is None or plan.regrouping is not None:
-            return None
-        running = {replica.stages for replica in plan.replicas}
-        if running >= set(self._groups):
-            return plan
+            return False
+        if self._wanted.is_over(status, plan):
+            return True
         given_up = next((line for line in plan.why if "given up" in line), "")
         if given_up:
             raise DemoFailed(given_up)
-        return None
+        return False
 
 
 def show_bench(found: RegroupBench, console: Console) -> None:
@@ -247,7 +329,7 @@ def show_bench(found: RegroupBench, console: Console) -> None:
     console.print(f"{found.emulated}; lengths: {found.lengths}; arrivals: {found.arrivals}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     columns: tuple[tuple[str, Callable[[RegroupPair], str]], ...] = (
-        ("boxes 1, 2", lambda pair: pair.change),
+        ("change", lambda pair: pair.change),
         ("took, s", lambda pair: f"{pair.change_s:.1f}"),
         ("asked meanwhile", lambda pair: str(pair.asked)),
         ("in time: plan kept", lambda pair: str(pair.kept)),
@@ -258,7 +340,7 @@ def show_bench(found: RegroupBench, console: Console) -> None:
         ("failed", lambda pair: str(pair.failed)),
     )
     for name, _ in columns:
-        table.add_column(name, justify="left" if name == "boxes 1, 2" else "right")
+        table.add_column(name, justify="left" if name == "change" else "right")
     for pair in found.pairs:
         table.add_row(*(show(pair) for _, show in columns))
     console.print(table)

@@ -9,7 +9,7 @@ import msgspec
 from rich.console import Console
 
 from ...coordinator import Plan, Stage
-from ...coordinator.names import name_of
+from ...coordinator.names import count_of, name_of
 from ...coordinator.plan import GroupStages
 from ...coordinator.regrouping.refusals import describe_refusal
 from ...coordinator.regrouping.steps import PAYBACK_S, RegroupProposal
@@ -33,7 +33,7 @@ def apply_proposal(
         raise NotReady("apply: the network has no coordinator now; try again in some seconds")
     expected = found.regrouping
     order = RegroupOrder(
-        service=service, groups=found.groups, before=expected.before, after=expected.after,
+        service=service, groups=found.groups, recuts=found.recuts, before=expected.before, after=expected.after,
         reload_s=expected.reload_s,
     )  # fmt: skip
     with client_of(arguments) as client:
@@ -46,6 +46,7 @@ def proposal_json(found: RegroupProposal | None) -> dict[str, Any] | None:
         return None
     return {
         "groups": msgspec.to_builtins(found.groups),
+        "recuts": msgspec.to_builtins(found.recuts),
         "steps": msgspec.to_builtins(found.regrouping.steps),
         "before": found.regrouping.before,
         "phases_alone": found.light,
@@ -69,9 +70,12 @@ def print_proposal(
     if found is None or plan is None:
         return
     expected = found.regrouping
-    console.print("\nother groups of boxes would serve more:")
+    console.print(f"\n{'boxes divided anew' if found.recuts else 'other groups of boxes'} would serve more:")
     for number, step in enumerate(expected.steps):
-        for group in step.form:
+        if step.recut is not None:
+            nodes = count_of(step.recut.replicas, "node")
+            console.print(f"  step {number + 1}: the box of {name_of(step.recut.head)}: {step.recut.was} -> {nodes}")
+        for group in step.form if step.recut is None else ():
             for stage in group:
                 was = _describe(plan, stage.peer)
                 console.print(f"  step {number + 1}: {name_of(stage.peer)}: {was} -> {_describe_stage(group, stage)}")

@@ -12,8 +12,10 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ...coordinator.bounds import MAX_GPUS
 from ...coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from ...coordinator.costs.model_shape import ModelShape
+from ...coordinator.regrouping.divisions import CutOffer
 from ...node.box.errors import NodeError
 from ...node.box.hardware import Gpu, Hardware, probe
 from ...node.engine.backend import EngineBackend, ServedModel
@@ -28,10 +30,12 @@ and would be others for each cut."""
 
 
 class ReplicaChoice(NamedTuple):
-    """So many nodes, and a line for people."""
+    """So many nodes, and a line for people; and the cuts that the network may choose among while they run: those that
+    take the longest requests."""
 
     replicas: int
     why: str
+    offers: tuple[CutOffer, ...] = ()
 
 
 class FittingCut(NamedTuple):
@@ -82,11 +86,17 @@ def choose_among(card: GpuSpec, gpus: int, model: ModelShape, fitting: Sequence[
     cuts = [BoxCut(each.replicas, each.tp) for each in fitting if each.longest == longest]
     if not cuts:
         return ReplicaChoice(1, "replicas: 1, as the whole box does not hold the model by itself")
+    offers = tuple(
+        CutOffer(replicas=each.replicas, tp=each.tp, longest=each.longest)
+        for each in fitting
+        if each.longest == longest and gpus <= MAX_GPUS
+    )
     workload = expected_workload((), longest)
     try:
         slo = scaled_slo(model, workload, SLO_SCALE, TARGET)
     except WorkloadError as error:
-        return ReplicaChoice(cuts[0].replicas, f"replicas: {cuts[0].replicas}, the fewest that hold the model: {error}")
+        why = f"replicas: {cuts[0].replicas}, the fewest that hold the model: {error}"
+        return ReplicaChoice(cuts[0].replicas, why, offers)
     service = Service(name=model.name, model=model, workload=workload, slo=slo)
     box = Box(id="box", gpu=card, gpus=gpus, gpu_link_gbps=card_link_gbps(card))
     rated = rate_cuts(box, service, cuts)
@@ -100,6 +110,7 @@ def choose_among(card: GpuSpec, gpus: int, model: ModelShape, fitting: Sequence[
         f"replicas: {best.cut.replicas} of {gpus // best.cut.replicas} x {card.name}, expected to answer "
         f"{best.rate:.3g} requests/s in time{beside}, {workload.mean_prompt:.0f} tokens in and "
         f"{workload.mean_output:.0f} out on average",
+        offers,
     )
 
 

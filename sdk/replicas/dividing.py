@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from ...bootstrap import Address, parse_address
 from ...bootstrap.trust.tokens import Grant
 from ...coordinator.names import count_of
+from ...coordinator.regrouping.divisions import CutOffer
 from ...node.box.hardware import VISIBLE
 from ...node.engine.emulated.backend import EMULATED
 from ..errors import UsageError
@@ -32,6 +33,10 @@ class NodePart:
     listen: Address
     options: Mapping[str, Any]
     variables: Mapping[str, str]
+
+    def with_options(self, more: Mapping[str, Any]) -> NodePart:
+        """With these besides."""
+        return replace(self, options={**self.options, **more})
 
 
 def divide_box(options: Mapping[str, Any], replicas: int, visible: Sequence[str]) -> tuple[NodePart, ...]:
@@ -114,6 +119,26 @@ def check_places(grant: Grant, replicas: int) -> None:
             f"replicas: each node takes a place of the join token, and {grant.certificate} has {grant.uses} for "
             f"{replicas} nodes; ask the network's owner for another one (p2pserve token create --uses {replicas})"
         )
+
+
+def choose_offers(
+    options: Mapping[str, Any],
+    fitting: Sequence[CutOffer],
+    visible: Sequence[str],
+    mapped: Sequence[int],
+    places: int,
+) -> tuple[CutOffer, ...]:
+    """Of the cuts that fit a box those that the network may choose: with a place of the join token for each node, and
+    with ports that can be dialled wherever a provider maps some. None where there is but one."""
+    found = []
+    for offer in fitting:
+        try:
+            parts = divide_box(options, offer.replicas, visible)
+        except UsageError:
+            continue
+        if offer.replicas <= places and describe_unmapped(parts, mapped) is None:
+            found.append(offer)
+    return tuple(found) if len(found) > 1 else ()
 
 
 def describe_unmapped(parts: Sequence[NodePart], mapped: Sequence[int]) -> str | None:

@@ -14,18 +14,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
+
+from ...node.owner.dividing import DividedBox
 from ..cli import run_explained
 from ..options.command import DEBUG, PROGRAM, set_up_logging
 
 PATHS: Final = ("home", "api_key_file")
 """Options that are paths."""
 
+DIVIDED: Final = "divided"
+"""What no option says: that the network may divide the box anew."""
+
 _STDIN: Final = 0
 
 
 def write_options(options: dict[str, Any]) -> bytes:
     """Options of `join` as a line."""
-    return json.dumps({name: str(each) if isinstance(each, Path) else each for name, each in options.items()}).encode()
+    plain = {name: str(each) if isinstance(each, Path) else each for name, each in options.items()}
+    return json.dumps(plain, default=msgspec.to_builtins).encode()
 
 
 def read_options(line: bytes) -> SimpleNamespace:
@@ -36,6 +43,8 @@ def read_options(line: bytes) -> SimpleNamespace:
             found[name] = tuple(value)
         elif name in PATHS and value is not None:
             found[name] = Path(value)
+    if DIVIDED in found:
+        found[DIVIDED] = msgspec.convert(found[DIVIDED], DividedBox)
     return SimpleNamespace(**found)
 
 

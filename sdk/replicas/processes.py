@@ -18,6 +18,7 @@ from typing import Any, Final, final
 
 import trio
 
+from ...node.owner.dividing import READY, WANTS
 from ...node.settings import NodeTuning
 from .dividing import NodePart
 from .ends import AfterEnd, NodeEnd, combine_codes, decide_after
@@ -25,6 +26,7 @@ from .node_process import write_options
 
 ERROR: Final = "p2pserve: error: "
 MAX_LINE: Final = 1 << 16
+_TOLD: Final = tuple(f'{{"{word}"' for word in ("peer", WANTS, READY))
 FLUSH_S: Final = 1.0  # for what a process that has ended has printed; a child of it may hold its output open
 
 Tell = Callable[[str, str], None]
@@ -34,13 +36,24 @@ Greet = Callable[[NodePart, dict[str, Any]], None]
 """A node has been admitted; with what it says of itself then."""
 
 
+class Parent:
+    """What may become of nodes whose box the network may divide anew; here: nothing."""
+
+    def on_told(self, part: NodePart, told: Mapping[str, Any]) -> None:
+        """A node has told its parent something: see `node/owner/dividing.py`."""
+
+    def on_failed(self, part: NodePart, why: str) -> bool:
+        """A node has ended that was not to; whether all are to leave for that."""
+        return False
+
+
 @final
 class NodeProcess:
     """One node, over as many processes as it takes."""
 
-    def __init__(self, part: NodePart, options: Mapping[str, Any]) -> None:
+    def __init__(self, part: NodePart, options: Mapping[str, Any], *, was_member: bool) -> None:
         self.part = part
-        self.was_member = False
+        self.was_member = was_member
         self.process: trio.Process | None = None
         self.reason = ""  # the error that its process has ended with
         self.failures = 0
@@ -79,7 +92,8 @@ class NodeProcess:
 
 @final
 class BoxNodes:
-    """All nodes of a box. `tell` has lines for people, `greet` hears of each node that has been admitted."""
+    """All nodes of a box, in one cut. `tell` has lines for people, `greet` hears of each node that has been admitted,
+    `parent` of what they want and of failures. `were_members`: the box has been admitted in another cut."""
 
     def __init__(
         self,
@@ -89,8 +103,11 @@ class BoxNodes:
         tell: Tell,
         greet: Greet,
         tuning: NodeTuning,
+        parent: Parent | None = None,
+        were_members: bool = False,
     ) -> None:
-        self._nodes = [NodeProcess(part, options) for part in parts]
+        self._nodes = [NodeProcess(part, options, was_member=were_members) for part in parts]
+        self._parent = parent or Parent()
         self._tell = tell
         self._greet = greet
         self._tuning = tuning
@@ -107,6 +124,11 @@ class BoxNodes:
         for node in self._nodes:
             node.send(signal.SIGTERM)
 
+    def end(self) -> None:
+        """End what has not left."""
+        for node in self._nodes:
+            node.send(signal.SIGKILL)
+
     async def run(self) -> int:
         """Run them until all have ended; the exit code. Whatever ends this ends them."""
         first, *others = self._nodes
@@ -118,8 +140,7 @@ class BoxNodes:
                     for node in others:
                         nursery.start_soon(self._keep, node)
         finally:
-            for node in self._nodes:
-                node.send(signal.SIGKILL)
+            self.end()
         return combine_codes(self._codes)
 
     async def _keep(self, node: NodeProcess) -> None:
@@ -134,12 +155,17 @@ class BoxNodes:
                 code=code, was_member=node.was_member, failures=node.failures, leaves=self._leaves.is_set()
             )  # fmt: skip
             after = decide_after(end, self._tuning)
+            why = _describe_end(code, node.reason)
+            if after is not AfterEnd.LEFT and self._parent.on_failed(node.part, why):
+                self._tell(node.part.folder, why)
+                after = AfterEnd.LEFT
+                self.leave()
             if after is not AfterEnd.AGAIN:
                 self._codes.append(code)
-                self._end(node, after, _describe_end(code, node.reason))
+                self._end(node, after, why)
                 return
             pause_s = self._tuning.backoff_s(node.failures)
-            self._tell(node.part.folder, f"{_describe_end(code, node.reason)}; starts again in {pause_s:g} s")
+            self._tell(node.part.folder, f"{why}; starts again in {pause_s:g} s")
             with trio.move_on_after(pause_s):
                 await self._leaves.wait()
 
@@ -176,20 +202,26 @@ class BoxNodes:
 
     async def _hear(self, node: NodeProcess, stream: trio.abc.ReceiveStream) -> None:
         async for line in _read_lines(stream):
-            greeting = _read_greeting(line)
-            if greeting is not None:
+            told = _read_told(line)
+            if told is None:
+                self._take_line(node, line)
+            elif "peer" in told:
                 node.was_member = True
-                self._greet(node.part, greeting)
+                self._greet(node.part, told)
                 self._first_joined.set()
-            elif line.startswith(ERROR):
-                node.reason = line.removeprefix(ERROR)
-            elif line:
-                self._tell(node.part.folder, line)
+            else:
+                self._parent.on_told(node.part, told)
+
+    def _take_line(self, node: NodeProcess, line: str) -> None:
+        if line.startswith(ERROR):
+            node.reason = line.removeprefix(ERROR)
+        elif line:
+            self._tell(node.part.folder, line)
 
 
-def _read_greeting(line: str) -> dict[str, Any] | None:
-    """What a node prints when it has been admitted; None for any other line."""
-    if not line.startswith('{"peer"'):
+def _read_told(line: str) -> dict[str, Any] | None:
+    """What a node prints for programs, when it has been admitted and afterwards; None for any other line."""
+    if not line.startswith(_TOLD):
         return None
     found: dict[str, Any] = json.loads(line)
     return found

@@ -13,9 +13,11 @@ from typing import Any, Final
 
 import trio
 
-from ...bootstrap import Identity, JoinToken, parse_join_target
+from ...bootstrap import JoinToken, parse_join_target
 from ...bootstrap.addresses import FoundAddress, find_announced, names_one_place
+from ...coordinator.bounds import MAX_GPUS
 from ...coordinator.names import name_of
+from ...coordinator.regrouping.divisions import CutOffer
 from ...node.box.hardware import find_visible
 from ...node.box.home import lock_home
 from ...node.settings import WAN
@@ -23,12 +25,14 @@ from ..actions.greeting import describe_greeting
 from ..environment import require_network
 from ..errors import UsageError
 from ..options.secrets import STDIN
-from ..options.values import AUTO, BOX
+from ..options.values import AUTO, BOX, folder_of_node
 from ..printing import printable
-from .dividing import NodePart, check_places, describe_unmapped, divide_box, emulated_cards
-from .processes import BoxNodes
+from .cuts import CutKeeper
+from .dividing import NodePart, check_places, choose_offers, describe_unmapped, divide_box, emulated_cards
+from .processes import Greet, Tell
+from .running_box import RunningBox, identify
 
-_READ_ALREADY: Final = frozenset({"config", "token_file", "admin_token_file", "replicas"})
+_READ_ALREADY: Final = frozenset({"config", "token_file", "admin_token_file", "replicas", "recut_every"})
 """Options that the nodes are not told."""
 
 
@@ -39,35 +43,53 @@ def join_with_replicas(arguments: SimpleNamespace) -> int:
     if options["api_key_file"] == STDIN:
         raise UsageError("api_key_file: several nodes do not read standard input; give a file")
     where, token = require_network(options["bootstrap"], options["token"])
-    replicas = arguments.replicas
+    replicas, offers = arguments.replicas, tuple[CutOffer, ...]()
     if replicas == AUTO:
         from .choosing import choose_replicas
 
-        replicas, why = choose_replicas(options)
+        replicas, why, offers = choose_replicas(options)
         print(why, file=sys.stderr, flush=True)
-        if replicas == 1:
+        if replicas == 1 and len(offers) < 2:
             from ..actions.node import join
 
             return join(arguments)
     target = parse_join_target(where, token)
     visible = tuple(find_visible()) if emulated_cards(options) is None else ()
-    parts = divide_box(options, replicas, visible)
+    parts, places = divide_box(options, replicas, visible), MAX_GPUS
     if target.token is not None:  # without one, the first node says what is missing
-        check_places(JoinToken.parse(target.token).grant, replicas)
+        grant = JoinToken.parse(target.token).grant
+        check_places(grant, replicas)
+        places = grant.uses
     announced = _find_announced(parts[0])
     home: Path = options["home"].expanduser()
+    offers = choose_offers(options, offers, visible, announced.mapped, places)
     with lock_home(home / BOX):
         if not options["site"] and not names_one_place(announced.address.host):
             # Boxes at one public address are one site. These have none, and are at one place all the same.
-            options["site"] = name_of(Identity.load_or_create(_made(home / parts[0].folder)).peer_id)
-        for line in filter(None, (_describe(parts, options), describe_unmapped(parts, announced.mapped))):
+            options["site"] = name_of(identify(home, parts[0]))
+        told = (_describe(parts, options), describe_unmapped(parts, announced.mapped), _describe_offers(offers))
+        for line in filter(None, told):
             print(line, file=sys.stderr, flush=True)
-        return trio.run(_run_until_signal, parts, options, arguments.format)
+        keeper = CutKeeper(replicas, offers, arguments.recut_every)
+        width = len(folder_of_node(max([replicas, *(offer.replicas for offer in offers)])))
+        tell, greet = _show_lines(width, arguments.format)
+        box = RunningBox(options, visible, keeper, tell=tell, greet=greet, tuning=WAN)
+        return trio.run(_run_until_signal, box)
 
 
-async def _run_until_signal(parts: tuple[NodePart, ...], options: Mapping[str, Any], form: str) -> int:
+async def _run_until_signal(box: RunningBox) -> int:
     """The first signal drains all nodes; a second one, or one before they have joined, ends them."""
-    width = max(len(part.folder) for part in parts)
+    code = 0
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_pass_on, signals, box.leave)
+            code = await box.run()
+            nursery.cancel_scope.cancel()
+    return code
+
+
+def _show_lines(width: int, form: str) -> tuple[Tell, Greet]:
+    """Show what nodes say, their names in a column of this width."""
 
     def tell(folder: str, line: str) -> None:
         print(f"{folder:<{width}} | {printable(line)}", file=sys.stderr, flush=True)
@@ -79,14 +101,7 @@ async def _run_until_signal(parts: tuple[NodePart, ...], options: Mapping[str, A
         for line in describe_greeting(greeting):
             print(f"{part.folder:<{width}} | {printable(line)}", flush=True)
 
-    nodes = BoxNodes(parts, options, tell=tell, greet=greet, tuning=WAN)
-    code = 0
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_pass_on, signals, nodes.leave)
-            code = await nodes.run()
-            nursery.cancel_scope.cancel()
-    return code
+    return tell, greet
 
 
 async def _pass_on(signals: Any, leave: Callable[[], None]) -> None:
@@ -106,6 +121,9 @@ def _describe(parts: tuple[NodePart, ...], options: Mapping[str, Any]) -> str:
     return f"{len(parts)} nodes on this box: {first.folder} to {last.folder} in {options['home']}, {ports}"
 
 
-def _made(folder: Path) -> Path:
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
+def _describe_offers(offers: tuple[CutOffer, ...]) -> str | None:
+    """What the network may make of the box; None where nothing."""
+    if not offers:
+        return None
+    cuts = [str(offer.replicas) for offer in offers]
+    return f"the network may divide this box anew, among {', '.join(cuts[:-1])} or {cuts[-1]} nodes"

@@ -110,5 +110,11 @@ def test_pipelines_that_need_not_be_are_split() -> None:
     assert sorted(len(group) for group in split.groups) == [1, 1, 1, 1]
 
 
-def test_emulated_boxes_are_never_joined() -> None:
+def test_emulated_boxes_are_joined_only_where_all_are_to_do_both_phases() -> None:
+    """Stages that are emulated transfer no KV to others."""
     assert propose(cramped("abcd", emulated=True), fast(*"abcd")) is None
+    pinned = cramped("abc", emulated=True, phase=M)
+    assert propose([*pinned, *cramped("d", emulated=True)], fast(*"abcd")) is None
+    found = propose([*pinned, *cramped("d", emulated=True, phase=M)], fast(*"abcd"))
+    assert found is not None
+    assert sorted(len(group) for group in found.groups) == [2, 2]

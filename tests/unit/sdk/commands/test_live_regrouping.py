@@ -11,8 +11,9 @@ from p2pserve.coordinator.capacity import KvCodec
 from p2pserve.coordinator.costs.model_shape import MODELS
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.network_plan import plan_network
-from p2pserve.coordinator.plan import RefusedPart, Regrouping, RegroupingStep
-from p2pserve.coordinator.regrouping.steps import make_regrouping
+from p2pserve.coordinator.plan import BoxRecut, RefusedPart, Regrouping, RegroupingStep
+from p2pserve.coordinator.regrouping.divisions import BoxDivision, CutOffer
+from p2pserve.coordinator.regrouping.steps import make_recutting, make_regrouping
 from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable, NodeStatus, Status
@@ -205,3 +206,56 @@ def test_a_box_that_refused_is_told_of_and_proposed_around(
     assert PEERS[0] not in {stage["peer"] for group in formed for stage in group}
     assert main(["plan", "--live", *TOKEN]) == 0
     assert line in " ".join(capsys.readouterr().out.split())
+
+
+CUTS = tuple(CutOffer(replicas=number, tp=4 // number, longest=8192) for number in (1, 2, 4))
+WHOLE = BoxDivision(head=PEERS[0], nodes=(PEERS[0],), offers=CUTS)
+
+
+def divisible(peer: str, **changes: Any) -> NodeStatus:
+    """A node with four cards, whose owner lets the network divide them."""
+    found = node(peer, **{"tp": 4, "division": WHOLE, **changes})
+    assert found.advert is not None
+    assert found.advert.engine is not None
+    engine = msgspec.structs.replace(found.advert.engine, tflops=400.0, memory_gbps=4000.0, kv_tokens=300_000)
+    hardware = msgspec.structs.replace(found.advert.hardware, gpus=found.advert.hardware.gpus * 4)
+    return msgspec.structs.replace(
+        found, advert=msgspec.structs.replace(found.advert, engine=engine, hardware=hardware)
+    )  # fmt: skip
+
+
+def test_a_box_that_would_serve_more_when_divided_anew_is_proposed_and_applied(
+    network: Network, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network.status = running(divisible(PEERS[0]), divisible(PEERS[1], division=None))
+    assert main(["plan", "--live", *TOKEN]) == 0
+    text = capsys.readouterr().out
+    assert "boxes divided anew would serve more" in text
+    assert f"step 1: the box of {name_of(PEERS[0])}: 1 -> " in text
+    assert main(["plan", "--live", "--apply", *TOKEN, "--format", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    (recut,) = answer["regrouping"]["recuts"]
+    assert (recut["head"], recut["was"], answer["applied"]) == (PEERS[0], 1, True)
+    ((order, _),) = network.orders
+    assert (order.groups, len(order.recuts)) == ((), 1)
+    assert order.after > order.before
+
+
+def test_status_says_how_far_a_box_is_that_is_divided_anew(
+    network: Network, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = running(divisible(PEERS[0]), divisible(PEERS[1], division=None))
+    assert before.plan is not None
+    view = NetworkView.of_status(before)
+    recut = BoxRecut(head=PEERS[0], replicas=2, was=1)
+    way = make_recutting(
+        before.plan, (recut,), {PEERS[0]: WHOLE}, view.boxes("llama"), before=1.0, after=7.5, reload_s=30.0
+    )
+    plan = msgspec.structs.replace(before.plan, regrouping=way)
+    two = msgspec.structs.replace(WHOLE, nodes=(PEERS[0], "12D3z"))
+    nodes = (divisible(PEERS[0], division=two), *before.nodes[1:])
+    network.status = status(*nodes, plan=plan)
+    assert main(["plan", "--live", *TOKEN]) == 0
+    text = capsys.readouterr().out
+    assert "regrouping, step 1 of 1, some 30 s each: expected 1 -> 7.5 requests/s in time" in text
+    assert f"{name_of(PEERS[0])}: its box is divided anew, 1 -> 2 nodes: 1 ready" in text

@@ -6,20 +6,29 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
-from p2pserve.coordinator.plan import Deadlines
+from p2pserve.coordinator import Plan
+from p2pserve.coordinator.costs.model_shape import MODELS
+from p2pserve.coordinator.plan import BoxRecut, Deadlines
+from p2pserve.coordinator.regrouping.divisions import BoxDivision, CutOffer
+from p2pserve.node.box.hardware import Hardware
+from p2pserve.node.messages import Advert, NodeStatus, Status
+from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.sdk.errors import DemoFailed
 from p2pserve.sdk.live import comparison_command
 from p2pserve.sdk.live.comparison_command import main
 from p2pserve.sdk.live.network import Say
 from p2pserve.sdk.live.nodes import LiveSettings
 from p2pserve.sdk.live.regroup_bench import (
+    CutChange,
     RegroupBench,
     RegroupPair,
     compare_runs,
     make_groups,
+    nodes_of_box,
     summarise_pairs,
 )
 from p2pserve.sims.records import Outcomes, Trace
@@ -93,10 +102,10 @@ def test_two_boxes_become_halves_of_the_model_or_each_holds_all_of_it() -> None:
 def test_the_exit_code_says_whether_enough_was_served(
     changed: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    taken: list[tuple[LiveSettings, int]] = []
+    taken: list[tuple[LiveSettings, int, str]] = []
 
-    def run(settings: LiveSettings, traces: Sequence[Trace], say: Say) -> RegroupBench:
-        taken.append((settings, len(traces)))
+    def run(settings: LiveSettings, traces: Sequence[Trace], say: Say, kind: str) -> RegroupBench:
+        taken.append((settings, len(traces), kind))
         return summarise_pairs([pair(20, changed)], "some nodes", traces[0], late=2)
 
     monkeypatch.setattr(comparison_command, "run_regroup_bench", run)
@@ -108,7 +117,10 @@ def test_the_exit_code_says_whether_enough_was_served(
     assert f"requests in time during changes: {changed / 20:.3f}" in shown
     assert ("too few" in shown) is (code == 1)
     assert "fell behind their model 2 times" in shown
-    assert [(settings.load_gb_s, traces) for settings, traces in taken] == [(1.0, 3), (2.0, 2)]
+    assert main(["--regroup", "cut", "--cards", "2xRTX A6000"]) == code
+    assert [(settings.load_gb_s, traces, kind) for settings, traces, kind in taken] == [
+        (1.0, 3, "pipeline"), (2.0, 2, "pipeline"), (1.0, 2, "cut"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -121,12 +133,41 @@ def test_the_exit_code_says_whether_enough_was_served(
         (["--pairs", "0"], "pairs: 0 is not above 0"),
         (["--load-gb-s", "nan"], "load-gb-s: nan is not a rate"),
         (["--load-gb-s", "-1"], "load-gb-s: -1.0 is not a rate"),
+        (["cut"], "cards: 1xRTX A6000 cannot be divided"),
     ],
 )
 def test_wrong_input_is_one_line_before_anything_starts(
     options: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["--regroup", *options]) == 2
+    assert main(["--regroup", *options]) == 2  # `cut` is its value
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
+
+
+def told(nodes: tuple[str, ...], plan_now: Plan) -> Status:
+    """Of a network in which these nodes share a box."""
+    offers = tuple(CutOffer(replicas=number, tp=2 // number, longest=512) for number in (1, 2))
+    head = BoxDivision(head="p", nodes=nodes, offers=offers)
+    division = {node: BoxDivision(head="p") for node in nodes} | {"p": head}
+    shape = MODELS["llama3-8b"]
+    weights = WeightSizes(layers=(1,) * shape.layers, embeddings=1, head=1)
+    info = ModelInfo(service=plan_now.service, shape=shape, max_model_len=512, weights=weights)
+    plain = Advert(hardware=Hardware(cores=8, memory_gib=31.2, processor="x"), draining=False, model=info)
+    listed = tuple(
+        NodeStatus(peer=node, role="worker", state="alive", address="1.2.3.4:5", rtt_s=0.0,
+                   advert=msgspec.structs.replace(plain, division=division[node]))
+        for node in nodes
+    )  # fmt: skip
+    return Status(answered_by="p", coordinator="p", epoch=1, nodes=listed, plan=plan_now)
+
+
+def test_a_cut_is_over_when_the_plan_has_all_nodes_of_the_new_one() -> None:
+    now = plan()
+    wanted = CutChange("1 -> 2 nodes", BoxRecut(head="p", replicas=2, was=1))
+    assert wanted.order("x").recuts == (wanted.recut,)
+    assert nodes_of_box(told(("p", "q"), now), "p") == ("p", "q")
+    assert nodes_of_box(told(("p", "q"), now), "q") == ()
+    assert wanted.is_over(told(("p", "q"), now), now)
+    assert not wanted.is_over(told(("p",), now), now)
+    assert not wanted.is_over(told(("p", "z"), now), now)

@@ -38,6 +38,12 @@ def test_many_cards_for_a_small_model_are_several_nodes() -> None:
     assert "(1: " in found.why
 
 
+def test_the_network_may_choose_later_among_cuts_that_take_the_longest_requests() -> None:
+    found = choose_among(A40, 8, SMALL, [*cuts(1, 2), *cuts(4, 8, longest=4096)])
+    assert [(offer.replicas, offer.tp, offer.longest) for offer in found.offers] == [(1, 8, 32768), (2, 4, 32768)]
+    assert choose_among(A40, 8, SMALL, []).offers == ()
+
+
 def test_a_cut_in_which_only_shorter_requests_fit_is_left_out() -> None:
     found = choose_among(A40, 8, SMALL, [*cuts(1), *cuts(2, 4, 8, longest=4096)])
     assert found.replicas == 1

@@ -9,9 +9,10 @@ from p2pserve.bootstrap import Address, Role
 from p2pserve.bootstrap.errors import AddressError
 from p2pserve.bootstrap.trust.tokens import Grant
 from p2pserve.coordinator.costs.gpus import GpuError
+from p2pserve.coordinator.regrouping.divisions import CutOffer
 from p2pserve.node.box.hardware import VISIBLE
 from p2pserve.sdk.errors import UsageError
-from p2pserve.sdk.replicas.dividing import check_places, describe_unmapped, divide_box, list_cuts
+from p2pserve.sdk.replicas.dividing import check_places, choose_offers, describe_unmapped, divide_box, list_cuts
 
 from ..commands.parsing import parse
 
@@ -138,3 +139,30 @@ def test_nothing_is_said_of_ports_where_nothing_is_known_to_be_closed(
 def test_addresses_keep_their_host() -> None:
     parts = divide_box(options("--listen", "[::]:4002"), 2, GPUS)
     assert parts[1].listen == Address("::", 4003)
+
+
+def offers(*replicas: int) -> tuple[CutOffer, ...]:
+    return tuple(CutOffer(replicas=number, tp=4 // number, longest=8192) for number in replicas)
+
+
+@pytest.mark.parametrize(
+    ("given", "mapped", "places", "left"),
+    [
+        ((), (), 64, (1, 2, 4)),
+        ((), (), 2, (1, 2)),  # a place of the join token for each
+        ((), (), 1, ()),  # one cut is no choice
+        ((), (4002, 4003), 64, (1, 2)),  # nobody could dial the others
+        (("--port", "65534"), (), 64, (1, 2)),
+        (("--tp", "2"), (), 64, (1, 2)),
+    ],
+)
+def test_the_network_may_choose_cuts_with_ports_and_places_for_all_nodes(
+    given: tuple[str, ...], mapped: tuple[int, ...], places: int, left: tuple[int, ...]
+) -> None:
+    found = choose_offers(options(*given), offers(1, 2, 4), GPUS, mapped, places)
+    assert [offer.replicas for offer in found] == list(left)
+
+
+def test_a_part_with_more_options_keeps_the_others() -> None:
+    part = divide_box(options(), 2, GPUS)[1]
+    assert part.with_options({"divided": 1}).options == {**part.options, "divided": 1}
