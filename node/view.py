@@ -18,6 +18,7 @@ from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
 from ..coordinator.repair.damping import BoxSign
 from ..coordinator.repair.ending import can_finish, is_planned_without
+from ..coordinator.routing.interface import ReplicaLoads
 from ..coordinator.worth import BoxLine, weigh_boxes
 from ..kvtransport.probing.figures import Source
 from .adverts import AdvertBook, find_box_fault, find_fault, join_faults
@@ -93,6 +94,7 @@ class NetworkView(AdvertBook):
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, Queue] = field(default_factory=dict)
+    _own_then: dict[PeerId, Queue] = field(default_factory=dict)  # this gateway's work when each report came
     _planner_links: PlannerLinks = field(default_factory=PlannerLinks, repr=False, compare=False)
 
     @classmethod
@@ -299,7 +301,7 @@ class NetworkView(AdvertBook):
         for peer, advert in self.adverts.items():
             stats = advert.stats
             if stats is not None and stats is not self._weighed.get(peer):
-                mine = own.get(peer, NO_QUEUE)
+                mine = self._own_then[peer] = own.get(peer, NO_QUEUE)
                 self._others[peer] = Queue(
                     requests=max(0, stats.running + stats.waiting - mine.requests),
                     pending_prefill_tokens=max(0, stats.pending_prefill_tokens - mine.pending_prefill_tokens),
@@ -315,6 +317,7 @@ class NetworkView(AdvertBook):
                 continue
             mine = own.get(peer, NO_QUEUE)
             others = self._others.get(peer, NO_QUEUE) if stats is not None else NO_QUEUE
+            then = self._own_then.get(peer, NO_QUEUE)
             loads.append(
                 Load(
                     replica=peer,
@@ -322,9 +325,31 @@ class NetworkView(AdvertBook):
                     prefill_tokens=mine.pending_prefill_tokens + others.pending_prefill_tokens,
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
                     decodes=stats.decodes if stats else 0,
+                    sent_tokens=max(0, mine.pending_prefill_tokens - then.pending_prefill_tokens),
                 )
             )
         return loads
+
+    def reported_loads(self, plan: Plan) -> ReplicaLoads:
+        """What the replicas of a plan report; those that do not are silent."""
+        loads = ReplicaLoads(replica.id for replica in plan.replicas)
+        for replica in plan.replicas:
+            advert = self.adverts.get(PeerId(replica.head))
+            stats = advert.stats if advert is not None else None
+            if stats is not None:
+                requests = stats.running + stats.waiting
+                loads.note(
+                    replica.id, requests, stats.pending_prefill_tokens, stats.kv_free_tokens, decodes=stats.decodes
+                )
+        return loads
+
+    def gateways_like(self, own: Demand | None, service: str) -> float:
+        """How many times the requests of the gateway that has seen `own` all gateways of a service have: at most as
+        many as there are gateways with requests."""
+        rates = [demand.requests_s for demand in self.demands(service).values() if demand.requests_s > 0.0]
+        if own is None or not own.requests_s > 0.0:
+            return max(1.0, float(len(rates)))
+        return max(1.0, min(float(len(rates)), sum(rates) / own.requests_s))
 
     def _table(self, peer: PeerId) -> LinkTable:
         """What a member says of its links."""

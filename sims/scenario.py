@@ -144,7 +144,8 @@ class Situation(NamedTuple):
     """What the coordinator is told when it is to plan: boxes that are `missing`, those that have
     `joined` since the beginning, links as they were told last (of all boxes), and what gateways say
     of each service's traffic, None where nothing yet. `why`: a line for each piece of news. `held`:
-    boxes that are there and failed repeatedly; they get no requests while others can serve."""
+    boxes that are there and failed repeatedly; they get no requests while others can serve.
+    `pins`: by box, the phase that its replica was moved to because it stayed borrowed."""
 
     now: float
     plans: tuple[Plan, ...]
@@ -154,6 +155,7 @@ class Situation(NamedTuple):
     demands: tuple[Demand | None, ...]
     why: tuple[str, ...]
     held: frozenset[str] = frozenset()
+    pins: Mapping[str, Phase] = MappingProxyType({})
 
 
 Replan = Callable[[Situation], Sequence[PlanChange]]

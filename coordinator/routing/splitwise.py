@@ -14,7 +14,9 @@ from which a machine is borrowed.
   kind is pending there, for all gateways alike, and no gateway has to tell another. (The public
   simulator waits until the machine is idle: `sims/policies/pools.py`.)
 - A gateway owns nothing between two requests. Until a report comes it knows of its own requests
-  alone: of N gateways, up to N may borrow a machine each in the same second.
+  alone, and takes the other gateways for as busy as itself: what it has sent somewhere since counts
+  once for each of them (`ReplicaLoads.gateways`). So N gateways borrow in the first second of a
+  burst, as one would; where they guess wrong, up to N borrow a machine each.
 
 Not as in the paper: a machine that does for a request what it is not at home for takes both of its
 phases, where the paper leaves the other one where it was. A plan's pairs are those whose links
@@ -22,13 +24,14 @@ carry KV; between others there may be none.
 
 Where the length of an answer is not known, as at gateways, `RoutingSettings.answer_tokens` stand for
 it. Machines are moved between the pools for good by plans: the coordinator makes new phases when
-traffic differs from what the plan was made for.
+traffic differs from what the plan was made for, and when machines stay borrowed
+(`coordinator/repair/repurposing.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +72,8 @@ class _Queues(NamedTuple):
 class SplitwisePools(RoutingPolicy):
     """See the module. A replica that has reported nothing counts as busy as the busiest that has.
     Ties go to the replica that the plan names first."""
+
+    lends_replicas: ClassVar[bool] = True
 
     def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
         self._plan = plan
@@ -142,17 +147,30 @@ class SplitwisePools(RoutingPolicy):
         )
 
     def _read_queues(self, loads: ReplicaLoads) -> _Queues:
-        tokens, requests = loads.prefill_tokens, loads.outstanding
-        decodes_here, has_prompts = loads.decodes > 0, tokens > requests
-        borrowed = np.zeros(len(loads.ids), dtype=bool)
-        borrowed[self._homes.prompt] = decodes_here[self._homes.prompt]
-        # A request whose KV comes from elsewhere has one token to compute here, its last.
-        borrowed[self._homes.token] = has_prompts[self._homes.token]
+        requests = loads.outstanding
+        tokens = loads.prefill_tokens + loads.sent_tokens * (loads.gateways - 1.0)
+        borrowed = _mark_borrowed(self._homes.prompt, self._homes.token, loads)
         if loads.is_silent.any():
             heard = self._homes.everyone[~loads.is_silent[self._homes.everyone]]
             tokens = np.where(loads.is_silent, tokens[heard].max(initial=0.0), tokens)
             requests = np.where(loads.is_silent, requests[heard].max(initial=0.0), requests)
         return _Queues(tokens, requests, loads.kv_free_tokens, borrowed)
+
+
+def find_borrowed(plan: Plan, loads: ReplicaLoads) -> NDArray[np.bool_]:
+    """By replica of the plan: whether it reports work of the pool in which it is not at home."""
+    places = {phase: [at for at, each in enumerate(plan.replicas) if each.phase is phase] for phase in Phase}
+    prompt, token = (np.array(places[phase], dtype=np.intp) for phase in (Phase.PREFILL, Phase.DECODE))
+    return _mark_borrowed(prompt, token, loads)
+
+
+def _mark_borrowed(prompt: Indices, token: Indices, loads: ReplicaLoads) -> NDArray[np.bool_]:
+    """Prompt machines that decode, and token machines that have prompts to compute."""
+    borrowed = np.zeros(len(loads.ids), dtype=bool)
+    borrowed[prompt] = loads.decodes[prompt] > 0
+    # A request whose KV comes from elsewhere has one token to compute here, its last.
+    borrowed[token] = loads.prefill_tokens[token] > loads.outstanding[token]
+    return borrowed
 
 
 def _find_homes(plan: Plan, excluded: frozenset[str]) -> _Homes:

@@ -319,6 +319,22 @@ def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_rep
     view.weigh_reports({})  # the same reports: they speak of the time when they came
     assert loads({}) == [(4, 40), (0, 0), (0, 0)]
     assert loads({A: Queue(1), C: Queue(1, 9)}) == [(5, 40), (0, 0), (1, 9)]
+    # What this gateway has sent since, whatever of its earlier prompts has been read meanwhile.
+    sent = {load.replica: load.sent_tokens for load in view.loads({A: Queue(4, 100), B: Queue(2, 50), C: Queue(1, 9)})}
+    assert sent == {A: 70, B: 0, C: 9}
+
+
+def test_a_gateway_knows_how_many_times_its_own_requests_all_gateways_have() -> None:
+    def asked(rate: float) -> Demand:
+        return Demand(requests_s=rate, arrival_cv=1.0, lengths=((10, 10),))
+
+    view = view_of(a=advert(), b=advert(), c=advert(), d=advert())
+    assert view.gateways_like(None, SERVICE) == 1.0
+    for peer, rate in zip(view.adverts, (1.0, 1.0, 2.0, 0.0), strict=True):
+        view.adverts[peer] = msgspec.structs.replace(view.adverts[peer], demand=asked(rate))
+    found = [view.gateways_like(own, SERVICE) for own in (asked(1.0), asked(2.0), asked(0.1), asked(0.0), None)]
+    assert found == [3.0, 2.0, 3.0, 3.0, 3.0], "no more than there are with requests"
+    assert view.gateways_like(asked(9.0), SERVICE) == 1.0
 
 
 def test_starts_tell_a_restarted_engine() -> None:
