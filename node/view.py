@@ -94,7 +94,8 @@ class NetworkView(AdvertBook):
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, Queue] = field(default_factory=dict)
-    _own_then: dict[PeerId, Queue] = field(default_factory=dict)  # this gateway's work when each report came
+    # The report after which this gateway has sent prompts to a node, and their tokens.
+    _sent: dict[PeerId, tuple[EngineStats | None, int]] = field(default_factory=dict)
     _planner_links: PlannerLinks = field(default_factory=PlannerLinks, repr=False, compare=False)
 
     @classmethod
@@ -301,7 +302,7 @@ class NetworkView(AdvertBook):
         for peer, advert in self.adverts.items():
             stats = advert.stats
             if stats is not None and stats is not self._weighed.get(peer):
-                mine = self._own_then[peer] = own.get(peer, NO_QUEUE)
+                mine = own.get(peer, NO_QUEUE)
                 self._others[peer] = Queue(
                     requests=max(0, stats.running + stats.waiting - mine.requests),
                     pending_prefill_tokens=max(0, stats.pending_prefill_tokens - mine.pending_prefill_tokens),
@@ -317,7 +318,7 @@ class NetworkView(AdvertBook):
                 continue
             mine = own.get(peer, NO_QUEUE)
             others = self._others.get(peer, NO_QUEUE) if stats is not None else NO_QUEUE
-            then = self._own_then.get(peer, NO_QUEUE)
+            sent_after, sent = self._sent.get(peer, (None, 0))
             loads.append(
                 Load(
                     replica=peer,
@@ -325,10 +326,17 @@ class NetworkView(AdvertBook):
                     prefill_tokens=mine.pending_prefill_tokens + others.pending_prefill_tokens,
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
                     decodes=stats.decodes if stats else 0,
-                    sent_tokens=max(0, mine.pending_prefill_tokens - then.pending_prefill_tokens),
+                    sent_tokens=sent if sent_after is stats else 0,
                 )
             )
         return loads
+
+    def note_sent(self, peer: PeerId, prompt_tokens: int) -> None:
+        """This gateway sends a prompt there. It counts until the node's next report."""
+        advert = self.adverts.get(peer)
+        stats = advert.stats if advert is not None else None
+        after, tokens = self._sent.get(peer, (stats, 0))
+        self._sent[peer] = (stats, prompt_tokens + (tokens if after is stats else 0))
 
     def reported_loads(self, plan: Plan) -> ReplicaLoads:
         """What the replicas of a plan report; those that do not are silent."""

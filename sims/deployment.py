@@ -125,14 +125,13 @@ class Deployment:
             self._report_at = now - now % self._settings.report_s + self._settings.report_s
         router.loads.gateways = float(max(1, len(self._settings.gateways)))
         for name, report in self._reports.items():
-            sent = report.own_tokens[gateway]
             router.loads.note(
                 name,
                 max(0, report.outstanding + report.own[gateway]),
-                report.prefill_tokens + sent,
+                report.prefill_tokens + report.own_tokens[gateway],
                 report.kv_free_tokens,
                 decodes=report.decodes,
-                sent_tokens=sent,
+                sent_tokens=report.own_tokens[gateway],
             )
             self._note_profile(router, self.hosts[name])
 

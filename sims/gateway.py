@@ -69,6 +69,7 @@ class SimGateway:
         self._later = later
         self._kv_transfers = kv_transfers
         self._settings = RequestSettings(first_token_at_prefill=not settings.first_token_at_decode)
+        self._layerwise_from = settings.layerwise_from
         self._on_load = on_load
         self._on_end = on_end
         self._transfer_log = transfer_log
@@ -96,7 +97,8 @@ class SimGateway:
         for signal in signals:
             assignment = self._assigned.get(signal.sequence.key)
             if signal.kind is SignalKind.PREFILLED:
-                self._end_prefill(replica, assignment, signal.sequence, now)
+                if assignment is not None:
+                    self._end_prefill(replica, assignment, signal.sequence, now)
             elif assignment is None:  # the request has another route now
                 continue
             elif signal.kind is SignalKind.DONE:
@@ -386,6 +388,7 @@ class SimGateway:
             return
         links = deployment.transfer_links(prefill.replica, decode.replica)
         transfer = KVTransfer(key, links, deployment.token_bytes, deployment.service.model.layers)
+        transfer.is_short = sequence.known < self._layerwise_from
         assignment.split, assignment.prefill_number = Split(prefill, sequence, transfer), prefill.number
         request.slot_at = None
         prefill.slots.leave(request)

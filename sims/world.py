@@ -260,7 +260,8 @@ class _World:
             transfer = self._transfers.end_flow(flow)
             if transfer is not None:
                 completed = _WorldEvent(self, partial(self.gateway.complete_transfer, transfer))
-                self._follow.append(Scheduled(now + transfer.links.rtt_s, completed))
+                sync_s = self._settings.layer_sync_s if transfer.is_layerwise else 0.0
+                self._follow.append(Scheduled(now + transfer.links.rtt_s + sync_s, completed))
 
     def _count_end(self, request: SimRequest, now: float) -> None:
         self._ended += 1

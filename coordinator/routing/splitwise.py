@@ -59,19 +59,21 @@ class _Homes(NamedTuple):
 
 
 class _Queues(NamedTuple):
-    """By replica: prompt tokens and requests ahead of a new one, KV tokens free, and whether it is
-    borrowed."""
+    """By replica: prompt tokens and requests ahead of a new one, KV tokens free, whether it is
+    borrowed, and its place among those that are equal otherwise."""
 
     tokens: Floats
     requests: Floats
     free: Floats
     borrowed: NDArray[np.bool_]
+    lot: Indices
 
 
 @final
 class SplitwisePools(RoutingPolicy):
     """See the module. A replica that has reported nothing counts as busy as the busiest that has.
-    Ties go to the replica that the plan names first."""
+    Ties go to the replica that the plan names first; where there are several gateways, by lot: they
+    hear the same reports, and would all send to that one until the next."""
 
     lends_replicas: ClassVar[bool] = True
 
@@ -82,20 +84,21 @@ class SplitwisePools(RoutingPolicy):
         self._homes = _find_homes(plan, self._excluded)
 
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
-        """See `RoutingPolicy`; depends on neither `now` nor `rng`."""
+        """See `RoutingPolicy`; does not depend on `now`."""
         if request.excluded != self._excluded:
             self._excluded, self._homes = request.excluded, _find_homes(self._plan, request.excluded)
         homes = self._homes
         if not len(homes.everyone):
             raise NoRoute(f"no box can take a request for {self._plan.service}: all replicas are excluded")
-        queues = self._read_queues(loads)
+        queues = self._read_queues(loads, rng)
         prefill, decode = self._choose_pair(request, queues) or self._choose_one(request, queues)
         return Route.between(loads.ids[prefill], loads.ids[decode], request.prompt_tokens)
 
     def _choose_pair(self, request: RequestFacts, queues: _Queues) -> tuple[int, int] | None:
         """A prompt and a token machine that are paired and have room; borrowed ones come last."""
         candidates = sorted(
-            self._homes.prompt.tolist(), key=lambda place: (queues.borrowed[place], queues.tokens[place])
+            self._homes.prompt.tolist(),
+            key=lambda place: (queues.borrowed[place], queues.tokens[place], queues.lot[place]),
         )
         for prefill in candidates:
             if self._takes_prompt(prefill, request, queues):
@@ -119,10 +122,13 @@ class SplitwisePools(RoutingPolicy):
                 if self._takes_prompt(place, request, queues) and self._takes_answer(place, request, queues)
             ]
             if free:
-                chosen = min(free, key=lambda place: queues.tokens[place] + queues.requests[place])
+                chosen = min(free, key=lambda place: (queues.tokens[place] + queues.requests[place], queues.lot[place]))
                 return chosen, chosen
         fits = [place for place in everyone.tolist() if self._takes_answer(place, request, queues)]
-        chosen = min(fits or everyone.tolist(), key=lambda place: queues.tokens[place] + queues.requests[place])
+        chosen = min(
+            fits or everyone.tolist(),
+            key=lambda place: (queues.tokens[place] + queues.requests[place], queues.lot[place]),
+        )
         return chosen, chosen
 
     def _takes_prompt(self, place: int, request: RequestFacts, queues: _Queues) -> bool:
@@ -143,10 +149,17 @@ class SplitwisePools(RoutingPolicy):
             if self._takes_answer(place, request, queues)
         ]
         return min(
-            fit, key=lambda place: (queues.borrowed[place], queues.requests[place], -queues.free[place]), default=None
+            fit,
+            key=lambda place: (
+                queues.borrowed[place],
+                queues.requests[place],
+                -queues.free[place],
+                queues.lot[place],
+            ),
+            default=None,
         )
 
-    def _read_queues(self, loads: ReplicaLoads) -> _Queues:
+    def _read_queues(self, loads: ReplicaLoads, rng: np.random.Generator) -> _Queues:
         requests = loads.outstanding
         tokens = loads.prefill_tokens + loads.sent_tokens * (loads.gateways - 1.0)
         borrowed = _mark_borrowed(self._homes.prompt, self._homes.token, loads)
@@ -154,7 +167,9 @@ class SplitwisePools(RoutingPolicy):
             heard = self._homes.everyone[~loads.is_silent[self._homes.everyone]]
             tokens = np.where(loads.is_silent, tokens[heard].max(initial=0.0), tokens)
             requests = np.where(loads.is_silent, requests[heard].max(initial=0.0), requests)
-        return _Queues(tokens, requests, loads.kv_free_tokens, borrowed)
+        count = len(loads.ids)
+        lot = rng.permutation(count) if loads.gateways > 1.0 else np.arange(count)
+        return _Queues(tokens, requests, loads.kv_free_tokens, borrowed, lot)
 
 
 def find_borrowed(plan: Plan, loads: ReplicaLoads) -> NDArray[np.bool_]:

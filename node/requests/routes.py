@@ -82,14 +82,21 @@ class RouteFinder:
             )
         route = partial(self._router.route, wanted.tokens, now=now, request=request, max_output_tokens=left or None)
         try:
-            return route(exclude=unusable | unsure | {wanted.leaving})
+            return self._note_sent(route(exclude=unusable | unsure | {wanted.leaving}), plan, wanted.tokens)
         except NoRoute as error:
             if wanted.leaving or unsure <= unusable:
                 raise self._explain(error, faults, plan, now) from None
         try:
-            return route(exclude=unusable)
+            return self._note_sent(route(exclude=unusable), plan, wanted.tokens)
         except NoRoute as error:
             raise self._explain(error, faults, plan, now) from None
+
+    def _note_sent(self, route: Route, plan: Plan, tokens: int) -> Route:
+        """Count the prompt where it is computed: others' gateways may send as much there meanwhile."""
+        first = plan.replica(route.prefill or route.decode)
+        if first is not None:
+            self._view.note_sent(PeerId(first.head), tokens)
+        return route
 
     def end_request(self, request: str, output_tokens: int | None) -> None:
         """A request has ended, with so many tokens of its answer; None: not with all of it."""

@@ -109,7 +109,7 @@ def provision(scope: Scope) -> Page:
 
 
 @cache
-def _trials(model: str, workload: str, mode: Mode, seconds: float) -> tuple[MachineCatalogue, ClusterTrials]:
+def splitwise_trials(model: str, workload: str, mode: Mode, seconds: float) -> tuple[MachineCatalogue, ClusterTrials]:
     traces = DrawnTraces(azure_lengths(workload), source=f"Azure 2023 {workload}", seconds=seconds, seed=0)
     catalogue = MachineCatalogue(model, traces.at(STEP), mode=mode)
     return catalogue, ClusterTrials(traces, catalogue, SLO)
@@ -120,7 +120,7 @@ def _sized(seconds: float) -> list[SizedRow]:
     for model in (BLOOM, LLAMA):
         for mode in MODES:
             for ratio in CostRatio:
-                _, trials = _trials(model, "code", mode, seconds)
+                _, trials = splitwise_trials(model, "code", mode, seconds)
                 catalogue = MachineCatalogue(model, trials.traces.at(CODING_RATE), mode=mode, cost_ratio=ratio)
                 design = parse_design("HH", catalogue)
                 answer = ProvisionSearch(trials, ProvisionWish(goal=ProvisionGoal.COST, rate=CODING_RATE)).run(design)
@@ -168,7 +168,7 @@ def _rows_of(mode: Mode, seconds: float, what: str) -> list[ProvisionRow]:
 
 @cache
 def _clusters(mode: Mode, seconds: float, what: str) -> Mapping[str, ProvisionedCluster | None]:
-    catalogue, trials = _trials(BLOOM, "conv", mode, seconds)
+    catalogue, trials = splitwise_trials(BLOOM, "conv", mode, seconds)
     base = parse_design("baseH", catalogue)
     if what == "throughput at the same power":
         wish = ProvisionWish(goal=ProvisionGoal.THROUGHPUT, max_kw=base.kw(BASELINE, 0), rate_step=STEP)
