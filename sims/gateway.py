@@ -97,8 +97,7 @@ class SimGateway:
         for signal in signals:
             assignment = self._assigned.get(signal.sequence.key)
             if signal.kind is SignalKind.PREFILLED:
-                if assignment is not None:
-                    self._end_prefill(replica, assignment, signal.sequence, now)
+                self._end_prefill(replica, assignment, signal.sequence, now)
             elif assignment is None:  # the request has another route now
                 continue
             elif signal.kind is SignalKind.DONE:

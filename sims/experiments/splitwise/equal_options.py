@@ -3,6 +3,8 @@ the same engines, links and requests for all."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -87,6 +89,15 @@ def about_equal_options() -> str:
     )
 
 
+def name_missed(missed: Sequence[str]) -> str:
+    """Of `missed_slos`, by metric: `TTFT 90/99, TBT 50`."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for each in missed:
+        metric, _, percentile = each.partition("_p")
+        found[metric.upper()].append(percentile)
+    return ", ".join(f"{metric} {'/'.join(percentiles)}" for metric, percentiles in found.items()) or "none"
+
+
 def equal_rows(scope: Scope) -> list[EqualRow]:
     """Every system at every rate, all with the same requests."""
     problem = _problem()
@@ -114,7 +125,7 @@ def equal_rows(scope: Scope) -> list[EqualRow]:
                     TBT_ms=_latencies(outcomes, "tbt", 1e3),
                     E2E_s=_latencies(outcomes, "e2e", 1.0),
                     alone=f"{np.mean(found.prefill == found.decode):.0%}",
-                    missed=" ".join(missed_slos(slowdowns_over(outcomes, lone))) or "none",
+                    missed=name_missed(missed_slos(slowdowns_over(outcomes, lone))),
                 )
             )
     return rows

@@ -15,7 +15,7 @@ from ...splitwise.setups import SETUPS
 from ...splitwise.step_lookup import Mode
 from ..page import Curves, Page, PageTable, Picture, ResultRow
 from ..setting import Scope
-from .equal_options import about_equal_options, equal_rows
+from .equal_options import about_equal_options, equal_rows, name_missed
 from .provision import BLOOM, LLAMA, MODES, SECONDS, splitwise_trials
 
 WORKLOADS: Final[Mapping[str, str]] = {"code": "coding", "conv": "conversation"}
@@ -159,11 +159,11 @@ def _load_rows(workload: str, mode: Mode, seconds: float) -> list[LoadRow]:
                 TTFT_ms_at_70=_latencies(low, "ttft"),
                 TBT_ms_at_70=_latencies(low, "tbt"),
                 E2E_s_at_70=_latencies(low, "e2e"),
-                missed_at_70=_missed(low),
+                missed_at_70=name_missed(low.missed),
                 TTFT_ms_at_130=_latencies(high, "ttft"),
                 TBT_ms_at_130=_latencies(high, "tbt"),
                 E2E_s_at_130=_latencies(high, "e2e"),
-                missed_at_130=_missed(high),
+                missed_at_130=name_missed(high.missed),
                 slowdowns=[_slowdowns(trial) for trial in trials],
             )
         )
@@ -180,10 +180,6 @@ def _trial(
 def _latencies(trial: ClusterTrial, metric: str) -> str:
     _, scale = UNITS[metric]
     return "/".join(f"{scale * trial.figures[f'{metric}_p{percentile}']:.3g}" for percentile in PERCENTILES)
-
-
-def _missed(trial: ClusterTrial) -> str:
-    return " ".join(trial.missed) or "none"
 
 
 def _slowdowns(trial: ClusterTrial) -> list[float]:
@@ -256,8 +252,8 @@ def _batched_picture(rows: Sequence[BatchedRow]) -> Picture:
     panels = tuple(
         tuple(
             Curves(
-                x="tokens in a batch",
-                y=f"share of the time, {rate:g}/s, {mode}",
+                x=f"tokens in a batch, {rate:g}/s, {mode}",
+                y="share of the time",
                 lines={
                     row.pool: (row.tokens, row.shares) for row in rows if (row.times, row.requests_s) == (mode, rate)
                 },
