@@ -18,6 +18,7 @@ from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
 from ..coordinator.repair.damping import BoxSign
 from ..coordinator.repair.ending import can_finish, is_planned_without
+from ..coordinator.routing.interface import ReplicaLoads
 from ..coordinator.worth import BoxLine, weigh_boxes
 from ..kvtransport.probing.figures import Source
 from .adverts import AdvertBook, find_box_fault, find_fault, join_faults
@@ -93,6 +94,8 @@ class NetworkView(AdvertBook):
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
     _weighed: dict[PeerId, EngineStats] = field(default_factory=dict)
     _others: dict[PeerId, Queue] = field(default_factory=dict)
+    # The report after which this gateway has sent prompts to a node, and their tokens.
+    _sent: dict[PeerId, tuple[EngineStats | None, int]] = field(default_factory=dict)
     _planner_links: PlannerLinks = field(default_factory=PlannerLinks, repr=False, compare=False)
 
     @classmethod
@@ -315,6 +318,7 @@ class NetworkView(AdvertBook):
                 continue
             mine = own.get(peer, NO_QUEUE)
             others = self._others.get(peer, NO_QUEUE) if stats is not None else NO_QUEUE
+            sent_after, sent = self._sent.get(peer, (None, 0))
             loads.append(
                 Load(
                     replica=peer,
@@ -322,9 +326,38 @@ class NetworkView(AdvertBook):
                     prefill_tokens=mine.pending_prefill_tokens + others.pending_prefill_tokens,
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
                     decodes=stats.decodes if stats else 0,
+                    sent_tokens=sent if sent_after is stats else 0,
                 )
             )
         return loads
+
+    def note_sent(self, peer: PeerId, prompt_tokens: int) -> None:
+        """This gateway sends a prompt there. It counts until the node's next report."""
+        advert = self.adverts.get(peer)
+        stats = advert.stats if advert is not None else None
+        after, tokens = self._sent.get(peer, (stats, 0))
+        self._sent[peer] = (stats, prompt_tokens + (tokens if after is stats else 0))
+
+    def reported_loads(self, plan: Plan) -> ReplicaLoads:
+        """What the replicas of a plan report; those that do not are silent."""
+        loads = ReplicaLoads(replica.id for replica in plan.replicas)
+        for replica in plan.replicas:
+            advert = self.adverts.get(PeerId(replica.head))
+            stats = advert.stats if advert is not None else None
+            if stats is not None:
+                requests = stats.running + stats.waiting
+                loads.note(
+                    replica.id, requests, stats.pending_prefill_tokens, stats.kv_free_tokens, decodes=stats.decodes
+                )
+        return loads
+
+    def gateways_like(self, own: Demand | None, service: str) -> float:
+        """How many times the requests of the gateway that has seen `own` all gateways of a service have: at most as
+        many as there are gateways with requests."""
+        rates = [demand.requests_s for demand in self.demands(service).values() if demand.requests_s > 0.0]
+        if own is None or not own.requests_s > 0.0:
+            return max(1.0, float(len(rates)))
+        return max(1.0, min(float(len(rates)), sum(rates) / own.requests_s))
 
     def _table(self, peer: PeerId) -> LinkTable:
         """What a member says of its links."""

@@ -2,7 +2,8 @@
 
 Boxes that come or go are planned with at once. What links carry and what clients ask moves all the
 time: it is planned with at most every `quiet_s`, as in the running network. Traffic is watched by
-the gateways' own `DemandMeter`, so a workload that shifts is noticed as late as there.
+the gateways' own `DemandMeter`, so a workload that shifts is noticed as late as there. Where
+gateways borrow replicas, the network's own `Repurposing` says which of them are moved.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from ..coordinator.demand import Demand
 from ..coordinator.demand_meter import DemandMeter
 from ..coordinator.plan import Plan
 from ..coordinator.planning.model.cluster import Cluster
+from ..coordinator.repair.repurposing import Repurposing
+from ..coordinator.routing.interface import ReplicaLoads
 from .scenario import PlanChange, Replan, Situation
 
 
@@ -41,6 +44,7 @@ class SimCoordinator:
         self._quiet_s = quiet_s
         self._meters = [DemandMeter() for _ in services]
         self._demands: list[Demand | None] = [None] * len(services)
+        self._pools = [Repurposing() for _ in services]
         self._joined: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._planned_at = 0.0
@@ -73,6 +77,14 @@ class SimCoordinator:
                 f"{sum(prompts) / len(prompts):.0f} tokens in and {sum(outputs) / len(outputs):.0f} out",
                 now,
             )
+
+    def watch_pools(self, service: int, plan: Plan, loads: ReplicaLoads, now: float) -> None:
+        """What the replicas of a service report, some of which may be borrowed."""
+        pools = self._pools[service]
+        pools.observe(plan, loads, now)
+        moved = pools.move_one(plan, now)
+        if moved:
+            self._note_roster(moved, now)
 
     def on_links(self, cluster: Cluster, why: str, now: float) -> None:
         """Links carry what they do in this cluster."""
@@ -108,6 +120,11 @@ class SimCoordinator:
             Situation(
                 now=now, plans=plans, missing=self._missing, joined=self._joined, cluster=self._cluster,
                 demands=tuple(self._demands), why=why, held=self._held,
+                pins={
+                    box: phase
+                    for pools, plan in zip(self._pools, plans, strict=True)
+                    for box, phase in pools.pins(plan, now).items()
+                },
             )
         )  # fmt: skip
 

@@ -13,7 +13,7 @@ from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
 from ..coordinator.profile import ReplicaProfile
-from ..coordinator.routing.interface import NoRoute, Route
+from ..coordinator.routing.interface import NoRoute, ReplicaLoads, Route
 from ..coordinator.routing.router import Router
 from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
@@ -90,6 +90,11 @@ class Deployment:
             self._count_own(row, gateway, route, tokens)
         return route
 
+    @property
+    def lends_replicas(self) -> bool:
+        """Whether the policy has replicas do what the plan's phases do not give them."""
+        return self._routers[None].policy.lends_replicas
+
     def end_request(self, request: SimRequest, output_tokens: int | None) -> None:
         """A request has ended, with so many tokens of its answer; None: not with all of it."""
         router = self._routers.get(request.gateway if self._settings.report_s else None)
@@ -105,30 +110,35 @@ class Deployment:
         and what it has routed or has seen end since."""
         if not self._settings.report_s:
             for host in self._changed.values():
-                self._note(router, host, host.outstanding, host.prefill_tokens, host.engine.free_tokens, host.decodes)
+                router.loads.note(
+                    host.replica.id,
+                    host.outstanding,
+                    host.prefill_tokens,
+                    host.engine.free_tokens,
+                    decodes=host.decodes,
+                )
+                self._note_profile(router, host)
             self._changed.clear()
             return
         if now >= self._report_at:
             self._reports = {name: _Report(host) for name, host in self.hosts.items()}
             self._report_at = now - now % self._settings.report_s + self._settings.report_s
+        router.loads.gateways = float(max(1, len(self._settings.gateways)))
         for name, report in self._reports.items():
-            outstanding = max(0, report.outstanding + report.own[gateway])
-            tokens = report.prefill_tokens + report.own_tokens[gateway]
-            self._note(router, self.hosts[name], outstanding, tokens, report.kv_free_tokens, report.decodes)
+            router.loads.note(
+                name,
+                max(0, report.outstanding + report.own[gateway]),
+                report.prefill_tokens + report.own_tokens[gateway],
+                report.kv_free_tokens,
+                decodes=report.decodes,
+                sent_tokens=report.own_tokens[gateway],
+            )
+            self._note_profile(router, self.hosts[name])
 
-    def _note(
-        self,
-        router: Router,
-        host: ReplicaHost,
-        outstanding: int,
-        prefill_tokens: int,
-        kv_free_tokens: int,
-        decodes: int,
-    ) -> None:
-        loads, name = router.loads, host.replica.id
-        loads.note(name, outstanding, prefill_tokens, kv_free_tokens, decodes=decodes)
-        if router.needs_profiles and loads.profiles[loads.index[name]] is None:
-            loads.profiles[loads.index[name]] = self._profile(host)
+    def _note_profile(self, router: Router, host: ReplicaHost) -> None:
+        profiles = router.loads.profiles
+        if router.needs_profiles and profiles[router.loads.index[host.replica.id]] is None:
+            profiles[router.loads.index[host.replica.id]] = self._profile(host)
 
     def _profile(self, host: ReplicaHost) -> ReplicaProfile:
         """As found by a sweep before it has traffic."""
@@ -149,6 +159,15 @@ class Deployment:
         gateway, decode = self._routed.pop(row, (None, ""))
         if decode in self._reports:
             self._reports[decode].own[gateway] -= 1
+
+    def actual_loads(self) -> ReplicaLoads:
+        """The loads of the plan's replicas as they are now, as the coordinator hears of them."""
+        loads = ReplicaLoads(replica.id for replica in self.plan.replicas)
+        for host in self.hosts.values():
+            loads.note(
+                host.replica.id, host.outstanding, host.prefill_tokens, host.engine.free_tokens, decodes=host.decodes
+            )
+        return loads
 
     def note_load(self, host: ReplicaHost) -> None:
         """The router is to hear of this replica's load before it routes the next request."""

@@ -70,6 +70,7 @@ class SimGateway:
         self._kv_transfers = kv_transfers
         self._message_s = settings.message_s
         self._settings = RequestSettings(first_token_at_prefill=not settings.first_token_at_decode)
+        self._layerwise_from = settings.layerwise_from
         self._on_load = on_load
         self._on_end = on_end
         self._transfer_log = transfer_log
@@ -390,6 +391,7 @@ class SimGateway:
             return
         links = deployment.transfer_links(prefill.replica, decode.replica)
         transfer = KVTransfer(key, links, deployment.token_bytes, deployment.service.model.layers)
+        transfer.is_short = sequence.known < self._layerwise_from
         assignment.split, assignment.prefill_number = Split(prefill, sequence, transfer), prefill.number
         request.slot_at = None
         prefill.slots.leave(request)

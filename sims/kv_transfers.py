@@ -34,15 +34,19 @@ class TransferLinks(NamedTuple):
 
 @final
 class KVTransfer:
-    """The transfer of one request's KV. `unsent`: tokens that are computed and not in any flow."""
+    """The transfer of one request's KV. `unsent`: tokens that are computed and not in any flow;
+    `is_short`: it is sent after the prefill whatever others are; `is_layerwise`: some of it was sent
+    while the prompt was computed."""
 
     __slots__ = (
-        "begun_at", "flows", "has_room", "is_prefilled", "layers", "limited", "links", "prefilled_at",
-        "request", "token_bytes", "unsent"
+        "begun_at", "flows", "has_room", "is_layerwise", "is_prefilled", "is_short", "layers", "limited", "links",
+        "prefilled_at", "request", "token_bytes", "unsent"
     )  # fmt: skip
 
     def __init__(self, request: int, links: TransferLinks, token_bytes: float, layers: int) -> None:
         self.request = request
+        self.is_short = False
+        self.is_layerwise = False
         self.links = links
         self.token_bytes = token_bytes
         self.layers = layers
@@ -70,9 +74,11 @@ class KVTransfers:
         """A step has begun that prefills so many tokens and ends at `until`."""
         self._lift_limits(transfer, now)
         layers = transfer.layers
-        if not (self._layerwise and transfer.has_room and until > now and layers > 1):
+        streams = self._layerwise and not transfer.is_short
+        if not (streams and transfer.has_room and until > now and layers > 1):
             transfer.unsent += tokens
             return
+        transfer.is_layerwise = True
         share_early = (layers - 1) / layers
         for share in transfer.links.shares:
             size = tokens * transfer.token_bytes * share.fraction

@@ -171,7 +171,8 @@ class Replanner:
             _with_demand(service, demand, deadlines)
             for service, demand in zip(self._problem.services, situation.demands, strict=True)
         )
-        problem = replace(self._problem, cluster=situation.cluster, services=services)
+        pinned = {**situation.pins, **self._problem.pinned}
+        problem = replace(self._problem, cluster=situation.cluster, services=services, pinned=pinned)
         return without_boxes(problem, situation.missing)
 
     def _reschedule(self, kind: str, problem: Problem, situation: Situation) -> tuple[Rescheduling | None, float]:

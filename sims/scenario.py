@@ -46,6 +46,11 @@ class SimSettings:
       a replica less. None: vLLM's defaults, with the budgets of the plan or of `ReplicaModel`.
     - `layerwise`: KV is sent while the prompt is computed, which hides most of the transfer; else
       after the prefill.
+    - `layerwise_from`: prompts of fewer tokens are sent after the prefill all the same, as in
+      Splitwise (512 on its H100).
+    - `layer_sync_s`: what a layerwise transfer takes beyond its bytes, once for each request: from
+      the last byte until the decode replica can go on (Splitwise: some 5 ms between H100, 8 ms
+      between A100, for any prompt).
     - `streams`: TCP streams of a transfer, each of which carries one window per round trip; None:
       as many as the link needs.
     - `gateways`: the boxes whose gateways take the requests, in turn. What they and replicas say to
@@ -70,6 +75,8 @@ class SimSettings:
 
     engine: SimEngineSettings | None = None
     layerwise: bool = True
+    layerwise_from: int = 0
+    layer_sync_s: float = 0.0
     streams: int | None = None
     gateways: tuple[str, ...] = ()
     message_s: float = 0.0
@@ -87,7 +94,9 @@ class SimSettings:
     def __post_init__(self) -> None:
         if self.streams is not None and self.streams < 1:
             raise WorldError(f"streams is {self.streams}; it must be at least 1")
-        for name in ("message_s", "report_s", "detect_s", "dead_s", "told_s", "quiet_s"):
+        if self.layerwise_from < 0:
+            raise WorldError(f"layerwise_from is {self.layerwise_from}; it must not be negative")
+        for name in ("layer_sync_s", "message_s", "report_s", "detect_s", "dead_s", "told_s", "quiet_s"):
             value = getattr(self, name)
             if value is not None and not value >= 0.0:
                 raise WorldError(f"{name} is {value}; it must not be negative")
@@ -146,7 +155,8 @@ class Situation(NamedTuple):
     """What the coordinator is told when it is to plan: boxes that are `missing`, those that have
     `joined` since the beginning, links as they were told last (of all boxes), and what gateways say
     of each service's traffic, None where nothing yet. `why`: a line for each piece of news. `held`:
-    boxes that are there and failed repeatedly; they get no requests while others can serve."""
+    boxes that are there and failed repeatedly; they get no requests while others can serve.
+    `pins`: by box, the phase that its replica was moved to because it stayed borrowed."""
 
     now: float
     plans: tuple[Plan, ...]
@@ -156,6 +166,7 @@ class Situation(NamedTuple):
     demands: tuple[Demand | None, ...]
     why: tuple[str, ...]
     held: frozenset[str] = frozenset()
+    pins: Mapping[str, Phase] = MappingProxyType({})
 
 
 Replan = Callable[[Situation], Sequence[PlanChange]]

@@ -48,6 +48,9 @@ from .serving import NEVER, ReplicaHost, SimRequest
 PROGRESS_EVERY: Final = 1000
 """Requests that end between two calls of the progress callback."""
 
+WATCH_POOLS_S: Final = 5.0
+"""Between two looks of the coordinator at who is borrowed."""
+
 Progress = Callable[[int, int, float], None]
 """Called with the requests that have ended, all there are, and the simulated seconds."""
 
@@ -195,6 +198,8 @@ class _World:
         self.coordinator = SimCoordinator(
             replan, self._cluster, names, quiet_s=self._settings.quiet_s, missing=self._missing
         )
+        if any(deployment.lends_replicas for deployment in self._deployments):
+            self.queue.push(0.0, _WorldEvent(self, self._watch_pools))
 
     def accept(self, request: SimRequest, now: float) -> None:
         """A request arrives."""
@@ -255,7 +260,8 @@ class _World:
             transfer = self._transfers.end_flow(flow)
             if transfer is not None:
                 completed = _WorldEvent(self, partial(self.gateway.complete_transfer, transfer))
-                self._follow.append(Scheduled(now + transfer.links.rtt_s, completed))
+                sync_s = self._settings.layer_sync_s if transfer.is_layerwise else 0.0
+                self._follow.append(Scheduled(now + transfer.links.rtt_s + sync_s, completed))
 
     def _count_end(self, request: SimRequest, now: float) -> None:
         self._ended += 1
@@ -367,6 +373,15 @@ class _World:
         if wake_at != inf and wake_at != self._reuse_alarm:
             self._reuse_alarm = wake_at
             self._follow.append(Scheduled(wake_at, _WorldEvent(self, self._trust_again)))
+
+    def _watch_pools(self, now: float) -> None:
+        """Tell the coordinator what replicas report, again and again until all requests have ended."""
+        if self._ended == self._total or not len(self.queue):
+            return
+        for deployment in self._deployments:
+            if self.coordinator is not None and deployment.lends_replicas:
+                self.coordinator.watch_pools(deployment.number, deployment.plan, deployment.actual_loads(), now)
+        self._follow.append(Scheduled(now + WATCH_POOLS_S, _WorldEvent(self, self._watch_pools)))
 
     def _trust_again(self, now: float) -> None:
         before = self._held

@@ -80,7 +80,8 @@ def reschedule_phases(
     becomes one. Raises NoPlan or UnservedError."""
     running = _find_running(problem.cluster, plans)
     evaluator = LowerLevel(problem, _loaded_stages(running))
-    here = _add_boxes(problem, evaluator, make_solution(each.group for each in running), joined)
+    phases = make_solution(_obey_pins(problem, each.group) for each in running)
+    here = _add_boxes(problem, evaluator, phases, joined)
     if not here:
         raise NoPlan("none of the running replicas has all of its boxes left")
     steps = min(settings.most_flips, settings.flips_per_replica * len(here))
@@ -180,6 +181,13 @@ def _as_group(service: int, replica: Replica, places: Mapping[str, int]) -> _Run
     parts = {part.box: number for number, part in enumerate(slices)}
     stages = tuple((parts[places[stage.peer]], stage.tp, stage.layers) for stage in replica.stages)
     return _RunningGroup(service, replica, Group(slices, replica.phase, service), stages)
+
+
+def _obey_pins(problem: Problem, group: Group) -> Group:
+    """The group in the phase that its boxes are pinned to, if they are."""
+    ids = (problem.cluster.boxes[part.box].id for part in group.slices)
+    pins = {problem.pinned[box] for box in ids if box in problem.pinned}
+    return group._replace(phase=pins.pop()) if len(pins) == 1 else group
 
 
 def _add_boxes(problem: Problem, evaluator: LowerLevel, running: Solution, joined: Iterable[str]) -> Solution:

@@ -43,7 +43,8 @@ class PolicyError(ValueError):
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A replica's latest report: requests that it has not finished, tokens of their prompts that it
     still has to prefill, KV tokens that it still has room for, and how many of those requests it
-    `decodes` (the others it only prefills).
+    `decodes` (the others it only prefills). `sent_tokens`: those of the prompt tokens that this
+    gateway has sent there since the replica reported.
 
     `replica` is its id in the plan. On the running network that is the peer id of its head, the box
     that schedules for all of its stages.
@@ -54,11 +55,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     prefill_tokens: int
     kv_free_tokens: int
     decodes: int = 0
+    sent_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.replica:
             raise LoadError("load.replica is empty")
-        if min(self.outstanding, self.prefill_tokens, self.kv_free_tokens, self.decodes) < 0:
+        figures = (self.outstanding, self.prefill_tokens, self.kv_free_tokens, self.decodes, self.sent_tokens)
+        if min(figures) < 0:
             raise LoadError(f"load of {self.replica} has a negative figure")
 
 
@@ -107,7 +110,9 @@ class ReplicaLoads:
     `outstanding` requests; `prefill_tokens` of their prompts still to compute; `kv_free_tokens`,
     infinite until it is reported; `decodes`, those of the requests that it generates answers of;
     `waiting` requests that have no place in a batch yet (0 where
-    that is not told); `is_silent`: nothing has been reported. `profiles`: how fast the replicas
+    that is not told); `sent_tokens`, those of the prompt tokens that this gateway has sent there
+    since the replica's report; `is_silent`: nothing has been reported. `gateways`: how many times
+    the requests of this gateway all gateways have. `profiles`: how fast the replicas
     are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known. Whoever
     runs the replicas writes here; policies only read.
     """
@@ -121,6 +126,8 @@ class ReplicaLoads:
         self.kv_free_tokens: NDArray[np.float64] = np.full(size, np.inf)
         self.decodes: NDArray[np.float64] = np.zeros(size)
         self.waiting: NDArray[np.float64] = np.zeros(size)
+        self.sent_tokens: NDArray[np.float64] = np.zeros(size)
+        self.gateways = 1.0
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
         self.profiles: list[ReplicaProfile | None] = [None] * size
 
@@ -138,6 +145,7 @@ class ReplicaLoads:
         *,
         waiting: int = 0,
         decodes: int = 0,
+        sent_tokens: int = 0,
     ) -> None:
         """Take in the latest figures of one replica. Raises KeyError for one that is not among
         `ids`."""
@@ -147,6 +155,7 @@ class ReplicaLoads:
         self.kv_free_tokens[at] = kv_free_tokens
         self.waiting[at] = waiting
         self.decodes[at] = decodes
+        self.sent_tokens[at] = sent_tokens
         self.is_silent[at] = False
 
 
@@ -164,6 +173,10 @@ class RoutingPolicy(ABC):
 
     needs_profiles: ClassVar[bool] = False
     """Whether `loads.profiles` is to be kept up to date for it."""
+
+    lends_replicas: ClassVar[bool] = False
+    """Whether replicas do work that the plan's phases do not give them, so that the coordinator is
+    to watch who does for long (`coordinator/repair/repurposing.py`)."""
 
     @abstractmethod
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:

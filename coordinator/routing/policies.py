@@ -7,7 +7,7 @@ from typing import Final
 
 from .cronus import Cronus
 from .hetero import MinMaxWorkload
-from .interface import PolicyFactory
+from .interface import PolicyFactory, RoutingPolicy
 from .plan_and_queues import PlanAndQueues
 from .splitwise import SplitwisePools
 
@@ -17,3 +17,9 @@ NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {
     "splitwise": SplitwisePools,
     "cronus": Cronus,
 }
+
+
+def lends_replicas(policy: str) -> bool:
+    """Whether gateways that route by the policy of this name borrow replicas (`RoutingPolicy.lends_replicas`)."""
+    made = NETWORK_POLICIES.get(policy)
+    return isinstance(made, type) and issubclass(made, RoutingPolicy) and made.lends_replicas

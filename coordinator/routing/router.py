@@ -57,10 +57,11 @@ class Router:
         """Whether `loads.profiles` is to be kept up to date."""
         return self.policy.needs_profiles
 
-    def report(self, loads: Iterable[Load]) -> None:
+    def report(self, loads: Iterable[Load], gateways: float = 1.0) -> None:
         """Take in the latest report of every replica, in place of all earlier ones; one that is not
-        in the plan is nobody's business here."""
+        in the plan is nobody's business here. `gateways`: see `ReplicaLoads`."""
         self.loads.forget()
+        self.loads.gateways = gateways
         for load in loads:
             if load.replica in self.loads.index:
                 self.loads.note(
@@ -69,6 +70,7 @@ class Router:
                     load.prefill_tokens,
                     load.kv_free_tokens,
                     decodes=load.decodes,
+                    sent_tokens=load.sent_tokens,
                 )
 
     def route(

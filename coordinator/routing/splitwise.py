@@ -14,7 +14,9 @@ from which a machine is borrowed.
   kind is pending there, for all gateways alike, and no gateway has to tell another. (The public
   simulator waits until the machine is idle: `sims/policies/pools.py`.)
 - A gateway owns nothing between two requests. Until a report comes it knows of its own requests
-  alone: of N gateways, up to N may borrow a machine each in the same second.
+  alone, and takes the other gateways for as busy as itself: what it has sent somewhere since counts
+  once for each of them (`ReplicaLoads.gateways`). So N gateways borrow in the first second of a
+  burst, as one would; where they guess wrong, up to N borrow a machine each.
 
 Not as in the paper: a machine that does for a request what it is not at home for takes both of its
 phases, where the paper leaves the other one where it was. A plan's pairs are those whose links
@@ -22,13 +24,14 @@ carry KV; between others there may be none.
 
 Where the length of an answer is not known, as at gateways, `RoutingSettings.answer_tokens` stand for
 it. Machines are moved between the pools for good by plans: the coordinator makes new phases when
-traffic differs from what the plan was made for.
+traffic differs from what the plan was made for, and when machines stay borrowed
+(`coordinator/repair/repurposing.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,19 +59,23 @@ class _Homes(NamedTuple):
 
 
 class _Queues(NamedTuple):
-    """By replica: prompt tokens and requests ahead of a new one, KV tokens free, and whether it is
-    borrowed."""
+    """By replica: prompt tokens and requests ahead of a new one, KV tokens free, whether it is
+    borrowed, and its place among those that are equal otherwise."""
 
     tokens: Floats
     requests: Floats
     free: Floats
     borrowed: NDArray[np.bool_]
+    lot: Indices
 
 
 @final
 class SplitwisePools(RoutingPolicy):
     """See the module. A replica that has reported nothing counts as busy as the busiest that has.
-    Ties go to the replica that the plan names first."""
+    Ties go to the replica that the plan names first; where there are several gateways, by lot: they
+    hear the same reports, and would all send to that one until the next."""
+
+    lends_replicas: ClassVar[bool] = True
 
     def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
         self._plan = plan
@@ -77,20 +84,21 @@ class SplitwisePools(RoutingPolicy):
         self._homes = _find_homes(plan, self._excluded)
 
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
-        """See `RoutingPolicy`; depends on neither `now` nor `rng`."""
+        """See `RoutingPolicy`; does not depend on `now`."""
         if request.excluded != self._excluded:
             self._excluded, self._homes = request.excluded, _find_homes(self._plan, request.excluded)
         homes = self._homes
         if not len(homes.everyone):
             raise NoRoute(f"no box can take a request for {self._plan.service}: all replicas are excluded")
-        queues = self._read_queues(loads)
+        queues = self._read_queues(loads, rng)
         prefill, decode = self._choose_pair(request, queues) or self._choose_one(request, queues)
         return Route.between(loads.ids[prefill], loads.ids[decode], request.prompt_tokens)
 
     def _choose_pair(self, request: RequestFacts, queues: _Queues) -> tuple[int, int] | None:
         """A prompt and a token machine that are paired and have room; borrowed ones come last."""
         candidates = sorted(
-            self._homes.prompt.tolist(), key=lambda place: (queues.borrowed[place], queues.tokens[place])
+            self._homes.prompt.tolist(),
+            key=lambda place: (queues.borrowed[place], queues.tokens[place], queues.lot[place]),
         )
         for prefill in candidates:
             if self._takes_prompt(prefill, request, queues):
@@ -114,10 +122,13 @@ class SplitwisePools(RoutingPolicy):
                 if self._takes_prompt(place, request, queues) and self._takes_answer(place, request, queues)
             ]
             if free:
-                chosen = min(free, key=lambda place: queues.tokens[place] + queues.requests[place])
+                chosen = min(free, key=lambda place: (queues.tokens[place] + queues.requests[place], queues.lot[place]))
                 return chosen, chosen
         fits = [place for place in everyone.tolist() if self._takes_answer(place, request, queues)]
-        chosen = min(fits or everyone.tolist(), key=lambda place: queues.tokens[place] + queues.requests[place])
+        chosen = min(
+            fits or everyone.tolist(),
+            key=lambda place: (queues.tokens[place] + queues.requests[place], queues.lot[place]),
+        )
         return chosen, chosen
 
     def _takes_prompt(self, place: int, request: RequestFacts, queues: _Queues) -> bool:
@@ -138,21 +149,43 @@ class SplitwisePools(RoutingPolicy):
             if self._takes_answer(place, request, queues)
         ]
         return min(
-            fit, key=lambda place: (queues.borrowed[place], queues.requests[place], -queues.free[place]), default=None
+            fit,
+            key=lambda place: (
+                queues.borrowed[place],
+                queues.requests[place],
+                -queues.free[place],
+                queues.lot[place],
+            ),
+            default=None,
         )
 
-    def _read_queues(self, loads: ReplicaLoads) -> _Queues:
-        tokens, requests = loads.prefill_tokens, loads.outstanding
-        decodes_here, has_prompts = loads.decodes > 0, tokens > requests
-        borrowed = np.zeros(len(loads.ids), dtype=bool)
-        borrowed[self._homes.prompt] = decodes_here[self._homes.prompt]
-        # A request whose KV comes from elsewhere has one token to compute here, its last.
-        borrowed[self._homes.token] = has_prompts[self._homes.token]
+    def _read_queues(self, loads: ReplicaLoads, rng: np.random.Generator) -> _Queues:
+        requests = loads.outstanding
+        tokens = loads.prefill_tokens + loads.sent_tokens * (loads.gateways - 1.0)
+        borrowed = _mark_borrowed(self._homes.prompt, self._homes.token, loads)
         if loads.is_silent.any():
             heard = self._homes.everyone[~loads.is_silent[self._homes.everyone]]
             tokens = np.where(loads.is_silent, tokens[heard].max(initial=0.0), tokens)
             requests = np.where(loads.is_silent, requests[heard].max(initial=0.0), requests)
-        return _Queues(tokens, requests, loads.kv_free_tokens, borrowed)
+        count = len(loads.ids)
+        lot = rng.permutation(count) if loads.gateways > 1.0 else np.arange(count)
+        return _Queues(tokens, requests, loads.kv_free_tokens, borrowed, lot)
+
+
+def find_borrowed(plan: Plan, loads: ReplicaLoads) -> NDArray[np.bool_]:
+    """By replica of the plan: whether it reports work of the pool in which it is not at home."""
+    places = {phase: [at for at, each in enumerate(plan.replicas) if each.phase is phase] for phase in Phase}
+    prompt, token = (np.array(places[phase], dtype=np.intp) for phase in (Phase.PREFILL, Phase.DECODE))
+    return _mark_borrowed(prompt, token, loads)
+
+
+def _mark_borrowed(prompt: Indices, token: Indices, loads: ReplicaLoads) -> NDArray[np.bool_]:
+    """Prompt machines that decode, and token machines that have prompts to compute."""
+    borrowed = np.zeros(len(loads.ids), dtype=bool)
+    borrowed[prompt] = loads.decodes[prompt] > 0
+    # A request whose KV comes from elsewhere has one token to compute here, its last.
+    borrowed[token] = loads.prefill_tokens[token] > loads.outstanding[token]
+    return borrowed
 
 
 def _find_homes(plan: Plan, excluded: frozenset[str]) -> _Homes:

@@ -18,6 +18,7 @@ from ...coordinator.regrouping.adoption import Adoption
 from ...coordinator.regrouping.divisions import BoxDivision
 from ...coordinator.regrouping.steps import RegroupingProgress, RegroupProposal, make_recutting, make_regrouping
 from ...coordinator.repair.damping import FlapDamping
+from ...coordinator.repair.repurposing import Repurposing
 from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
 from ...kernels.codecs import codec_named
 from ..adverts import divided_boxes, parts_of
@@ -131,9 +132,18 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
 
 @final
 class Coordinator:
-    """Makes plans while this node is the elected coordinator; idle otherwise."""
+    """Makes plans while this node is the elected coordinator; idle otherwise. `lends_replicas`: gateways borrow
+    replicas for what they have no phase for, so those that stay borrowed are moved."""
 
-    def __init__(self, own: PeerId, codec: str, quiet_s: float = WAN.quiet_s, slo: str = DEFAULT_SLO) -> None:
+    def __init__(
+        self,
+        own: PeerId,
+        codec: str,
+        quiet_s: float = WAN.quiet_s,
+        slo: str = DEFAULT_SLO,
+        *,
+        lends_replicas: bool = False,
+    ) -> None:
         self._own = own
         self._codec = codec
         self._slo = slo
@@ -148,6 +158,8 @@ class Coordinator:
         self._damping = FlapDamping()
         self._progress = RegroupingProgress()
         self._adoption = Adoption()
+        self._repurposing = Repurposing() if lends_replicas else None
+        self._moved = ""  # why a replica is to have another phase, until a plan has said so
         self._told_held: tuple[str, ...] = ()  # boxes that the latest plan says are held
         self._reasons: tuple[str, ...] = ()  # of the latest plan, without those that are said of boxes left out
 
@@ -157,6 +169,7 @@ class Coordinator:
         self._aside.forget(view.adverts, now)
         # Whoever may be elected remembers who flaps, so all nodes watch.
         self._damping.observe(view.signs(), now)
+        self._watch_pools(view, leader, now)
         self._has_missed = False
         task = self._task(view, leader, now)
         if task is None:
@@ -223,7 +236,8 @@ class Coordinator:
         given_up = self._progress.explain(task.regrouping)
         left_out = (*self._aside.explain(now), *self._damping.explain(held, now), *_explain_unreadable(view))
         more = (f"and {len(left_out) - MAX_LEFT_OUT} more boxes are left out",) * (len(left_out) > MAX_LEFT_OUT)
-        news = (f"planned at once: {task.news}",) * bool(task.news)
+        news = (*((f"planned at once: {task.news}",) * bool(task.news)), *((self._moved,) * bool(self._moved)))
+        self._moved = ""
         return msgspec.structs.replace(plan, why=(*news, *given_up, *left_out[:MAX_LEFT_OUT], *more, *plan.why))
 
     def on_failed(self, task: PlanningTask, reason: str, now: float) -> bool:
@@ -333,6 +347,9 @@ class Coordinator:
             refusals.learn(previous.refused, now)
         refusals.forget({str(peer) for peer in view.adverts}, now)
         boxes = sorted((box for box in view.boxes(service) if box.peer not in left_out), key=lambda box: box.peer)
+        if self._repurposing is not None:
+            pins = self._repurposing.pins(previous, now)
+            boxes = [msgspec.structs.replace(box, phase=box.phase or pins.get(box.peer)) for box in boxes]
         return PlanningTask(
             boxes=tuple(boxes),
             links=(),
@@ -347,6 +364,14 @@ class Coordinator:
             regrouping=regrouping,
             keeping=tuple(sorted(refusals.keeping(now))),
         )
+
+    def _watch_pools(self, view: NetworkView, leader: Leader | None, now: float) -> None:
+        """See which replicas stay borrowed, and move one if it is time and this node plans."""
+        if self._repurposing is None or view.plan is None:
+            return
+        self._repurposing.observe(view.plan, view.reported_loads(view.plan), now)
+        if leader is not None and leader[0] == self._own and view.plan.regrouping is None:
+            self._moved = self._repurposing.move_one(view.plan, now) or self._moved
 
     def _service(self, view: NetworkView) -> str | None:
         """The service to plan for: the running one while a box offers it, else the one most boxes offer."""

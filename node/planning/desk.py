@@ -12,6 +12,7 @@ import trio
 from ...bootstrap import PeerId, RemoteError, Role
 from ...coordinator import Plan, PlanError
 from ...coordinator.names import count_of, name_of
+from ...coordinator.routing.policies import lends_replicas
 from ..joined import Joined
 from ..methods import PLAN_REGROUP
 from ..observing.values import EventKind
@@ -28,7 +29,13 @@ class PlanningDesk:
         self._joined = joined
         self._publish = publish
         settings = joined.settings
-        self._coordinator = Coordinator(joined.own, settings.codec, settings.tuning.quiet_s, settings.slo)
+        self._coordinator = Coordinator(
+            joined.own,
+            settings.codec,
+            settings.tuning.quiet_s,
+            settings.slo,
+            lends_replicas=lends_replicas(settings.routing.policy),
+        )
         self._looked = trio.Event()  # set when the view of the network is another
         self._on_look: Callable[[], None] = _ignore_look  # while a plan is made, which may be out of date by then
         joined.network.handle(PLAN_REGROUP, self._on_order)

@@ -73,7 +73,7 @@ class Gateway:
         self._nursery = nursery
         self._settings = settings
         self._limits = limits
-        self._routes = RouteFinder(view, model.service, routing, lambda: self._queues_and_waiting)
+        self._routes = RouteFinder(view, model.service, routing, lambda: self._queues_and_waiting, lambda: self.demand)
         self._tokenizing: dict[tuple[PeerId, str], bool] = {}  # requests; whether their clients still want them
         self._requests: dict[tuple[PeerId, str], RequestDriver] = {}  # by client, and the id that it gave
         self._by_token: dict[str, RequestDriver] = {}  # by what the ids of their attempts begin with

@@ -8,7 +8,7 @@ from math import inf
 from typing import Final, final
 
 from ...bootstrap import PeerId
-from ...coordinator import NoRoute, Plan, Route, Router, RoutingSettings
+from ...coordinator import Demand, NoRoute, Plan, Route, Router, RoutingSettings
 from ...coordinator.capacity import Links
 from ...coordinator.names import name_of
 from ...coordinator.repair.damping import DampingSettings, FlapDamping
@@ -24,9 +24,14 @@ STALL_DAMPING: Final = DampingSettings(suppress_at=1.0)
 """Nobody but its gateway sees a stall, so one is enough: 50 s for the first, 150 s for each that follows soon."""
 
 
+def _unknown_demand() -> Demand | None:
+    return None
+
+
 @final
 class RouteFinder:
-    """Routes requests for a service by the plan that the `view` follows; `queues`: this gateway's work at each node."""
+    """Routes requests for a service by the plan that the `view` follows. `queues`: this gateway's work at each node;
+    `demand`: what it is asked."""
 
     def __init__(
         self,
@@ -34,8 +39,10 @@ class RouteFinder:
         service: str,
         settings: RoutingSettings,
         queues: Callable[[], Mapping[PeerId, Queue]],
+        demand: Callable[[], Demand | None] = _unknown_demand,
     ) -> None:
         self._view = view
+        self._demand = demand
         self.service = service
         self._settings = settings
         self._queues = queues
@@ -65,7 +72,9 @@ class RouteFinder:
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._settings, earlier=self._router)
             self._profiles = ReplicaProfiles(plan) if self._router.needs_profiles else None
-        self._router.report(view.loads(self._queues()))
+        lends = self._router.policy.lends_replicas
+        gateways = view.gateways_like(self._demand(), self.service) if lends else 1.0
+        self._router.report(view.loads(self._queues()), gateways)
         if self._profiles is not None:
             signs = {peer: _sign(advert) for peer in plan.peers if (advert := view.adverts.get(PeerId(peer)))}
             self._profiles.update(
@@ -73,14 +82,21 @@ class RouteFinder:
             )
         route = partial(self._router.route, wanted.tokens, now=now, request=request, max_output_tokens=left or None)
         try:
-            return route(exclude=unusable | unsure | {wanted.leaving})
+            return self._note_sent(route(exclude=unusable | unsure | {wanted.leaving}), plan, wanted.tokens)
         except NoRoute as error:
             if wanted.leaving or unsure <= unusable:
                 raise self._explain(error, faults, plan, now) from None
         try:
-            return route(exclude=unusable)
+            return self._note_sent(route(exclude=unusable), plan, wanted.tokens)
         except NoRoute as error:
             raise self._explain(error, faults, plan, now) from None
+
+    def _note_sent(self, route: Route, plan: Plan, tokens: int) -> Route:
+        """Count the prompt where it is computed: others' gateways may send as much there meanwhile."""
+        first = plan.replica(route.prefill or route.decode)
+        if first is not None:
+            self._view.note_sent(PeerId(first.head), tokens)
+        return route
 
     def end_request(self, request: str, output_tokens: int | None) -> None:
         """A request has ended, with so many tokens of its answer; None: not with all of it."""

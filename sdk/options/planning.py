@@ -10,7 +10,7 @@ import click
 from ...kernels.codecs import CODEC_NAMES
 from .command import combine, option
 from .shared import NETWORK_POLICIES, SIMULATED_POLICIES
-from .values import ABOVE_ZERO, COUNT, FIGURE, FILE, Parsed
+from .values import ABOVE_ZERO, COUNT, FIGURE, FILE, POSITIVE, Parsed
 
 CHANGES: Final = "What changes meanwhile"
 """A section of the help."""
@@ -242,6 +242,20 @@ sim_options: Final = combine(
         type=_MACHINES,
         metavar="P,T",
         help="machines for prompts and for tokens (default: the setup's)",
+        section="The public Splitwise simulator's setups",
+    ),
+    option(
+        "--batch-tokens",
+        type=POSITIVE,
+        metavar="N",
+        help="with --measured: tokens of a batch; a prompt counts its length, a decode 1 (default: 2048)",
+        section="The public Splitwise simulator's setups",
+    ),
+    option(
+        "--max-preemptions",
+        type=POSITIVE,
+        metavar="N",
+        help="with --measured: prompts pass a decode over so often (default: 4)",
         section="The public Splitwise simulator's setups",
     ),
 )

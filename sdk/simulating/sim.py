@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from ...sims.splitwise.machine import AS_RELEASED, BatchLimits
 from ...sims.splitwise.metrics import missed_slos, slowdowns, summary
 from ...sims.splitwise.run import SplitwiseResult, run_setup, write_requests_csv
 from ...sims.splitwise.step_lookup import Mode
@@ -21,6 +22,10 @@ from ..options.values import check_writable
 
 def run_sim(arguments: SimpleNamespace) -> int:
     """Returns the exit code."""
+    for name in ("batch_tokens", "max_preemptions"):
+        if getattr(arguments, name) is not None and (arguments.compat or not arguments.measured):
+            option = name.replace("_", "-")
+            raise UsageError(f"{option}: give --{option} with --measured; --compat keeps to the public simulator's")
     if arguments.compat or arguments.measured:
         return _run_splitwise(arguments)
     from .planned import run_planned  # scipy, for the planner
@@ -38,8 +43,18 @@ def _run_splitwise(arguments: SimpleNamespace) -> int:
     mode: Mode = "measured" if arguments.measured else "released"
     trace = read_trace(arguments.trace)
     started = time.process_time()
+    limits = BatchLimits(
+        tokens=arguments.batch_tokens or AS_RELEASED.tokens,
+        preemptions=arguments.max_preemptions or AS_RELEASED.preemptions,
+    )
     result = run_setup(
-        arguments.setup, arguments.model, arguments.workload, trace, mode=mode, machines=arguments.machines
+        arguments.setup,
+        arguments.model,
+        arguments.workload,
+        trace,
+        mode=mode,
+        machines=arguments.machines,
+        limits=limits,
     )
     seconds = time.process_time() - started
     check_writable("requests", arguments.requests)

@@ -27,6 +27,7 @@ from .ratios import ratios
 from .recovery import recovery
 from .rescheduling import rescheduling
 from .setting import Scope
+from .splitwise.pools import pools
 from .splitwise.provision import provision
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
@@ -45,6 +46,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         cronus,
         hetero,
         provision,
+        pools,
     )
 }
 SUMMARY: Final = "headline"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
@@ -12,7 +13,7 @@ from ...coordinator.routing.interface import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace, TraceError
 from .cluster import RunStopped, SplitwiseCluster
-from .machine import Machine
+from .machine import AS_RELEASED, BatchLimits, Machine
 from .machine_types import MachineCatalogue, MachineType
 from .metrics import LoneRequests, Slo, missed_slos, slowdowns_over, summary
 from .setups import KV_TRANSFER_BYTES_S, MAX_PENDING_TOKENS, SetupError
@@ -45,10 +46,12 @@ class ClusterDesign:
 
 class MachineUsage(NamedTuple):
     """Of a pool, on average: the share of time that a machine computes, and requests that decode
-    there meanwhile."""
+    there meanwhile. `tokens_s`: by tokens of a batch, in order, the seconds of all machines that
+    computed such."""
 
     busy: float
     decodes: float
+    tokens_s: Mapping[int, float]
 
 
 class ClusterTrial(NamedTuple):
@@ -62,7 +65,7 @@ class ClusterTrial(NamedTuple):
     token_pool: MachineUsage
 
 
-NOT_USED: Final = MachineUsage(0.0, 0.0)
+NOT_USED: Final = MachineUsage(0.0, 0.0, {})
 
 
 @final
@@ -116,6 +119,7 @@ class ClusterTrials:
         slo: Slo,
         *,
         kv_bytes_s: float = KV_TRANSFER_BYTES_S,
+        limits: BatchLimits = AS_RELEASED,
         is_time_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self.traces = traces
@@ -123,6 +127,7 @@ class ClusterTrials:
         self.missed_last = ""  # an SLO that the latest cluster missed
         self._catalogue = catalogue
         self._slo = slo
+        self._limits = limits
         self._kv_token_s = catalogue.kv_token_bytes / kv_bytes_s
         self._is_time_up = is_time_up
         self._lone: dict[float, LoneRequests] = {}
@@ -151,7 +156,7 @@ class ClusterTrials:
         lone = self._lone.get(rate)
         if lone is None:
             lone = self._lone[rate] = self._catalogue.lone_requests(trace)
-        machines, policy = _build(design, prompt, token)
+        machines, policy = _build(design, prompt, token, self._limits)
         watch = None if to_the_end else SloWatch(trace, lone, self._slo, self._is_time_up)
         cluster = SplitwiseCluster(trace, machines, policy, kv_token_s=self._kv_token_s, watch=watch)
         self.simulated += 1
@@ -177,11 +182,11 @@ class ClusterTrials:
         )
 
 
-def _build(design: ClusterDesign, prompt: int, token: int) -> tuple[list[Machine], RoutingPolicy]:
-    machines = [Machine(design.prompt.iterations, design.prompt.kv_tokens) for _ in range(prompt)]
+def _build(design: ClusterDesign, prompt: int, token: int, limits: BatchLimits) -> tuple[list[Machine], RoutingPolicy]:
+    machines = [Machine(design.prompt.iterations, design.prompt.kv_tokens, limits) for _ in range(prompt)]
     if design.token is None:
         return machines, SharedPool()
-    machines += [Machine(design.token.iterations, design.token.kv_tokens) for _ in range(token)]
+    machines += [Machine(design.token.iterations, design.token.kv_tokens, limits) for _ in range(token)]
     return machines, SplitPools(range(prompt), range(prompt, prompt + token), max_pending=MAX_PENDING_TOKENS)
 
 
@@ -190,4 +195,8 @@ def _usage(machines: Sequence[Machine], seconds: float) -> MachineUsage:
         return NOT_USED
     busy = sum(machine.busy_s for machine in machines)
     decodes = sum(machine.decode_request_s for machine in machines) / busy if busy else 0.0
-    return MachineUsage(busy / seconds / len(machines), decodes)
+    tokens_s: defaultdict[int, float] = defaultdict(float)
+    for machine in machines:
+        for tokens, spent_s in machine.tokens_s.items():
+            tokens_s[tokens] += spent_s
+    return MachineUsage(busy / seconds / len(machines), decodes, dict(sorted(tokens_s.items())))

@@ -6,8 +6,9 @@ A machine holds *tasks*: the prefill of a request, and its decoding. From time t
 until the first request has all of its tokens. A task that arrives meanwhile and may join ends such
 a run at its next iteration boundary.
 
-A batch is selected in this order, up to 512 tasks and 2,048 tokens (a prompt counts its length, a
-decode 1; whatever comes first always fits): tasks passed over 4 times or more; prompts; decodes
+A batch is selected in this order, up to 512 tasks and 2,048 tokens (`BatchLimits`; a prompt counts
+its length, a decode 1; whatever comes first always fits): tasks passed over 4 times or more, the
+oldest first of those passed over as often; prompts; decodes
 that were preempted; decodes of the last batch; everything else, by arrival of the request. What the
 last batch held and this one does not is preempted: it keeps its memory. KV memory is reserved when
 a task first runs: prompt + 1 tokens for a prefill, all of the remaining output for a decode.
@@ -20,12 +21,38 @@ ends one early, says when the run ends now; whoever calls comes back then with `
 from __future__ import annotations
 
 from bisect import insort
+from collections import defaultdict
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Protocol
 
-MAX_REQUESTS, MAX_TOKENS = 512, 2048
-MAX_PREEMPTIONS = 4
+from .setups import SetupError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """What a machine batches (section IV-B), as released if nothing else is said.
+
+    - `requests`: tasks of a batch. More: longer iterations, and fewer of them.
+    - `tokens`: of a batch. More: prompts are computed together that gain little by it (on the
+      paper's H100 nothing beyond 2,048), and all of them wait for the last; fewer: less of a card
+      is used.
+    - `preemptions`: how often a task is passed over until it comes before all prompts. More: first
+      tokens come sooner, and decodes are held up for longer.
+    """
+
+    requests: int = 512
+    tokens: int = 2048
+    preemptions: int = 4
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise SetupError(f"{name} of a batch: {getattr(self, name)}; it must be at least 1")
+
+
+AS_RELEASED = BatchLimits()
 
 
 class IterationTimes(Protocol):
@@ -74,9 +101,10 @@ _arrival = attrgetter("arrival")
 class _Selection:
     """A batch being put together: tasks that join, beside decodes of the last batch that stay."""
 
-    __slots__ = ("joining", "kept", "kv_used", "tokens")
+    __slots__ = ("joining", "kept", "kv_used", "limits", "tokens")
 
-    def __init__(self, kv_used: int) -> None:
+    def __init__(self, kv_used: int, limits: BatchLimits) -> None:
+        self.limits = limits
         self.joining: list[MachineTask] = []
         self.kept = 0
         self.tokens = 0
@@ -85,7 +113,8 @@ class _Selection:
     def is_full_for(self, task: MachineTask) -> bool:
         """Whether the limits leave no place for the task; they always leave one for the first."""
         count = len(self.joining) + self.kept
-        return count >= MAX_REQUESTS or (count > 0 and self.tokens + task.tokens > MAX_TOKENS)
+        limits = self.limits
+        return count >= limits.requests or (count > 0 and self.tokens + task.tokens > limits.tokens)
 
     def try_add(self, task: MachineTask, kv_capacity: float) -> bool:
         """Take the task, if there is memory for it; one that was preempted still has its own."""
@@ -101,8 +130,9 @@ class _Selection:
 class Machine:
     """One machine's waiting and running tasks, and its run. Memory: KV tokens beside weights."""
 
-    def __init__(self, times: IterationTimes, kv_capacity: float) -> None:
+    def __init__(self, times: IterationTimes, kv_capacity: float, limits: BatchLimits = AS_RELEASED) -> None:
         self._times = times
+        self._limits = limits
         self._kv_capacity = kv_capacity
         self._kv_used = 0
         # Waiting. `_queue` has all tasks, by urgency at the moment each came in (which is not kept up to date);
@@ -127,6 +157,9 @@ class Machine:
         self._run_is_cut = False
         self.busy_s = 0.0
         self.decode_request_s = 0.0
+        self.tokens_s: defaultdict[int, float] = defaultdict(
+            float
+        )  # by tokens of a batch, seconds that it computed such
 
     def __repr__(self) -> str:
         running = len(self._batch_prompts) + len(self._decodes)
@@ -170,10 +203,10 @@ class Machine:
         running = len(self._batch_prompts) + len(self._decodes)
         if not running:
             return self.start(now) if self._kv_used + task.kv_tokens <= self._kv_capacity else None
-        if running < MAX_REQUESTS and self._batch_tokens + task.tokens <= MAX_TOKENS:
+        if running < self._limits.requests and self._batch_tokens + task.tokens <= self._limits.tokens:
             return self._cut_run(now)
         # A prompt may still push decodes aside, if it fits in a batch at all.
-        if task.is_prompt and self._batch_tokens - len(self._decodes) + task.tokens <= MAX_TOKENS:
+        if task.is_prompt and self._batch_tokens - len(self._decodes) + task.tokens <= self._limits.tokens:
             return self._cut_run(now)
         return None
 
@@ -184,7 +217,7 @@ class Machine:
         running = len(self._batch_prompts) + len(self._decodes)
         if not running:
             return self.start(now) if self._kv_used + self._queue[0].kv_tokens <= self._kv_capacity else None
-        if running < MAX_REQUESTS and self._batch_tokens < MAX_TOKENS:
+        if running < self._limits.requests and self._batch_tokens < self._limits.tokens:
             return self._cut_run(now)
         return None
 
@@ -193,6 +226,7 @@ class Machine:
         self._step += self._run_steps
         seconds = self._iteration_s * self._run_steps
         self.busy_s += seconds
+        self.tokens_s[self._batch_tokens] += seconds
         self.decode_request_s += seconds * len(self._decodes)
         done, self._batch_prompts = self._batch_prompts, []
         for task in done:
@@ -247,7 +281,7 @@ class Machine:
 
     def _select_batch(self) -> None:
         """Put the next batch together, preempt what falls out, and count who was passed over."""
-        selection = _Selection(self._kv_used)
+        selection = _Selection(self._kv_used, self._limits)
         self._select_overdue(selection)
         self._select_prompts(selection)
         for task in self._preempted:
@@ -255,7 +289,7 @@ class Machine:
                 break
             if task not in selection.joining:
                 selection.try_add(task, self._kv_capacity)
-        room = min(MAX_REQUESTS - len(selection.joining), MAX_TOKENS - selection.tokens)
+        room = min(self._limits.requests - len(selection.joining), self._limits.tokens - selection.tokens)
         selection.kept = max(min(len(self._decodes), room), 0)
         selection.tokens += selection.kept
         # Where decodes drop out there is no place for anything else either.
@@ -273,7 +307,7 @@ class Machine:
     def _select_overdue(self, selection: _Selection) -> None:
         """Tasks that were passed over too often, as far as the head of the queue has them."""
         for task in self._queue:
-            if task.preemptions < MAX_PREEMPTIONS or selection.is_full_for(task):
+            if task.preemptions < self._limits.preemptions or selection.is_full_for(task):
                 break
             selection.try_add(task, self._kv_capacity)
 

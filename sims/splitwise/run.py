@@ -21,7 +21,7 @@ from ...coordinator.routing.interface import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace
 from .cluster import SplitwiseCluster
-from .machine import Machine
+from .machine import AS_RELEASED, BatchLimits, Machine
 from .setups import (
     KV_TRANSFER_BYTES_S,
     MACHINE_BYTES,
@@ -67,11 +67,12 @@ def run_setup(
     *,
     mode: Mode = "released",
     machines: tuple[int, int] | None = None,
+    limits: BatchLimits = AS_RELEASED,
 ) -> SplitwiseResult:
     """Serve a trace by a setup of `SETUPS` and a model of `MODELS`; SetupError if one is not known.
 
     `workload` ("conv" or "code") chooses how many machines the setup has for prompts and for
-    decoding, unless `machines` says so; a baseline has them all in one pool. A request that never
+    decoding, unless `machines` says so; a baseline has them all in one pool. `limits`: of what each batches. A request that never
     ends, because no machine has the memory for it, has NaN in the outcomes.
     """
     known, known_model = find_setup(setup), find_model(model)
@@ -81,7 +82,7 @@ def run_setup(
     places = _places(known, counts)
     times = {gpu: SplitwiseTimes(model, gpu, TENSOR_PARALLEL, decode_axis(mode)) for gpu, _ in places}
     iterations = {gpu: CachedIterations(times[gpu]) for gpu in times}
-    boxes = [Machine(iterations[gpu], kv_tokens) for gpu, _ in places]
+    boxes = [Machine(iterations[gpu], kv_tokens, limits) for gpu, _ in places]
     cluster = SplitwiseCluster(trace, boxes, _policy(known, counts), kv_token_s=kv_bytes / KV_TRANSFER_BYTES_S)
     events = cluster.run()
     return SplitwiseResult(

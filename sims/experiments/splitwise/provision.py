@@ -1,12 +1,13 @@
-"""Splitwise's provisioned clusters: figures 12, 15, 17a and 18b, and figures 13 and 14."""
+"""Splitwise's provisioned clusters: figures 12, 17 and 18, and figures 13 and 14."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from functools import cache
 from typing import Final
 
-from ...splitwise.cluster_trials import ClusterTrials, DrawnTraces
+from ...splitwise.cluster_trials import ClusterDesign, ClusterTrials, DrawnTraces
 from ...splitwise.machine_types import CostRatio, MachineCatalogue
 from ...splitwise.metrics import SLO
 from ...splitwise.provisioning import (
@@ -21,7 +22,7 @@ from ...splitwise.step_lookup import Mode
 from ...splitwise.traces import azure_lengths
 from ..page import Page, PageTable, ResultRow
 from ..setting import Scope
-from .kv_second_token import second_token_rows
+from .kv_second_token import second_token_rows, visible_picture, visible_rows
 
 BLOOM: Final = "bloom-176b"
 LLAMA: Final = "llama2-70b"
@@ -44,7 +45,23 @@ PAPER_POWER: Final[Mapping[str, tuple[str, str]]] = {
     "HHcap": ("25P, 21T", ""),
     "HA": ("25P, 26T", "1.18 x baseH, cost -10 %"),
 }
-PAPER_LEAST_COST: Final = {"AA": "cost -25 %"}
+
+
+class Wanted(StrEnum):
+    """What a cluster is sized for."""
+
+    MOST_AT_POWER = "throughput at the same power"
+    MOST_AT_COST = "throughput at the same cost"
+    LEAST_POWER = "least power"
+    LEAST_COST = "least cost"
+
+
+PAPER_ROWS: Final[Mapping[Wanted, Mapping[str, str]]] = {
+    Wanted.MOST_AT_POWER: {name: ", ".join(filter(None, each)) for name, each in PAPER_POWER.items()},
+    Wanted.MOST_AT_COST: {"AA": "rate 1.4, power +25 %, 2 x the machines"},
+    Wanted.LEAST_POWER: {"HHcap": "power -25 %, same cost and machines"},
+    Wanted.LEAST_COST: {"AA": "cost -25 %"},
+}
 
 
 class SizedRow(ResultRow, frozen=True):
@@ -77,6 +94,7 @@ class ProvisionRow(ResultRow, frozen=True):
 def provision(scope: Scope) -> Page:
     """The page; of traces as long as the paper's at most."""
     seconds = min(SECONDS, scope.seconds)
+    visible = visible_rows()
     return Page(
         name="provision",
         title="Splitwise's clusters, provisioned again",
@@ -92,24 +110,43 @@ def provision(scope: Scope) -> Page:
             PageTable("Figure 12", _sized(seconds), "Splitwise-HH, coding, 70 requests/s, the least cost."),
             PageTable(
                 "Figures 15 and 17a",
-                _rows(seconds, "throughput at the same power"),
+                _rows(seconds, Wanted.MOST_AT_POWER),
                 "Conversation, the power of 40 DGX-H100: the highest rate.",
             ),
             PageTable(
-                "Figure 18b", _rows(seconds, "least cost"), "Conversation, the rate of 40 DGX-H100: the least cost."
+                "Figure 17b",
+                _rows(seconds, Wanted.MOST_AT_COST),
+                "Conversation, the cost of 40 DGX-H100: the highest rate.",
             ),
             PageTable(
-                "Figures 13 and 14",
+                "Figure 18a",
+                _rows(seconds, Wanted.LEAST_POWER),
+                "Conversation, the rate of 40 DGX-H100: the least power.",
+            ),
+            PageTable(
+                "Figure 18b",
+                _rows(seconds, Wanted.LEAST_COST),
+                "Conversation, the rate of 40 DGX-H100: the least cost.",
+            ),
+            PageTable(
+                "Figure 13",
+                visible,
+                "BLOOM-176B, one prompt at a time, eight network cards of 400 Gb/s (H100) or 200 (A100): KV that is "
+                "still on its way when the prefill ends. `chosen`: below 512 tokens serialised.",
+            ),
+            PageTable(
+                "Figure 14",
                 second_token_rows(KV_PROMPTS),
-                "Llama2-70B, coding prompts one at a time, one DGX-H100 to another over 400 Gb/s, in ms on average.",
+                "Coding prompts one at a time, one DGX-H100 to another, in ms on average.",
             ),
         ),
+        pictures=(visible_picture(visible),),
         remarks=REMARKS,
     )
 
 
 @cache
-def _trials(model: str, workload: str, mode: Mode, seconds: float) -> tuple[MachineCatalogue, ClusterTrials]:
+def splitwise_trials(model: str, workload: str, mode: Mode, seconds: float) -> tuple[MachineCatalogue, ClusterTrials]:
     traces = DrawnTraces(azure_lengths(workload), source=f"Azure 2023 {workload}", seconds=seconds, seed=0)
     catalogue = MachineCatalogue(model, traces.at(STEP), mode=mode)
     return catalogue, ClusterTrials(traces, catalogue, SLO)
@@ -120,7 +157,7 @@ def _sized(seconds: float) -> list[SizedRow]:
     for model in (BLOOM, LLAMA):
         for mode in MODES:
             for ratio in CostRatio:
-                _, trials = _trials(model, "code", mode, seconds)
+                _, trials = splitwise_trials(model, "code", mode, seconds)
                 catalogue = MachineCatalogue(model, trials.traces.at(CODING_RATE), mode=mode, cost_ratio=ratio)
                 design = parse_design("HH", catalogue)
                 answer = ProvisionSearch(trials, ProvisionWish(goal=ProvisionGoal.COST, rate=CODING_RATE)).run(design)
@@ -137,17 +174,13 @@ def _sized(seconds: float) -> list[SizedRow]:
     return rows
 
 
-def _rows(seconds: float, what: str) -> list[ProvisionRow]:
+def _rows(seconds: float, what: Wanted) -> list[ProvisionRow]:
     return [row for mode in MODES for row in _rows_of(mode, seconds, what)]
 
 
-def _rows_of(mode: Mode, seconds: float, what: str) -> list[ProvisionRow]:
+def _rows_of(mode: Mode, seconds: float, what: Wanted) -> list[ProvisionRow]:
     found = {name: cluster for name, cluster in _clusters(mode, seconds, what).items() if cluster is not None}
     base = found["baseH"]
-    paper: Mapping[str, str] = {
-        "throughput at the same power": {name: ", ".join(filter(None, each)) for name, each in PAPER_POWER.items()},
-        "least cost": PAPER_LEAST_COST,
-    }[what]
     return [
         ProvisionRow(
             times=mode,
@@ -160,24 +193,30 @@ def _rows_of(mode: Mode, seconds: float, what: str) -> list[ProvisionRow]:
             cost_ratio=cluster.usd_per_h / base.usd_per_h,
             power_ratio=cluster.kw / base.kw,
             machines_ratio=(cluster.prompt + cluster.token) / (base.prompt + base.token),
-            paper=paper.get(name, ""),
+            paper=PAPER_ROWS[what].get(name, ""),
         )
         for name, cluster in found.items()
     ]
 
 
 @cache
-def _clusters(mode: Mode, seconds: float, what: str) -> Mapping[str, ProvisionedCluster | None]:
-    catalogue, trials = _trials(BLOOM, "conv", mode, seconds)
+def _clusters(mode: Mode, seconds: float, what: Wanted) -> Mapping[str, ProvisionedCluster | None]:
+    catalogue, trials = splitwise_trials(BLOOM, "conv", mode, seconds)
     base = parse_design("baseH", catalogue)
-    if what == "throughput at the same power":
-        wish = ProvisionWish(goal=ProvisionGoal.THROUGHPUT, max_kw=base.kw(BASELINE, 0), rate_step=STEP)
-    else:
-        carried = _clusters(mode, seconds, "throughput at the same power")["baseH"]
-        assert carried is not None, "40 machines carry something"
-        wish = ProvisionWish(goal=ProvisionGoal.COST, rate=carried.rate)
-    search = ProvisionSearch(trials, wish)
+    search = ProvisionSearch(trials, _wish(what, base, mode, seconds))
     return {name: search.run(parse_design(name, catalogue)).found for name in PAPER_DESIGNS}
+
+
+def _wish(what: Wanted, base: ClusterDesign, mode: Mode, seconds: float) -> ProvisionWish:
+    if what is Wanted.MOST_AT_POWER:
+        return ProvisionWish(goal=ProvisionGoal.THROUGHPUT, max_kw=base.kw(BASELINE, 0), rate_step=STEP)
+    if what is Wanted.MOST_AT_COST:
+        usd = base.usd_per_h(BASELINE, 0)
+        return ProvisionWish(goal=ProvisionGoal.THROUGHPUT, max_usd_per_h=usd, rate_step=STEP)
+    carried = _clusters(mode, seconds, Wanted.MOST_AT_POWER)["baseH"]
+    assert carried is not None, "40 machines carry something"
+    goal = ProvisionGoal.POWER if what is Wanted.LEAST_POWER else ProvisionGoal.COST
+    return ProvisionWish(goal=goal, rate=carried.rate)
 
 
 def _machines(found: ProvisionedCluster | None) -> str:

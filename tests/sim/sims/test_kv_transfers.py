@@ -169,3 +169,13 @@ def test_boxes_without_a_link_cannot_be_paired() -> None:
     with pytest.raises(WorldError, match="pairing a -> b: there is no link from box a to box b"):
         links_between(cluster(gbps=0.0), replica(("a", 0, 10)), replica(("b", 0, 10)))
     links_between(cluster(gbps=0.0), replica(("a", 0, 10)), replica(("a", 0, 10)))  # needs none
+
+
+def test_a_short_prompt_is_sent_after_its_prefill_and_a_long_one_meanwhile() -> None:
+    bench = Bench()
+    short, long = bench.transfer(), bench.transfer()
+    short.is_short = True
+    for transfer in (short, long):
+        bench.transfers.start_prefill_step(transfer, 20, 10.0, 0.0)
+    assert (len(bench.network), short.unsent, long.unsent) == (1, 20, 0)
+    assert (short.is_layerwise, long.is_layerwise) == (False, True)

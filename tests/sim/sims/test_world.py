@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -119,6 +120,23 @@ def test_a_transfer_all_at_once() -> None:
     assert (outcome.prefill.tolist(), outcome.decode.tolist()) == ([0], [1])
     assert result.sent_bytes == {(0, 1): pytest.approx(20 * 640)}
     assert result.traffic_usd == pytest.approx(20 * 640e-9 * 0.01)
+
+
+def test_what_synchronising_layers_takes_comes_once_after_the_last_byte_of_a_layerwise_transfer() -> None:
+    def ends(**settings: Any) -> float:
+        return float(go(SPLIT, trace_of((0.0, 20, 4)), settings=SimSettings(**settings)).services[0].outcomes.e2e_s[0])
+
+    assert ends(layer_sync_s=0.25) == pytest.approx(ends() + 0.25)
+    assert ends(layer_sync_s=0.25, layerwise_from=20) == pytest.approx(ends() + 0.25)
+    serialised = ends(layerwise=False)
+    assert ends(layer_sync_s=0.25, layerwise_from=21) == pytest.approx(serialised), "too short a prompt"
+    assert ends(layerwise=False, layer_sync_s=0.25) == pytest.approx(serialised)
+
+
+@pytest.mark.parametrize("wrong", [{"layer_sync_s": -0.1}, {"layerwise_from": -1}])
+def test_transfers_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(WorldError, match="it must not be negative"):
+        SimSettings(**wrong)
 
 
 @pytest.mark.parametrize(

@@ -319,6 +319,25 @@ def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_rep
     view.weigh_reports({})  # the same reports: they speak of the time when they came
     assert loads({}) == [(4, 40), (0, 0), (0, 0)]
     assert loads({A: Queue(1), C: Queue(1, 9)}) == [(5, 40), (0, 0), (1, 9)]
+    for _ in range(2):
+        view.note_sent(A, 40)
+    view.note_sent(C, 9)
+    assert [load.sent_tokens for load in view.loads({})] == [80, 0, 9]
+    view.adverts[A] = advert(stats=EngineStats(running=6, waiting=1, kv_usage=0.5, kv_free_tokens=500))
+    assert [load.sent_tokens for load in view.loads({})] == [0, 0, 9], "A has reported since"
+
+
+def test_a_gateway_knows_how_many_times_its_own_requests_all_gateways_have() -> None:
+    def asked(rate: float) -> Demand:
+        return Demand(requests_s=rate, arrival_cv=1.0, lengths=((10, 10),))
+
+    view = view_of(a=advert(), b=advert(), c=advert(), d=advert())
+    assert view.gateways_like(None, SERVICE) == 1.0
+    for peer, rate in zip(view.adverts, (1.0, 1.0, 2.0, 0.0), strict=True):
+        view.adverts[peer] = msgspec.structs.replace(view.adverts[peer], demand=asked(rate))
+    found = [view.gateways_like(own, SERVICE) for own in (asked(1.0), asked(2.0), asked(0.1), asked(0.0), None)]
+    assert found == [3.0, 2.0, 3.0, 3.0, 3.0], "no more than there are with requests"
+    assert view.gateways_like(asked(9.0), SERVICE) == 1.0
 
 
 def test_starts_tell_a_restarted_engine() -> None:

@@ -11,9 +11,8 @@ import pytest
 from p2pserve.coordinator.routing.interface import RoutingPolicy
 from p2pserve.sims.policies.pools import SharedPool, SplitPools
 from p2pserve.sims.records import Trace
-from p2pserve.sims.splitwise import machine
 from p2pserve.sims.splitwise.cluster import SplitwiseCluster
-from p2pserve.sims.splitwise.machine import Machine, MachineTask
+from p2pserve.sims.splitwise.machine import BatchLimits, Machine, MachineTask
 
 
 class Times:
@@ -26,8 +25,8 @@ class Times:
 class PlainMachine:
     """The rules, one by one, with nothing kept that can be counted: the specification of `Machine`."""
 
-    def __init__(self, times: Times, kv_capacity: float) -> None:
-        self.times, self.capacity, self.used = times, kv_capacity, 0
+    def __init__(self, times: Times, kv_capacity: float, limits: BatchLimits) -> None:
+        self.times, self.capacity, self.used, self.limits = times, kv_capacity, 0, limits
         self.pool: list[list[MachineTask]] = []  # the tasks of each request, by its arrival
         self.queue: list[MachineTask] = []  # what waits, by urgency as each came
         self.came: list[MachineTask] = []  # what waits, as each came
@@ -64,9 +63,9 @@ class PlainMachine:
         self.wait(task)
         if not self.batch:
             return self.start(now) if self.used + task.kv_tokens <= self.capacity else None
-        may_join = len(self.batch) < machine.MAX_REQUESTS and self.batch_tokens + task.tokens <= machine.MAX_TOKENS
+        may_join = len(self.batch) < self.limits.requests and self.batch_tokens + task.tokens <= self.limits.tokens
         prompt_tokens = sum(running.tokens for running in self.batch if running.is_prompt)
-        may_preempt = task.is_prompt and prompt_tokens + task.tokens <= machine.MAX_TOKENS
+        may_preempt = task.is_prompt and prompt_tokens + task.tokens <= self.limits.tokens
         return self.cut(now) if may_join or may_preempt else None
 
     def wait(self, task: MachineTask) -> None:
@@ -79,7 +78,7 @@ class PlainMachine:
         if not self.batch:
             return self.start(now) if self.used + self.queue[0].kv_tokens <= self.capacity else None
         return (
-            self.cut(now) if len(self.batch) < machine.MAX_REQUESTS and self.batch_tokens < machine.MAX_TOKENS else None
+            self.cut(now) if len(self.batch) < self.limits.requests and self.batch_tokens < self.limits.tokens else None
         )
 
     def end_run(self) -> list[MachineTask]:
@@ -134,8 +133,8 @@ class PlainMachine:
 
         def is_full(task: MachineTask) -> bool:
             tokens = sum(chosen.tokens for chosen in selected)
-            return len(selected) == machine.MAX_REQUESTS or (
-                bool(selected) and tokens + task.tokens > machine.MAX_TOKENS
+            return len(selected) == self.limits.requests or (
+                bool(selected) and tokens + task.tokens > self.limits.tokens
             )
 
         def add(task: MachineTask) -> bool:
@@ -148,7 +147,7 @@ class PlainMachine:
             return fits
 
         for task in self.queue:
-            if task.preemptions < 4 or is_full(task):
+            if task.preemptions < self.limits.preemptions or is_full(task):
                 break
             add(task)
         for task in [task for task in self.came if task.is_prompt]:
@@ -199,7 +198,12 @@ def split(machines: int) -> RoutingPolicy:
     return SplitPools(range(half), range(half, machines), max_pending=4000)
 
 
-@pytest.mark.parametrize("seed", range(2))
+FEW = BatchLimits(requests=12)  # as released it takes 512, which is long to simulate plainly
+
+
+@pytest.mark.parametrize(
+    ("seed", "limits"), [(0, FEW), (1, FEW), (2, BatchLimits(requests=12, tokens=900, preemptions=1))]
+)
 @pytest.mark.parametrize("pools", [shared, split])
 @pytest.mark.parametrize(
     ("rate", "prompt", "output", "kv_tokens"),
@@ -211,7 +215,7 @@ def split(machines: int) -> RoutingPolicy:
     ],
 )
 def test_it_does_what_the_plain_one_does(
-    monkeypatch: pytest.MonkeyPatch,
+    limits: BatchLimits,
     rate: float,
     prompt: int,
     output: int,
@@ -219,11 +223,10 @@ def test_it_does_what_the_plain_one_does(
     pools: Callable[[int], RoutingPolicy],
     seed: int,
 ) -> None:
-    monkeypatch.setattr(machine, "MAX_REQUESTS", 12)  # as released it takes 512, which is long to simulate plainly
     trace = a_trace(Random(seed), requests=100, rate=rate, prompt=prompt, output=output)
     runs = []
     for kind in (Machine, PlainMachine):
-        boxes = cast(list[Machine], [kind(Times(), kv_tokens) for _ in range(2)])
+        boxes = cast(list[Machine], [kind(Times(), kv_tokens, limits) for _ in range(2)])
         cluster = SplitwiseCluster(trace, boxes, pools(2), kv_tokens=kv_tokens, kv_token_s=1e-5)
         events = cluster.run()
         runs.append((events, cluster.ended_at, cluster.first_token, cluster.last_token))

@@ -69,6 +69,18 @@ HALVES: Mapping[Slices, tuple[Phase, ...]] = {
 }
 
 
+def test_a_replica_takes_the_phase_that_its_box_is_pinned_to() -> None:
+    problem = cloud()
+    plan = run_plan(problem, HALVES)
+    kept = reschedule_phases(problem, [plan]).plans[0]
+    pinned = reschedule_phases(replace(problem, pinned={"a5000": P}), [plan]).plans[0]
+    (moved,) = (replica for replica in plan.replicas if "a5000" in replica.peers)
+    assert kept.phase_of("a5000") is D
+    assert pinned.phase_of("a5000") is P
+    assert {each.id for each in pinned.replicas} == {each.id for each in plan.replicas}, "nothing is loaded"
+    assert moved.id in {pair.prefill for pair in pinned.pairings}
+
+
 def placed(plan: Plan) -> dict[str, tuple[Stage, ...]]:
     return {replica.id: replica.stages for replica in plan.replicas}
 

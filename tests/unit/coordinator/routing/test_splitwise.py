@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 
 from p2pserve.coordinator import Load, NoRoute, Pairing, Phase, Plan, PolicyError, Replica, Route, Router, Stage
 from p2pserve.coordinator.routing.interface import RoutingSettings
+from p2pserve.coordinator.routing.splitwise import find_borrowed
 
 LIMIT = 1000
 SETTINGS = RoutingSettings(policy="splitwise", max_pending_tokens=LIMIT, answer_tokens=100)
@@ -158,10 +160,13 @@ class Fleet:
 
     def place(self, gateway: int, tokens: int = 300, seconds: int = 3) -> Route:
         own = self.own[gateway]
-        self.routers[gateway].report(
-            load(name, ahead + own[name], decodes + (own[name] > 0), decodes)
+        loads = [
+            msgspec.structs.replace(
+                load(name, ahead + own[name], decodes + (own[name] > 0), decodes), sent_tokens=own[name]
+            )
             for name, (ahead, decodes) in self.told.items()
-        )
+        ]
+        self.routers[gateway].report(loads, gateways=float(len(self.routers)))
         route = self.routers[gateway].route(tokens)
         first = route.prefill or route.decode
         own[first] += tokens
@@ -180,6 +185,7 @@ class Fleet:
 def test_gateways_agree_on_the_pools_and_send_borrowed_machines_home(gateways: int) -> None:
     fleet = Fleet(gateways)
     burst = [fleet.place(number % gateways) for number in range(12)]
+    assert {route.decode for route in burst if route.prefill is None}, "within the first second"
     fleet.pass_second()
     burst += [fleet.place(number % gateways) for number in range(12)]
     alone = {route.decode for route in burst if route.prefill is None}
@@ -196,6 +202,34 @@ def test_gateways_agree_on_the_pools_and_send_borrowed_machines_home(gateways: i
     for _ in range(10):
         fleet.pass_second()
     assert {fleet.place(number % gateways).prefill for number in range(gateways)} <= {"p", "q"}
+
+
+def test_what_this_gateway_has_sent_since_the_report_counts_once_for_each_gateway() -> None:
+    busy = [msgspec.structs.replace(load(name, 300, 1), sent_tokens=300) for name in "pq"]
+    assert a_router(*busy).route(300) == pair("p", "d"), "one gateway: 600 tokens"
+    router = a_router()
+    router.report([*busy, load("d"), load("e")], gateways=4.0)
+    assert router.route(300) == both("d"), "four: about 1,500"
+    router.report([load("p", 700, 2), load("q", 700, 2), load("d"), load("e")], gateways=4.0)
+    assert router.route(300).prefill in ("p", "q"), "of what was reported nothing is guessed"
+
+
+def test_gateways_that_hear_the_same_do_not_all_choose_the_same() -> None:
+    """Between equal ones the first counts where there is one gateway; several draw lots."""
+    alone, several = a_router(), a_router()
+    several.report([load(name) for name in "pqde"], gateways=4.0)
+    assert {alone.route(300) for _ in range(20)} == {pair("p", "d")}
+    assert {several.route(300) for _ in range(40)} == {pair(one, two) for one in "pq" for two in "de"}
+    several.report([load("p", 10, 1), load("q"), load("d", 0, 2, 2), load("e")], gateways=4.0)
+    assert {several.route(300) for _ in range(20)} == {pair("q", "e")}, "a shorter queue counts before the lot"
+
+
+def test_who_is_borrowed_is_told_by_the_reports_alone() -> None:
+    router = a_router(load("p", 0, 1, 1), load("q", 900, 2), load("d", 400, 3, 3), load("e", 3, 3, 3))
+    assert find_borrowed(PLAN, router.loads).tolist() == [True, False, True, False]
+    assert not find_borrowed(PLAN, a_router().loads).any()
+    silent = Router(PLAN, SETTINGS)
+    assert not find_borrowed(PLAN, silent.loads).any()
 
 
 @pytest.mark.parametrize("gateways", [1, 4])

@@ -246,6 +246,15 @@ def test_a_node_may_route_by_how_fast_replicas_say_they_are() -> None:
     assert 5 <= found.count(TWO) <= 15
 
 
+def test_prompts_that_were_sent_count_where_they_are_computed() -> None:
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    routes = RouteFinder(view, SERVICE, RoutingSettings(policy="splitwise"), dict)
+    chosen = [routes.find(WANTED, 0.0).decode for _ in range(3)]
+    assert {load.replica: load.sent_tokens for load in view.loads({})} == {
+        peer: WANTED.tokens * chosen.count(peer) for peer in (ONE, TWO)
+    }
+
+
 def test_requests_that_have_not_ended_count_under_the_next_plan() -> None:
     view = hetero_view(one=told(0.2), two=told(0.1))
     routes = RouteFinder(view, SERVICE, RoutingSettings(policy="hetero"), dict)

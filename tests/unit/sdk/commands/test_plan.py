@@ -154,6 +154,8 @@ def test_what_is_wrong_is_said_in_one_line(arguments: list[str], line: str, caps
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
+        (["--batch-tokens", "512"], "batch-tokens: give --batch-tokens with --measured; --compat keeps to the"),
+        (["--compat", "splitwise", "--max-preemptions", "2"], "max-preemptions: give --max-preemptions with"),
         (["--compat", "splitwise", "--setup", "HH"], "model: give --model and --workload and --trace with"),
         (["--compat", "splitwise", "--setup", "HH", "--model", "llama2-70b", "--workload", "conv", "--trace", "x"],
          "x: No such file or directory"),

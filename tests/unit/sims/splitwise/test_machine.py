@@ -2,7 +2,10 @@
 
 import pytest
 
-from p2pserve.sims.splitwise.machine import MAX_REQUESTS, MAX_TOKENS, Machine, MachineTask
+from p2pserve.sims.splitwise.machine import AS_RELEASED, BatchLimits, Machine, MachineTask
+from p2pserve.sims.splitwise.setups import SetupError
+
+MAX_REQUESTS, MAX_TOKENS = AS_RELEASED.requests, AS_RELEASED.tokens
 
 
 class Times:
@@ -12,8 +15,8 @@ class Times:
         return 1.0 + 0.01 * prompt_tokens + 0.1 * decodes
 
 
-def machine(kv_capacity: float = 1e9) -> Machine:
-    return Machine(Times(), kv_capacity)
+def machine(kv_capacity: float = 1e9, **limits: int) -> Machine:
+    return Machine(Times(), kv_capacity, BatchLimits(**limits))
 
 
 def prompt(request: int, tokens: int, arrival: float = 0.0) -> MachineTask:
@@ -111,6 +114,49 @@ def test_a_prompt_longer_than_a_batch_runs_alone() -> None:
     assert one.arrive(prompt(0, MAX_TOKENS + 500), 0.0) == pytest.approx(1.0 + 0.01 * (MAX_TOKENS + 500))
     one.arrive(prompt(1, 1, 0.1), 0.1)
     assert [task.request for task in one.end_run()] == [0]
+
+
+@pytest.mark.parametrize(("tokens", "together"), [(100, [1, 2]), (99, [1])])
+def test_how_many_tokens_of_prompts_share_a_batch_is_a_setting(tokens: int, together: list[int]) -> None:
+    one = machine(tokens=tokens)
+    one.arrive(prompt(0, 10), 0.0)
+    one.arrive(prompt(1, 50, 0.1), 0.1)
+    one.arrive(prompt(2, 50, 0.2), 0.2)
+    one.end_run()
+    one.start(1.1)
+    assert [task.request for task in one.end_run()] == together
+
+
+@pytest.mark.parametrize("preemptions", [1, 2, 4])
+def test_prompts_pass_a_decode_over_so_often_and_no_more(preemptions: int) -> None:
+    """Prompts that fill a batch come without end; the decode runs when its turn is due, beside none of them."""
+    one = machine(tokens=100, preemptions=preemptions)
+    one.arrive(decode(0, 3), 0.0)
+    for request in range(1, 9):
+        one.arrive(prompt(request, 100, 0.1), 0.1)
+    passed_over, done = -1, one.end_run()
+    while all(task.is_prompt for task in done):
+        passed_over += 1
+        one.start(2.0 * passed_over + 2.0)
+        done = one.end_run()
+    assert passed_over == preemptions
+
+
+def test_seconds_are_counted_by_the_tokens_of_a_batch() -> None:
+    one = machine()
+    one.arrive(prompt(0, 50), 0.0)
+    one.arrive(decode(0, 4), 0.0, follows=True)
+    one.end_run()
+    one.start(1.5)
+    one.end_run()
+    assert one.tokens_s == {50: pytest.approx(1.5), 1: pytest.approx(4.4)}
+    assert sum(one.tokens_s.values()) == pytest.approx(one.busy_s)
+
+
+@pytest.mark.parametrize("name", ["requests", "tokens", "preemptions"])
+def test_limits_below_one_are_refused(name: str) -> None:
+    with pytest.raises(SetupError, match=f"{name} of a batch: 0; it must be at least 1"):
+        BatchLimits(**{name: 0})
 
 
 def test_a_batch_has_so_many_requests_at_most() -> None:
