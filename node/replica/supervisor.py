@@ -161,6 +161,7 @@ class Supervisor:
             self._report(state, detail)
 
         say(self._failure)
+        self._worker.learner.begin(place)
         try:
             folder = await self._fetch(place, say)
             with trio.move_on_after(QUICK_IMPORT_S):
