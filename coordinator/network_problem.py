@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from .calibration import calibrate_boxes
+from .calibration import BATCH, calibrate_boxes, measured_costs
 from .capacity import BoxView, KvCodec, Links, LinkView
 from .costs.gpus import GpuSpec, Specs, gpu_table
 from .costs.model_shape import ModelShape
+from .costs.profiled_times import ProfiledTimes
 from .costs.replica import GIB, StageHardware, kv_capacity_tokens
 from .demand import Demand, is_idle
 from .demand_meter import expected_workload
@@ -33,9 +34,10 @@ from .planning.lower.replicas import ConfigurationCache
 from .planning.model.cluster import Box, Cluster
 from .planning.model.problem import Group, Problem, Slice, Solution
 from .planning.model.slo import SloScale, slo_by
-from .planning.model.workload import Service, Slo
+from .planning.model.workload import Service, Slo, Workload
 from .planning.reasons import pipeline_times
 from .planning.upper.search_space import make_solution
+from .profile import MeasuredCosts
 from .settings import NetworkPlanSettings
 
 SLO_SCALE: Final = SloScale(5.0)
@@ -145,8 +147,13 @@ def build_network_problem(
         for stage in group.stages
     }
     cluster = _make_cluster([usable[peer] for peer in sorted(cards)], cards, between)
+    measured = _find_measured(groups, usable, cards, workload, why)
+    cluster = replace(cluster, boxes=tuple(replace(box, measured=measured.get(box.id)) for box in cluster.boxes))
     if not isinstance(slo, Slo):
-        alone = [slo_by(pipeline_times(model, group.stages, cluster), workload, slo) for group in groups]
+        times = {group.head: pipeline_times(model, group.stages, cluster) for group in groups}
+        # A box that calls itself faster than its hardware is makes no deadline tighter for the others.
+        times |= {peer: ProfiledTimes(times[peer], costs, fastest=1.0) for peer, costs in measured.items()}
+        alone = [slo_by(times[group.head], workload, slo) for group in groups]
         slo = min(alone, key=lambda deadlines: deadlines.e2e_s)
     ours = Service(
         name=service, model=model, workload=workload, slo=slo, codec=codec.name, kv_bits=codec.bits
@@ -169,6 +176,39 @@ def build_network_problem(
     ours = replace(ours, workload=replace(workload, rate=least))
     problem = replace(problem, services=(ours,))
     return replace(found, problem=problem, evaluator=LowerLevel(problem, loaded, memory))
+
+
+def _find_measured(
+    groups: Sequence[BoxGroup],
+    usable: Mapping[str, BoxView],
+    cards: Mapping[str, GpuSpec],
+    workload: Workload,
+    why: list[str],
+) -> dict[str, MeasuredCosts]:
+    """By box that serves alone: what its engine's own steps say, where that is something else than
+    what its cards are taken for."""
+    found: dict[str, MeasuredCosts] = {}
+    for group in groups:
+        box = usable[group.head]
+        is_alone = box.whole and len(group.stages) == 1
+        costs = measured_costs(box, cards[box.peer], workload) if is_alone else None
+        if costs is not None:
+            found[box.peer] = costs
+            why.append(_explain_measured(box.peer, costs, workload))
+    return found
+
+
+def _explain_measured(peer: str, costs: MeasuredCosts, workload: Workload) -> str:
+    prompt, held = workload.mean_prompt, workload.mean_prompt + workload.mean_output / 2
+    factors = [
+        f"{phase} steps take {told.seconds(*at) / modelled.seconds(*at):.2g} times as long"
+        for phase, at, told, modelled in (
+            ("prefill", (1.0, prompt), costs.told.prefill, costs.modelled.prefill),
+            ("decode", (BATCH, held), costs.told.decode, costs.modelled.decode),
+        )
+        if told is not None and modelled is not None
+    ]
+    return f"{peer} counts by its engine's own steps: {' and '.join(factors)} as its cards are taken for"
 
 
 def _select_boxes(offered: list[BoxView], why: list[str]) -> list[BoxView]:

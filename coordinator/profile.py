@@ -12,6 +12,8 @@ sum, and L their mean.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from .bounds import Count, Figure, Seconds
@@ -53,6 +55,21 @@ class PhaseCost(msgspec.Struct, frozen=True, kw_only=True):
         """Of `steps` decode steps in a row (equation 4): before the first, each request holds this
         length, and it holds one token more at each."""
         return steps * self.seconds(requests, length + (steps + 1.0) / 2.0)
+
+
+class PhaseCosts(NamedTuple):
+    """The constants of a replica's phases, where they are known."""
+
+    prefill: PhaseCost | None = None
+    decode: PhaseCost | None = None
+
+
+class MeasuredCosts(NamedTuple):
+    """What a replica's engine says of its steps, and what a sweep over a model of its hardware has
+    for the same constants. Where the first are not known, the model counts."""
+
+    told: PhaseCosts
+    modelled: PhaseCosts
 
 
 class PhaseFit(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,12 +10,12 @@ spoilt samples.
   `_PREFILL_TERMS` and `_DECODE_TERMS`.
 - A step that the machine held up says nothing of the engine: samples that stick out are given less
   weight (Huber).
+- Samples may be weighted besides: `costs.profile_tracker` has old ones count for less.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Final, Literal
 
@@ -31,56 +31,30 @@ MIN_SAMPLES: Final = 4
 ROUNDS: Final = 8  # of reweighting; it settles in three or four
 STICKS_OUT: Final = 2.0  # in units of the spread that normal samples have
 SAME_COLUMN: Final = 1e-3  # what is left of a column, relative, when the ones before it are taken out
-SAMPLES_OF_A_KIND: Final = 32
 
 # The most plausible first: prefill is bound by computing tokens, decode by reading the weights once a step.
 _PREFILL_TERMS: Final[tuple[Term, ...]] = ("token_s", "step_s", "request_s", "length_s")
 _DECODE_TERMS: Final[tuple[Term, ...]] = ("step_s", "token_s", "request_s", "length_s")
 
-# (requests, length, seconds) of a step of one phase
-_Point = tuple[float, float, float]
+# (requests, length, seconds, weight) of a step of one phase
+_Point = tuple[float, float, float, float]
 
 
-class SampleBook:
-    """The latest samples, few per power of two of requests and tokens, so that a batch's decodes do
-    not push out its one prefill."""
-
-    def __init__(self, of_a_kind: int = SAMPLES_OF_A_KIND) -> None:
-        self._of_a_kind = of_a_kind
-        self._kinds: dict[tuple[int, ...], deque[StepSample]] = {}
-
-    def __repr__(self) -> str:
-        return f"<SampleBook {len(self)} samples of {len(self._kinds)} kinds>"
-
-    def __len__(self) -> int:
-        return sum(map(len, self._kinds.values()))
-
-    def add(self, samples: Iterable[StepSample]) -> None:
-        """Keep these, and forget the oldest of their kinds."""
-        for sample in samples:
-            sizes = (sample.prefill_requests, sample.prefill_tokens, sample.decode_requests, sample.decode_context)
-            kind = tuple(size.bit_length() for size in sizes)
-            self._kinds.setdefault(kind, deque(maxlen=self._of_a_kind)).append(sample)
-
-    def samples(self) -> list[StepSample]:
-        """What is kept."""
-        return [sample for kind in self._kinds.values() for sample in kind]
-
-
-def fit(samples: Sequence[StepSample]) -> LatencyProfile:
+def fit(samples: Sequence[StepSample], weights: Sequence[float] | None = None) -> LatencyProfile:
     """Fit both phases. Steps that did both say something of prefill once what decoding adds is
-    known."""
-    steps = [sample for sample in samples if sample.seconds > 0.0]
+    known. `weights`: what each sample counts for, above 0; without any, all count alike."""
+    weighed = zip(samples, [1.0] * len(samples) if weights is None else weights, strict=True)
+    steps = [(sample, weight) for sample, weight in weighed if sample.seconds > 0.0]
     decode = _fit_phase(
         [
-            (each.decode_requests, each.decode_context / each.decode_requests, each.seconds)
-            for each in steps
+            (each.decode_requests, each.decode_context / each.decode_requests, each.seconds, weight)
+            for each, weight in steps
             if each.decode_requests and not each.prefill_requests
         ],
         _DECODE_TERMS,
     )
     points: list[_Point] = []
-    for each in steps:
+    for each, weight in steps:
         if not each.prefill_requests:
             continue
         seconds = each.seconds
@@ -89,14 +63,14 @@ def fit(samples: Sequence[StepSample]) -> LatencyProfile:
                 continue
             seconds -= decode.cost.marginal_s(each.decode_requests, each.decode_context / each.decode_requests)
         if seconds > 0.0:
-            points.append((each.prefill_requests, each.prefill_tokens / each.prefill_requests, seconds))
+            points.append((each.prefill_requests, each.prefill_tokens / each.prefill_requests, seconds, weight))
     return LatencyProfile(prefill=_fit_phase(points, _PREFILL_TERMS), decode=decode)
 
 
 def _fit_phase(points: Sequence[_Point], terms: Sequence[Term]) -> PhaseFit | None:
     if len(points) < MIN_SAMPLES:
         return None
-    requests, length, seconds = np.array(points, dtype=np.float64).T
+    requests, length, seconds, weights = np.array(points, dtype=np.float64).T
     columns: dict[Term, Array] = {
         "token_s": requests * length,
         "request_s": requests,
@@ -105,11 +79,18 @@ def _fit_phase(points: Sequence[_Point], terms: Sequence[Term]) -> PhaseFit | No
     }
     used = _distinct(terms, {term: column / seconds for term, column in columns.items()})[: len(points) // 2]
     matrix = np.stack([columns[term] / seconds for term in used], axis=1)
-    solution = solve_robustly(matrix)
-    error = float(np.median(np.abs(matrix @ solution - 1.0)))
+    solution = solve_robustly(matrix, weights)
+    error = _weighted_median(np.abs(matrix @ solution - 1.0), weights)
     constants: dict[str, float] = {term: float(value) for term, value in zip(used, solution, strict=True)}
     cost = PhaseCost(**constants)
     return PhaseFit(cost=cost, samples=len(points), error=error)
+
+
+def _weighted_median(values: Array, weights: Array) -> float:
+    """Half of the weight is on values below it."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    return float(values[order][np.searchsorted(below, below[-1] / 2.0)])
 
 
 def _distinct(terms: Sequence[Term], columns: dict[Term, Array]) -> list[Term]:
@@ -129,17 +110,18 @@ def _distinct(terms: Sequence[Term], columns: dict[Term, Array]) -> list[Term]:
     return kept
 
 
-def solve_robustly(matrix: Array) -> Array:
-    """Coefficients x >= 0 with `matrix` x close to 1 for most rows."""
-    weights = np.ones(len(matrix))
-    solution = _non_negative(matrix, weights)
+def solve_robustly(matrix: Array, counts: Array | None = None) -> Array:
+    """Coefficients x >= 0 with `matrix` x close to 1 for most rows. `counts`: what each row counts
+    for; without any, all count alike."""
+    counts = np.ones(len(matrix)) if counts is None else counts
+    solution = _non_negative(matrix, counts)
     for _ in range(ROUNDS):
         off = np.abs(matrix @ solution - 1.0)
-        spread = 1.4826 * float(np.median(off))  # of normal samples, whatever the others do
+        spread = 1.4826 * _weighted_median(off, counts)  # of normal samples, whatever the others do
         if spread <= 1e-12:
             break
         weights = np.minimum(1.0, STICKS_OUT * spread / np.maximum(off, 1e-300))
-        solution = _non_negative(matrix, weights)
+        solution = _non_negative(matrix, counts * weights)
     return solution
 
 

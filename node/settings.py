@@ -66,6 +66,9 @@ class BoxEngineSettings:
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
     emulate_load_gb_s: float = 0.0  # GB/s that its weights are read at whenever it starts; 0: in no time
     fitting: FittingSettings = field(default_factory=FittingSettings)
+    sweep_s: float = 0.0
+    """For so long the box's first engine is measured before it takes requests; 0: not at all. Longer: a better profile
+    to begin with; shorter: it serves sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,21 +6,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
-from typing import Final, final
+from typing import Final, TypeGuard, final
 
-import msgspec
-
-from ..calibration import WORST_FIT
+from ..calibration import told_costs
 from ..capacity import BoxView, Links
 from ..costs.gpus import GpuSpec, Specs, gpu_table
 from ..costs.model_shape import ModelShape
+from ..costs.profiled_times import FURTHEST
 from ..costs.replica import Hop, ReplicaError, StageHardware, replica_times
 from ..costs.sweep import profile_times
 from ..plan import Plan, Replica
-from ..profile import LatencyProfile, ReplicaProfile
+from ..profile import PhaseCost, ReplicaProfile
 
 AT_ONCE: Final = 4
 """Replicas whose profile is made anew at a time: a sweep takes 10 ms, on the gateway's event loop."""
+
+NO_HOP: Final = Hop(rtt_s=0.0, gbps=1e6)
+
+TYPICAL_STEP: Final = (4.0, 256.0)
+"""Requests and their length at which a box's own constants are held against those of its hardware."""
 
 
 @final
@@ -67,21 +71,29 @@ def profile_replica(
         return None
     head = known[0]
     is_current = len(replica.stages) == 1 or head.stages == replica.stages
-    told = head.profile if head.profile is not None and is_current else LatencyProfile()
+    told = told_costs(head.profile if is_current else None)
     kv_tokens = head.kv_tokens if is_current else 0
-    fits = {"prefill": told.prefill, "decode": told.decode}
-    costs = {phase: fit.cost for phase, fit in fits.items() if fit is not None and fit.error <= WORST_FIT}
-    if len(costs) == len(fits):
-        return ReplicaProfile(**costs, kv_tokens=kv_tokens)
     stages = tuple(
         StageHardware(_card(box, stage.tp), stage.tp, stage.layers, box.card_link_gbps)
         for box, stage in zip(known, replica.stages, strict=True)
     )
     try:
         prior = _profile_model(head.model, stages, _hops(replica, links) if len(stages) > 1 else ())
+        # Links may not have been measured yet: nothing is too fast for them.
+        fastest = _profile_model(head.model, stages, (NO_HOP,) * len(stages)) if len(stages) > 1 else prior
     except (ReplicaError, ArithmeticError):
         return None
-    return msgspec.structs.replace(prior, **costs, kv_tokens=kv_tokens)
+    return ReplicaProfile(
+        prefill=told.prefill if _is_credible(told.prefill, fastest.prefill) else prior.prefill,
+        decode=told.decode if _is_credible(told.decode, fastest.decode) else prior.decode,
+        kv_tokens=kv_tokens,
+    )
+
+
+def _is_credible(told: PhaseCost | None, fastest: PhaseCost) -> TypeGuard[PhaseCost]:
+    """Not where a box calls itself so much faster than its hardware that it would draw every request
+    to it."""
+    return told is not None and told.seconds(*TYPICAL_STEP) * FURTHEST >= fastest.seconds(*TYPICAL_STEP)
 
 
 @lru_cache(maxsize=256)

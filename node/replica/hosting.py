@@ -152,6 +152,7 @@ class Host:
             tuning=tuning,
             # Elsewhere the API process is started when somebody asks, which may be never.
             open_server=partial(open_fork_server, serves_api=settings.http is not None and served_by_vllm),
+            sweep_s=settings.engine.sweep_s,
         )
         self._supervisor.waits_for = describe_wait(served.share, info.layers)
         if self._alone is not None:

@@ -31,6 +31,7 @@ from .loading import LoadingWorkers, describe_starting
 from .place import Place
 from .prefetch import Fetch
 from .stages import StageCall, Stages, limits_of, with_limits, with_stage
+from .sweep import EngineSweep
 from .worker import Worker
 
 QUICK_IMPORT_S: Final = 1.0
@@ -52,7 +53,9 @@ class Supervisor:
         on_change: Callable[[EngineAdvert], None],
         tuning: NodeTuning = WAN,
         open_server: OpenForkServer = open_fork_server,
+        sweep_s: float = 0.0,
     ) -> None:
+        """`sweep_s`: for so long the first engine is measured before it gets requests; 0: not at all."""
         self._config = config
         self._worker = worker
         self._stages = stages
@@ -66,6 +69,7 @@ class Supervisor:
         """The settings of a stage with so many layers."""
         self._tuning = tuning
         self._open_server = open_server
+        self._sweep = EngineSweep(worker.learner, sweep_s)
         self._place: Place | None = None
         self._life = trio.CancelScope()  # of one engine process, from its preparation to its end
         self._changed = trio.Event()
@@ -161,6 +165,7 @@ class Supervisor:
             self._report(state, detail)
 
         say(self._failure)
+        self._worker.learner.begin(place)
         try:
             folder = await self._fetch(place, say)
             with trio.move_on_after(QUICK_IMPORT_S):
@@ -182,8 +187,10 @@ class Supervisor:
             workers = LoadingWorkers()
             self._max_requests = config.max_requests
             link = self._link = await server.start_engine(
-                config, self._worker.on_engine_message, lambda said: self._tell_starting(state, workers.take(said))
+                config, self._on_message, lambda said: self._tell_starting(state, workers.take(said))
             )
+            if place.is_head and not self._sweep.is_over:  # later engines of this box are waited for by requests
+                await self._sweep.run(link, config.max_requests, say)
             self._worker.use(link, place, frozenset(end.ticket.link for end in pipes))
             return await self._serve(link, place, call)
         except (EngineStartError, ModelError) as error:
@@ -218,6 +225,10 @@ class Supervisor:
         if trio.current_time() - started > self._tuning.healthy_after_s:
             self._failures = 0
         return f"the engine process {how}"
+
+    def _on_message(self, message: protocol.FromEngine) -> None:
+        if not self._sweep.take(message):
+            self._worker.on_engine_message(message)
 
     def tell_beside(self, detail: str) -> None:
         """What is done beforehand while the engine serves, and how far; empty: nothing."""

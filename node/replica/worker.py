@@ -135,7 +135,6 @@ class Worker:
         """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
         self._engine, self._pipes = None, frozenset()
         self.stats = None
-        self.learner.forget()
         self._watch.forget()
         self._tell_hung()
         self._transfers.engine_lost()

@@ -361,9 +361,10 @@ async def open_box(*, watch_memory: bool = True) -> AsyncIterator[DemoBox]:
 
 
 def node_environment() -> dict[str, str]:
-    """Ours, without what would tell a node otherwise than its arguments do: no variables, no config file."""
+    """Ours, without what would tell a node otherwise than its arguments do: no variables, no config file. Engines are
+    not measured before they serve: those of one machine would measure each other."""
     found = {key: value for key, value in os.environ.items() if not key.startswith("P2PSERVE_")}
-    return found | {CONFIG: os.devnull}
+    return found | {CONFIG: os.devnull, "P2PSERVE_JOIN_SWEEP_S": "0"}
 
 
 def proportional_mib(pids: Iterable[int]) -> float:

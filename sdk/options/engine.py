@@ -108,6 +108,14 @@ engine_options: Final = combine(
         metavar="N",
         help="GB/s that weights are read at whenever the engine starts (default: in no time)",
     ),
+    _engine(
+        "--sweep-s",
+        type=FIGURE,
+        default=3.0,
+        metavar="S",
+        help="before it serves, the engine is measured with batches of several sizes and lengths for so long at most; "
+        "0: not at all (default: 3)",
+    ),
     _engine("--threads", type=POSITIVE, metavar="N", help="of a CPU engine (default: all cores but one)"),
 )
 """What a node is told of its engine."""

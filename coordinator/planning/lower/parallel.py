@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 
 from ...costs.gpus import GpuSpec
 from ...costs.model_shape import ModelShape
+from ...costs.profiled_times import ProfiledTimes
 from ...costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
 from ...costs.step_times import StepTimes
 from ...plan import Phase
+from ...profile import MeasuredCosts
 from ..model.length_classes import Classes
 from ..model.workload import Service, Slo
 from .behaviour import LOADS, MAX_BATCH, Behaviour, model_replica
@@ -64,12 +66,14 @@ Stages = tuple[tuple[int, int, int], ...]
 
 
 class BoxGpus(NamedTuple):
-    """So many equal GPUs of one box; `atomic`: they are one stage, whatever their number."""
+    """So many equal GPUs of one box; `atomic`: they are one stage, whatever their number. `measured`:
+    what their engine takes for its steps, where it holds the model alone."""
 
     gpu: GpuSpec
     gpus: int
     link_gbps: float
     atomic: bool
+    measured: MeasuredCosts | None = None
 
 
 class GroupHardware(NamedTuple):
@@ -239,7 +243,9 @@ class ParallelOptions:
     def _times(self, shape: _Shape) -> StepTimes:
         boxes = [box for box, _, _ in shape.stages]
         hops = [_hop(self._parts, *ends) for ends in pairwise([*boxes, boxes[0]])] if len(boxes) > 1 else []
-        return replica_times(self._needs.model, shape.hardware, hops)
+        times = replica_times(self._needs.model, shape.hardware, hops)
+        measured = self._parts.parts[0].measured
+        return ProfiledTimes(times, measured) if measured is not None and len(shape.stages) == 1 else times
 
 
 def _all_stages(order: Sequence[int], parts: Sequence[BoxGpus], needs: ServiceNeeds) -> Iterator[Stages]:

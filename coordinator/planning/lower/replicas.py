@@ -166,7 +166,8 @@ class ReplicaCatalogue:
             boxes = self._problem.cluster.boxes
             parts = GroupHardware(
                 tuple(
-                    BoxGpus(boxes[box].gpu, gpus, boxes[box].gpu_link_gbps, boxes[box].atomic) for box, gpus in slices
+                    BoxGpus(boxes[box].gpu, gpus, boxes[box].gpu_link_gbps, boxes[box].atomic, boxes[box].measured)
+                    for box, gpus in slices
                 ),
                 self._links.hops([box for box, _ in slices]),
                 self._loaded.get(slices, ()),

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...costs.gpus import GpuSpec
+from ...profile import MeasuredCosts
 
 Matrix = NDArray[np.float64]
 
@@ -23,7 +24,8 @@ class Box:
 
     `usd_per_hour` is the price of the whole box. `gpu_link_gbps` (Gb/s) is what two of its cards
     reach between each other: NVLink or PCIe. `atomic`: all its cards work together or not at all (a
-    node of the running network, whose engine has started already).
+    node of the running network, whose engine has started already). `measured`: constants of that
+    engine's own steps, where they say otherwise than `gpu`.
     """
 
     id: str
@@ -33,6 +35,7 @@ class Box:
     usd_per_hour: float = 0.0
     gpu_link_gbps: float = 160.0
     atomic: bool = False
+    measured: MeasuredCosts | None = None
 
     def __post_init__(self) -> None:
         if not self.id:

@@ -41,8 +41,9 @@ from typing import Any, Final, final
 import msgspec
 import trio
 
+from ....coordinator.costs.profile_tracker import ProfileTracker
 from ....coordinator.profile import LatencyProfile, PhaseFit, StepSample
-from ....coordinator.profile_fit import SampleBook, fit
+from ....coordinator.profile_fit import fit
 from ....kvtransport.dev.bench import open_plain_link
 from ....kvtransport.errors import TransferError
 from ...models import BUNDLED, ModelError, OpenedModel, open_model
@@ -283,8 +284,8 @@ async def run(
                 rates_found = await transfers.measure_rates(send_plain, repeats)
             receiving = await transfers.steps(second, STEP_TOKENS, repeats)
             sending = await transfers.steps(first, STEP_TOKENS, repeats)
-            book = SampleBook()
-            book.add(samples)
+            tracker = ProfileTracker()
+            tracker.add(samples)
             return EngineBenchReport(
                 **msgspec.structs.asdict(servers),
                 engine=first.ready.engine,
@@ -308,7 +309,7 @@ async def run(
                 later_engines_s=seconds[1:],
                 first_engine_s=seconds[0],
                 preload_s=server.preload_s or 0.0,
-                profile=fit(book.samples()),
+                profile=fit(tracker.samples()),
                 steps=samples,
             )
 

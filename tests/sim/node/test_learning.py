@@ -1,10 +1,12 @@
 """A node learns how fast its engine is from the engine's own steps."""
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock
 
 from p2pserve.coordinator import StepSample
+from p2pserve.coordinator.costs.profile_tracker import LATEST
 from p2pserve.node.engine.protocol import Iterations
 from p2pserve.node.learning import Learner
 from p2pserve.node.settings import WAN
@@ -52,9 +54,41 @@ def test_steps_become_a_profile(autojump_clock: MockClock) -> None:
         assert learned.decode is not None
         cost = learned.decode.cost
         assert cost.seconds(4, 100) == pytest.approx(0.014, rel=0.02)
-        learner.forget()
-        await learn(learner, 1.5 * WAN.profile_interval_s)
+        learner.begin("alone")
         forgotten = learner.profile
         assert forgotten is None, "that engine is gone"
+        learner.add(iterations(*decode_steps()))
+        await learner.refit()
+        again = learner.profile
+        assert again is not None
+        learner.begin("alone")
+        assert learner.profile is again, "started again for the same layers, it is as fast as before"
+
+    trio.run(main, clock=autojump_clock)
+
+
+def test_another_speed_is_fitted_at_once(autojump_clock: MockClock) -> None:
+    """Steps that suddenly take 1.5 times as long do not wait for the next fit."""
+
+    async def main() -> None:
+        told: list[float] = []
+        learner = Learner(interval_s=3600.0, on_change=told.append)
+        for _ in range(8):
+            learner.add(iterations(*decode_steps()))
+        await learner.refit()
+        for _ in range(4):
+            learner.add(iterations(*decode_steps()))
+        slower = [msgspec.structs.replace(step, seconds=1.5 * step.seconds) for step in decode_steps()]
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(learner.run)
+            for _ in range(2 * LATEST // len(slower)):
+                learner.add(iterations(*slower))
+            await trio.sleep(60.0)
+            nursery.cancel_scope.cancel()
+        assert told == [pytest.approx(1.5, rel=0.02)]
+        found = learner.profile
+        assert found is not None
+        assert found.decode is not None
+        assert found.decode.cost.seconds(4, 100) == pytest.approx(1.5 * 0.014, rel=0.03)
 
     trio.run(main, clock=autojump_clock)

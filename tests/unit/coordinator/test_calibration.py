@@ -6,11 +6,13 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator import BoxView, LatencyProfile, PhaseCost, PhaseFit
-from p2pserve.coordinator.calibration import BATCH, FURTHEST, WORST_FIT, calibrate_boxes
+from p2pserve.coordinator.calibration import BATCH, LEAST_LIKE, WORST_FIT, calibrate_boxes, measured_costs, told_costs
 from p2pserve.coordinator.costs.gpus import GpuSpec, Specs
 from p2pserve.coordinator.costs.model_shape import MODELS
+from p2pserve.coordinator.costs.profiled_times import FURTHEST, ProfiledTimes
 from p2pserve.coordinator.costs.replica import StageHardware, replica_times
-from p2pserve.coordinator.costs.step_times import StepTimes
+from p2pserve.coordinator.costs.step_times import StepTimes, chunk_pairs
+from p2pserve.coordinator.costs.sweep import ENGINE_SWEEP, profile_times
 from p2pserve.coordinator.demand_meter import expected_workload
 
 MODEL = MODELS["llama3-8b"]
@@ -26,12 +28,15 @@ def box(peer: str, **more: Any) -> BoxView:
     return msgspec.structs.replace(made, **more)
 
 
-def times(one: BoxView) -> StepTimes:
-    card = GpuSpec(
+def card_of(one: BoxView) -> GpuSpec:
+    return GpuSpec(
         name="x", memory_gib=24.0, memory_gbps=one.memory_gbps / one.tp, tflops=one.compute_tflops / one.tp,
         nvlink_gbps=0.0, pcie_gen=0, usd_per_hour=0.0, specs=Specs.ENGINE,
     )  # fmt: skip
-    return replica_times(MODEL, [StageHardware(card, one.tp, MODEL.layers, one.card_link_gbps)])
+
+
+def times(one: BoxView) -> StepTimes:
+    return replica_times(MODEL, [StageHardware(card_of(one), one.tp, MODEL.layers, one.card_link_gbps)])
 
 
 def prefill_s(one: BoxView) -> float:
@@ -61,14 +66,20 @@ def test_the_roofline_takes_as_long_as_the_engine_did() -> None:
 
 
 def test_what_a_box_has_not_done_is_taken_from_its_like() -> None:
-    prefiller = box("a", profile=profile(prefill=2.0 * prefill_s(box("a"))))
-    decoder = box("b", profile=profile(decode=2.0 * decode_s(box("b"))))
+    prefillers = [box(f"a{n}", profile=profile(prefill=2.0 * prefill_s(box("a")))) for n in range(LEAST_LIKE)]
+    decoders = [box(f"b{n}", profile=profile(decode=2.0 * decode_s(box("b")))) for n in range(LEAST_LIKE)]
     other = box("c", card="RTX-4090-24GB")
-    found = calibrate_boxes({one.peer: one for one in (prefiller, decoder, other)}, WORKLOAD)
-    assert found["a"].compute_tflops == found["b"].compute_tflops < 150.0
-    assert found["a"].memory_gbps == pytest.approx(found["b"].memory_gbps, rel=0.1)
-    assert found["a"].memory_gbps < 1200.0
+    found = calibrate_boxes({one.peer: one for one in (*prefillers, *decoders, other)}, WORKLOAD)
+    assert found["a0"].compute_tflops == found["b0"].compute_tflops < 150.0
+    assert found["a0"].memory_gbps == pytest.approx(found["b0"].memory_gbps, rel=0.1)
+    assert found["a0"].memory_gbps < 1200.0
     assert (found["c"].compute_tflops, found["c"].memory_gbps) == (200.0, 1600.0)
+
+
+def test_what_few_boxes_say_of_themselves_moves_no_other() -> None:
+    liars = [box(f"l{n}", profile=profile(1e3, 1e3)) for n in range(LEAST_LIKE - 1)]
+    honest = box("h")
+    assert calibrate_boxes({one.peer: one for one in (*liars, honest)}, WORKLOAD)["h"] == honest
 
 
 def test_each_rate_is_found_to_a_fraction_of_a_percent_and_by_itself() -> None:
@@ -123,3 +134,41 @@ def test_a_correction_has_bounds() -> None:
 )
 def test_figures_that_stay_as_they_are(one: BoxView) -> None:
     assert calibrate_boxes({"a": one}, WORKLOAD) == {"a": one}
+
+
+def swept(prefill: float, decode: float) -> BoxView:
+    """A box whose engine, swept, takes so many times as long as its cards are taken for."""
+    found = profile_times(times(box("a")), 0, ENGINE_SWEEP)
+    fits = {"prefill": scaled(found.prefill, prefill), "decode": scaled(found.decode, decode)}
+    profile = LatencyProfile(**{phase: PhaseFit(cost=cost, samples=30, error=0.05) for phase, cost in fits.items()})
+    return box("a", profile=profile)
+
+
+def test_constants_count_where_they_say_otherwise_than_the_card() -> None:
+    for prefill, decode in ((1.43, 1.43), (1.0, 1.43), (0.7, 1.0)):
+        found = measured_costs(swept(prefill, decode), card_of(box("a")), WORKLOAD)
+        assert found is not None
+        assert (found.told.prefill is None, found.told.decode is None) == (prefill == 1.0, decode == 1.0)
+        own = ProfiledTimes(times(box("a")), found)
+        line = own.decode_line(BATCH)
+        assert own.prefill_s(512, chunk_pairs(0, 512)) == pytest.approx(
+            prefill * times(box("a")).prefill_s(512, chunk_pairs(0, 512)), rel=0.02
+        ), "rounded to 3 %"
+        assert line.step_s(BATCH * HELD) == pytest.approx(decode * decode_s(box("a")), rel=0.02)
+
+
+@pytest.mark.parametrize("noise", [0.95, 1.0, 1.05])
+def test_constants_that_say_what_the_card_says_add_nothing(noise: float) -> None:
+    """So equal boxes stay equal, whatever the noise of their fits."""
+    assert measured_costs(swept(noise, 1.0 / noise), card_of(box("a")), WORKLOAD) is None
+    assert measured_costs(box("a"), card_of(box("a")), WORKLOAD) is None
+
+
+def scaled(cost: PhaseCost, factor: float) -> PhaseCost:
+    return PhaseCost(**{name: factor * value for name, value in msgspec.structs.asdict(cost).items()})
+
+
+def test_only_good_fits_are_told() -> None:
+    told = told_costs(profile(1.0, 2.0))
+    assert (told.prefill, told.decode) == (PhaseCost(step_s=1.0), PhaseCost(step_s=2.0))
+    assert told_costs(profile(1.0, 2.0, error=2 * WORST_FIT)) == told_costs(None)

@@ -6,15 +6,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from p2pserve.coordinator import BoxView, CapacityError, Demand, LinkView, Phase, PlanError
+from p2pserve.coordinator import (
+    BoxView,
+    CapacityError,
+    Demand,
+    LatencyProfile,
+    LinkView,
+    Phase,
+    PhaseCost,
+    PhaseFit,
+    PlanError,
+)
 from p2pserve.coordinator.capacity import UNKNOWN_GBPS, UNKNOWN_RTT_S, Links
 from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.coordinator.costs.profiled_times import FURTHEST
 from p2pserve.coordinator.costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
+from p2pserve.coordinator.costs.step_times import StepTimes
+from p2pserve.coordinator.costs.sweep import ENGINE_SWEEP, profile_times
 from p2pserve.coordinator.network_problem import NetworkProblem, build_network_problem
+from p2pserve.coordinator.planning.lower.parallel import BoxGpus, GroupHardware, ParallelOptions
+from p2pserve.coordinator.planning.lower.replicas import needs_of_service
 from p2pserve.coordinator.planning.model.problem import Group, Slice
 from p2pserve.coordinator.planning.model.slo import SloScale, slo_by
 
-from .networks import KV4, D, M, P, box, model, some_plan
+from .networks import KV4, D, M, P, box, fast, model, shares, some_plan
 
 SHORT = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((300, 7),))
 EMULATED: dict[str, Any] = {"card": "A40-48GB", "specs": Specs.DENSE, "emulated": True}
@@ -240,3 +255,77 @@ def test_a_card_that_makes_no_sense_counts_as_the_slowest() -> None:
     network = build(box("a", 1e-9, 1e-9), box("b"))
     gpu = network.problem.cluster.boxes[0].gpu
     assert [gpu.tflops, gpu.memory_gbps] == pytest.approx([1e-3, 0.1], rel=0.015)
+
+
+def told(slower: float, **figures: Any) -> BoxView:
+    """A box whose engine says that its steps take so many times as long as its card is taken for."""
+    plain = box("a", **figures)
+    swept = profile_times(step_times_as_planned(plain), 0, ENGINE_SWEEP)
+
+    def fit(cost: PhaseCost) -> PhaseFit:
+        scaled = {name: slower * value for name, value in msgspec.structs.asdict(cost).items()}
+        return PhaseFit(cost=PhaseCost(**scaled), samples=40, error=0.03)
+
+    return msgspec.structs.replace(plain, profile=LatencyProfile(prefill=fit(swept.prefill), decode=fit(swept.decode)))
+
+
+def step_times_as_planned(one: BoxView) -> StepTimes:
+    card = build(one).problem.cluster.boxes[0].gpu
+    return replica_times(model(), [StageHardware(card, 1, 8, one.card_link_gbps)])
+
+
+def planned_times(network: NetworkProblem, peer: str) -> StepTimes:
+    """Those that the planner estimates with."""
+    place = network.problem.cluster.index(peer)
+    part = network.problem.cluster.boxes[place]
+    hardware = GroupHardware((BoxGpus(part.gpu, 1, part.gpu_link_gbps, True, part.measured),), ())
+    found = ParallelOptions(hardware, needs_of_service(network.service)).best(M)
+    assert found is not None
+    return found.times
+
+
+@pytest.mark.parametrize("figures", [{}, EMULATED])
+@pytest.mark.parametrize("slower", [1.43, 0.8])
+def test_plans_go_by_the_constants_that_an_engine_tells(figures: dict[str, Any], slower: float) -> None:
+    plain, own = build(box("a", **figures), box("b", **figures)), build(told(slower, **figures), box("b", **figures))
+    prefill, held = (300, 300 * 301 / 2), 8 * 300
+    before, now = planned_times(plain, "a"), planned_times(own, "a")
+    assert now.prefill_s(*prefill) == pytest.approx(slower * before.prefill_s(*prefill), rel=0.1)
+    assert now.decode_line(8).step_s(held) == pytest.approx(slower * before.decode_line(8).step_s(held), rel=0.1)
+    other = planned_times(own, "b")
+    assert other.prefill_s(*prefill) == planned_times(plain, "b").prefill_s(*prefill)
+    assert other.decode_line(8) == planned_times(plain, "b").decode_line(8)
+
+
+def test_a_throttled_box_gets_fewer_requests_and_the_plan_says_why() -> None:
+    same = [box("a", **EMULATED), box("b", **EMULATED)]
+    links = fast("a", "b")
+    before = some_plan(*same, links=links, demands=(SHORT,))
+    plan = some_plan(told(2.0, **EMULATED), same[1], links=links, demands=(SHORT,))
+    assert shares(plan)["a"] < shares(before)["a"] < shares(plan)["b"]
+    reasons = [line for line in plan.why if "its engine's own steps" in line]
+    assert len(reasons) == 1
+    assert reasons[0].startswith("a counts by its engine's own steps")
+    assert not [line for line in before.why if "own steps" in line]
+
+
+@pytest.mark.parametrize("claim", [1e-6, 1e6])
+def test_a_claim_moves_nothing_of_another_box(claim: float) -> None:
+    """A box may call itself as fast or slow as it likes: deadlines get no tighter, and others count as they did."""
+    plain, lied = (
+        build(box("a", **EMULATED), box("b", **EMULATED)),
+        build(told(claim, **EMULATED), box("b", **EMULATED)),
+    )
+    assert lied.service.slo == plain.service.slo
+    held = 8 * 300
+    assert planned_times(lied, "b").decode_line(8).step_s(held) == planned_times(plain, "b").decode_line(8).step_s(held)
+    assert planned_times(lied, "a").decode_line(8).step_s(held) == pytest.approx(
+        min(max(claim, 1 / FURTHEST), FURTHEST) * planned_times(plain, "a").decode_line(8).step_s(held), rel=0.1
+    )
+
+
+def test_deadlines_follow_the_fastest_box_when_it_throttles() -> None:
+    plain, slow = build(box("a", **EMULATED)), build(told(1.43, **EMULATED))
+    assert slow.service.slo.e2e_s == pytest.approx(1.43 * plain.service.slo.e2e_s, rel=0.1)
+    fast_one = build(told(0.5, **EMULATED))
+    assert fast_one.service.slo.e2e_s == pytest.approx(plain.service.slo.e2e_s)

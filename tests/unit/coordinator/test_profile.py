@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator.profile import LatencyProfile, PhaseCost, PhaseFit, StepSample, prompt_s
-from p2pserve.coordinator.profile_fit import MIN_SAMPLES, SampleBook, fit
+from p2pserve.coordinator.profile_fit import MIN_SAMPLES, fit
 
 PREFILL = PhaseCost(token_s=2e-4, request_s=1e-3, length_s=1e-5, step_s=8e-3)
 DECODE = PhaseCost(token_s=3e-7, request_s=4e-5, length_s=2e-6, step_s=2e-3)
@@ -123,13 +123,16 @@ def test_a_profile_can_be_sent() -> None:
             msgspec.msgpack.decode(msgspec.msgpack.encode(PhaseCost(token_s=bad)), type=PhaseCost)
 
 
-def test_a_book_of_samples_keeps_the_rare_ones() -> None:
-    book = SampleBook(of_a_kind=8)
-    book.add(prefill_step(1, length) for length in (16, 32, 64, 128, 256))
-    for _ in range(100):
-        book.add(decode_step(32, length) for length in (100, 101, 102))
-    assert len(book) == 5 + 8
-    assert fit(book.samples()).prefill is not None
+def test_samples_count_by_their_weights() -> None:
+    """What an engine did before it was throttled hardly counts beside what it does now."""
+    old, now = [decode_step(*at) for at in GRID], [decode_step(*at, noise=1.4) for at in GRID]
+    found = fit([*old, *now], [0.01] * len(old) + [1.0] * len(now)).decode
+    assert found is not None
+    same(found.cost, PhaseCost(**{each: 1.4 * value for each, value in msgspec.structs.asdict(DECODE).items()}), 0.02)
+    assert found.error < 0.02, "of the steps that count"
+    assert fit([*old, *now], [1.0] * (2 * len(GRID))) == fit([*old, *now])
+    with pytest.raises(ValueError, match="zip"):
+        fit(old, [1.0])
 
 
 def test_few_samples_are_not_fitted_to_their_noise() -> None:

@@ -88,6 +88,19 @@ def test_what_an_engine_has_told_counts_phase_by_phase() -> None:
     assert profile_of(box("a", bad)) == only_decode
 
 
+def test_a_box_that_calls_itself_far_too_fast_is_not_believed() -> None:
+    prior = profile_of(box("a"))
+    assert prior is not None
+    absurd = fit_of(PhaseCost(step_s=1e-9))
+    assert profile_of(box("a", LatencyProfile(prefill=absurd, decode=absurd))) == prior
+    one = profile_of(box("a", LatencyProfile(prefill=absurd, decode=fit_of(OTHER))))
+    assert one == ReplicaProfile(prefill=prior.prefill, decode=OTHER, kv_tokens=50_000)
+    slow = fit_of(PhaseCost(step_s=1e6))  # harms nobody else
+    assert profile_of(box("a", LatencyProfile(prefill=slow, decode=slow))) == ReplicaProfile(
+        prefill=slow.cost, decode=slow.cost, kv_tokens=50_000
+    )
+
+
 def test_an_emulated_box_counts_for_the_card_that_it_models() -> None:
     view = msgspec.structs.replace(box("a"), card="A40", specs=Specs.DENSE, emulated=True)
     found = profile_of(view)
