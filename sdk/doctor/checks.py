@@ -244,6 +244,18 @@ def check_bandwidth(member: str, up_gbps: float, down_gbps: float) -> Diagnosis:
     return _ok("bandwidth", found)
 
 
+def check_packets(member: str, *, is_lost: bool) -> Diagnosis:
+    """Whether packets of the size that this box's devices allow get to a member, and back."""
+    if not is_lost:
+        return _ok("packets", f"large ones get to {name_of(member)} and back")
+    found = f"large ones get lost on the way to {name_of(member)} or back, and no router says so; small ones pass"
+    fix = (
+        "let ICMP through (type 3 code 4, ICMPv6 type 2), or set the device to what the path carries (ip link set eth0 "
+        "mtu 1280). Until then each KV link loses some five seconds before it goes on with small packets"
+    )
+    return _warning("packets", found, fix)
+
+
 def check_token(token: JoinToken | str, now: float, replicas: int = 1) -> Diagnosis:
     """Whether so many nodes may join by it at unix time `now`, as far as the token itself says; a text is why it is
     none."""

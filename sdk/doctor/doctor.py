@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...bootstrap import Address, parse_address
+from ...bootstrap import Address, PeerId, parse_address
 from ...bootstrap.addresses import default_route_address
 from ...node.box.errors import NodeError
 from ...node.box.hardware import Hardware, probe
@@ -137,6 +137,8 @@ def _examine_network(arguments: SimpleNamespace, where: str, model: ModelFound |
     else:
         member, carried = around.bandwidth
         yield checks.check_bandwidth(member, *carried)
+        is_lost = trio.run(probing.find_black_hole, where, arguments.token, arguments.timeout_s, PeerId(member))
+        yield checks.check_packets(member, is_lost=is_lost)
 
 
 def _cache() -> Path:

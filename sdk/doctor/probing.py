@@ -19,8 +19,11 @@ from ...bootstrap import (
     JoinToken,
     NetworkError,
     PeerId,
+    PeerLost,
+    RequestTimeout,
     Role,
     TokenError,
+    TransportSettings,
     Unreachable,
     parse_join_target,
 )
@@ -35,9 +38,9 @@ from ...node.box.home import running_pid
 from ...node.box.shares import Share, share_of
 from ...node.box.start_checks import SHARED_MEMORY
 from ...node.links.bandwidth import Carried, measure_bandwidth
-from ...node.links.messages import DialBack, DialledBack, PlacesLeft, PlacesQuery
+from ...node.links.messages import CARRIED_BYTES, CarryBytes, DialBack, DialledBack, PlacesLeft, PlacesQuery
 from ...node.messages import Status
-from ...node.methods import DIAL_BACK, EVENTS, TOKEN_PLACES
+from ...node.methods import BANDWIDTH, DIAL_BACK, EVENTS, TOKEN_PLACES
 from ...node.models import ModelError, open_model
 from ...node.observing.queries import EventQuery
 from ...node.observing.traces import clock_from_round_trip
@@ -45,7 +48,7 @@ from ...node.observing.values import BoxClock
 from ...node.requests.gateway_choice import STATUS_TIMEOUT_S, GatewayFinder
 from ...node.settings import BoxEngineSettings
 from ..errors import ClientError
-from ..session import Session, enter, find_network
+from ..session import Session, enter, enter_network, find_network
 from .checks import MemberFound, ModelFound
 
 ASKED: Final = 4  # members whose clocks are compared
@@ -260,6 +263,26 @@ async def _ask_neighbours(
         return answers, (peers[0], await measure_bandwidth(network, peers[0]))
     except NetworkError as error:
         return answers, str(error)
+
+
+async def find_black_hole(where: str, token: str | None, timeout_s: float, member: PeerId) -> bool:
+    """Whether packets as large as the devices allow get lost between here and a member that smaller ones reach: the
+    same as before, over a connection that takes segments of any size."""
+    from ...bootstrap.streams.dialling import DiallingTransport
+
+    nowhere = Address("0.0.0.0", 0)
+
+    def widely(identity: Identity) -> Transport:
+        return DiallingTransport(identity, nowhere, settings=TransportSettings(segment_bytes=0))
+
+    try:
+        network = await find_network(where, token, timeout_s, listening=(widely, nowhere), may_visit=True)
+        async with enter_network(network):
+            for piece in (CarryBytes(payload=bytes(CARRIED_BYTES)), CarryBytes(wanted=CARRIED_BYTES)):
+                await network.request(member, BANDWIDTH, piece, timeout_s)
+    except (ClientError, PeerLost, RequestTimeout):
+        return True
+    return False
 
 
 async def _measure_round_trip(address: Address) -> float:

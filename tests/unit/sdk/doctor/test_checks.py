@@ -172,6 +172,11 @@ def test_the_bandwidth_to_a_member() -> None:
     assert warns(checks.check_bandwidth("p0", 0.9, 0.02), "20 Mb/s back", "--phase mixed")
 
 
+def test_packets_that_get_lost() -> None:
+    assert is_ok(checks.check_packets("p0", is_lost=False))
+    assert warns(checks.check_packets("p0", is_lost=True), "no router says so", "mtu 1280")
+
+
 def token_of(role: Role, tmp_path: Path, days: float = 7.0) -> JoinToken:
     key = NetworkKey.load_or_create(tmp_path)
     return JoinToken.parse(issue_token(key.sign, key.public, (MEMBER,), role, days * 86400.0, uses=3))
