@@ -34,7 +34,7 @@ from .errors import (
 from .handlers import Handlers
 from .joining import Joining
 from .members import states
-from .members.admission import Admission
+from .members.admission import Admission, Places
 from .members.mesh import Dial
 from .members.neighbours import Contacts
 from .members.own_certificate import OwnCertificate
@@ -245,7 +245,11 @@ class Network:
     @property
     def asks_as(self) -> Role:
         """As what others answer this node: its certificate says so."""
-        return self._certificate.role
+        return self._certificate.asks_as(self.role)
+
+    def count_places(self, asker: PeerId, peer: str) -> Places | None:
+        """See :meth:`.members.admission.Admission.count_places`."""
+        return self._admission.count_places(asker, peer)
 
     @property
     def coordinator(self) -> tuple[PeerId, int] | None:
@@ -291,8 +295,7 @@ class Network:
         if peer == self.peer_id:
             self._handlers.notify(peer, self.role, notice.name, encode_body(body))
             return
-        session = self._sessions.by_peer.get(peer)
-        if session is None:
+        if (session := self._sessions.by_peer.get(peer)) is None:
             raise PeerLost(f"{peer} is not connected; wait until it is back or choose another peer")
         session.control.used_at = trio.current_time()
         if not session.control.send_nowait(encode_notice(notice.name, encode_body(body))):
@@ -440,8 +443,7 @@ class Network:
 
     def _send(self, peer: PeerId, message: GossipMessage) -> None:
         """Tell a peer something; one that is too slow hears of it when the two compare what they hold."""
-        session = self._sessions.by_peer.get(peer)
-        if session is not None:
+        if (session := self._sessions.by_peer.get(peer)) is not None:
             try:
                 session.control.send_nowait(encode_notice(_NOTICES[type(message)].name, encode_body(message)))
             except (PeerLost, ProtocolError) as error:
@@ -458,8 +460,7 @@ class Network:
             self._wake()
 
     def _ping(self, peer: PeerId) -> None:
-        session = self._sessions.by_peer.get(peer)
-        if session is not None:
+        if (session := self._sessions.by_peer.get(peer)) is not None:
             try:
                 session.control.ping()
             except PeerLost as error:

@@ -41,7 +41,9 @@ def explain(error: BaseException, peer_id: PeerId | None) -> str:
     cause: BaseException | None = error
     while cause is not None:
         reasons.append(str(cause) or type(cause).__name__)
-        if isinstance(cause, OSError) and cause.strerror:
+        # Somebody was there who hung up: that the system calls it a reset says nothing of why.
+        is_reset = isinstance(cause, ConnectionResetError | BrokenPipeError)
+        if isinstance(cause, OSError) and cause.strerror and not is_reset:
             return f"{cause.strerror.lower()}; check the address, and that the node there is running"
         cause = cause.exceptions[0] if isinstance(cause, BaseExceptionGroup) else cause.__cause__
     text = " ".join(reasons)

@@ -258,6 +258,7 @@ class PeerSessions:
     async def _on_inbound(self, connection: PeerConnection) -> None:
         """A stranger until its greeting is checked. Returning closes, once what was sent is out."""
         peer = connection.peer
+        record: MemberRecord | None = None
         try:
             try:
                 greeting = await self._receive_greeting(connection)
@@ -287,8 +288,11 @@ class PeerSessions:
             await self._check_life(peer, greeting.born)  # once more: copies of a box may be started all at once
         except (PeerLost, ProtocolError, IdentityInUse) as error:
             self.refused += 1
+            if is_client(record) and peer not in self.by_peer:
+                self._admission.release(peer)  # let in, and gone before it was filed: nobody else would free its place
             _log.info("a stranger (%s) went away before it was let in: %s", peer, error)
             return
+        assert record is not None
         await self._run(self._register(connection, greeting, record, dialled_by_me=False))
 
     def _orders_for(self, greeting: Hello) -> SignedOrders | None:
@@ -342,7 +346,7 @@ class PeerSessions:
         """File an admitted connection; of two to one peer, both ends keep the same one."""
         assert self._nursery is not None
         peer, now = connection.peer, trio.current_time()
-        asks_as = self._admission.read_grant(peer, record).role
+        asks_as = self._admission.read_grant(peer, record).asks_as(record.role)
         session = PeerSession(
             ControlStream(
                 connection,

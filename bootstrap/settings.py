@@ -23,6 +23,10 @@ class TransportSettings:
     upgrade_s: int = 5  # Noise, yamux and the opening of the control stream, each
     stalled_s: float = 5.0  # a peer that takes no byte for so long is given up
     peek_s: float = 10.0  # until an accepted socket has said what it is
+    segment_bytes: int = 1220  # of TCP at most, both ways, where this end dials; 0: as the devices at its ends allow
+    """The default fits a packet of 1,280 bytes, which every path carries (RFC 8200, 5). Where a path carries less than
+    the devices at its ends, and what routers say of that is filtered, larger ones are lost for ever. Larger: fewer
+    packets, for streams that carry little."""
 
     # How many at once, of all and of one address. More: larger crowds get in at a time, and strangers may hold more.
     undecided: StrangerLimits = UNDECIDED

@@ -243,7 +243,7 @@ class Node:
             joined.knowledge,
             messenger=network,
             neighbours=joined.neighbours,
-            carrier=BurstCarrier(path_to),
+            carrier=BurstCarrier(path_to, self._ways.reach.note_stuck),
             activity=lambda: serving.activity if serving is not None else Activity(),
             nursery=nursery,
             rng=random.Random(),

@@ -109,9 +109,11 @@ async def find_network(
     timeout_s: float,
     *,
     listening: tuple[Callable[[Identity], Transport], Address] | None = None,
+    may_visit: bool = False,
 ) -> Network:
     """The network that a client's token is for, not entered yet. Raises ConnectionFailed or InvalidAddress. A client
-    only dials; one that is `listening`, over another transport, announces that address."""
+    only dials; one that is `listening`, over another transport, announces that address. `may_visit`: with a worker's
+    token, too, to look around."""
     # Neither is needed before there is a network to join.
     from ..bootstrap.join_targets import read_join_target
     from ..bootstrap.streams.dialling import DiallingTransport
@@ -121,7 +123,7 @@ async def find_network(
     try:
         text, members = await read_join_target(bootstrap, token)
         parsed = JoinToken.parse(text)
-        if parsed.role not in (Role.CLIENT, Role.ADMIN):
+        if parsed.role is Role.WORKER and not may_visit:
             raise TokenError(
                 f"this is a {parsed.role.value}'s token; use the client line that `p2pserve bootstrap` printed"
             )

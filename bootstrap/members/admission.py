@@ -9,6 +9,7 @@ holds such a token could use it up for everybody, with identities that are never
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from typing import Final, NamedTuple
 
 from ..errors import ProtocolError, TokenError, TokenSpent
 from ..streams.control import Hello, Welcome, check_version
@@ -16,6 +17,19 @@ from ..trust.entries import MEMBER_KIND, MemberRecord, is_sound, read_record
 from ..trust.keys import PeerId
 from ..trust.orders import Orders, SignedOrders, read_orders
 from ..trust.tokens import Grant, Role, admit_credential, read_grant
+
+MAX_VISITORS: Final = 4  # of one certificate at once
+"""Boxes that look around with a worker's token, at once. More lets more boxes of one token try `doctor` together; each
+costs what a client costs."""
+
+
+class Places(NamedTuple):
+    """Of a certificate: for how many boxes it is, how many places no other box may have any more, and whether a certain
+    peer has one of them."""
+
+    uses: int
+    taken: int
+    is_holder: bool
 
 
 class _PlaceUse(Enum):
@@ -34,6 +48,7 @@ class Admission:
         self.orders = Orders()
         self.signed_orders: SignedOrders | None = None
         self._places: dict[str, dict[str, _PlaceUse]] = {}  # certificate -> the peers that were admitted with it
+        self._visitors: dict[str, Grant] = {}  # peers that have come as clients with a worker's certificate, now
         self._expelled: set[str] = set()
 
     # -- orders -------------------------------------------------------------------------------------------------------
@@ -68,7 +83,7 @@ class Admission:
     def has_place(self, peer: str, record: MemberRecord) -> bool:
         """Whether a record is not one too many of its certificate. It costs no signature, and none is checked."""
         grant = read_grant(record.credential.certificate) if record.credential is not None else None
-        if grant is None:
+        if grant is None or is_visit(record, grant):
             return True
         places = self._places.get(grant.certificate, {})
         is_free = peer in places or len(places) < grant.uses
@@ -82,8 +97,20 @@ class Admission:
         """A box is forgotten: it comes back as long as no other one has needed its place."""
         self._mark(peer, _PlaceUse.VACANT)
 
+    def count_places(self, asker: str, peer: str) -> Places | None:
+        """How many places are taken of the certificate that `asker` has shown, and whether `peer` has one; None for an
+        asker that was not admitted."""
+        grant = self._visitors.get(asker)
+        if grant is None:
+            return None
+        places = self._places.get(grant.certificate, {})
+        is_yielding = {place: _yields(place, grant, is_here=True) for place in _PlaceUse}
+        taken = sum(not is_yielding[place] for place in places.values())
+        return Places(grant.uses, taken, peer in places)
+
     def release(self, peer: str) -> None:
         """A client has gone: others may use its place."""
+        self._visitors.pop(peer, None)
         for places in self._places.values():
             places.pop(peer, None)
 
@@ -111,6 +138,9 @@ class Admission:
         here before, comes back with the same certificate, however long it was away."""
         grant = self.read_grant(peer, record)
         self.check_revoked(grant)
+        if is_visit(record, grant):
+            self._check_visit(peer, grant, now)
+            return grant
         places = self._places.setdefault(grant.certificate, {})
         if now is not None and places.get(peer, _PlaceUse.TOLD_OF) is _PlaceUse.TOLD_OF:
             self.check_end(peer, grant, now)
@@ -128,6 +158,18 @@ class Admission:
         else:
             places[peer] = _PlaceUse.TAKEN
         return grant
+
+    def _check_visit(self, peer: str, grant: Grant, now: float | None) -> None:
+        """A box looks around before it joins: it takes no place, and few may do so at once. Raises TokenError."""
+        if now is None:  # its record, once it was let in
+            return
+        self.check_end(peer, grant, now)
+        visitors = sum(each.certificate == grant.certificate for each in self._visitors.values())
+        if peer not in self._visitors and visitors >= MAX_VISITORS:
+            raise TokenError(
+                f"{visitors} boxes look around with the join token {grant.certificate}; try again in a minute"
+            )
+        self._visitors[peer] = grant
 
     def read_grant(self, peer: str, record: MemberRecord) -> Grant:
         """What the certificate in a peer's record grants it, or has granted. Raises TokenError."""
@@ -182,9 +224,19 @@ class Admission:
 
 def _find_yielding(places: Mapping[str, _PlaceUse], grant: Grant, *, is_here: bool) -> str | None:
     """Whose place one more may have, where all are taken; None: nobody's."""
-    is_bound = grant.uses == 1 and grant.role is not Role.CLIENT
-    yields = {_PlaceUse.VACANT: not is_bound, _PlaceUse.TOLD_OF: is_here}
-    return next((peer for peer, place in places.items() if yields.get(place)), None)
+    return next((peer for peer, place in places.items() if _yields(place, grant, is_here=is_here)), None)
+
+
+def _yields(place: _PlaceUse, grant: Grant, *, is_here: bool) -> bool:
+    """Whether one that comes (`is_here`), or is told of, may have this place."""
+    if place is _PlaceUse.VACANT:
+        return grant.uses > 1 or grant.role is Role.CLIENT  # a certificate for one box stays bound to it
+    return place is _PlaceUse.TOLD_OF and is_here
+
+
+def is_visit(record: MemberRecord, grant: Grant) -> bool:
+    """Whether a box that may join looks around first."""
+    return record.role is Role.CLIENT and grant.role is Role.WORKER
 
 
 def is_client(record: MemberRecord | None) -> bool:

@@ -14,10 +14,9 @@ class OwnCertificate:
         self._admission = admission
         self._heeded = 0  # the number of the orders that were looked at last
 
-    @property
-    def role(self) -> Role:
-        """As what others answer this node, whatever it is a member as."""
-        return self._token.role
+    def asks_as(self, role: Role) -> Role:
+        """As what others answer this node, which is in the network in this role."""
+        return self._token.grant.asks_as(role)
 
     def check(self, role: Role, now: float, *, has_joined: bool) -> None:
         """Refuse here what others would refuse. Raises TokenError. Whoever ``has_joined`` in an earlier run is a

@@ -17,7 +17,7 @@ from ..settings import TransportSettings
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from .framed import FramedConnection
-from .hosts import try_hosts
+from .hosts import open_connection, try_hosts
 from .noise import encode_offer, read_agreement, secure_outbound
 from .strangers import IsMemberHost
 from .transport import CONTROL_PROTOCOL, ConnectionHandler, knows_nobody
@@ -82,16 +82,22 @@ class DiallingTransport:
             address, peer_id, lambda host: attempt(Address(host, address.port)), dial_s=self.settings.dial_s
         )
 
+    @asynccontextmanager
+    async def _connected(self, there: Address) -> AsyncIterator[trio.SocketStream]:
+        """A TCP connection, which is closed unless the body ends well."""
+        async with _closed_unless_well(await open_connection(there, self.settings.segment_bytes)) as socket:
+            yield socket
+
     async def _identify_one(self, there: Address) -> PeerId:
         with MappedErrors("dialling"):
-            async with _connected(there) as socket:
+            async with self._connected(there) as socket:
                 peer, _ = await secure_outbound(socket, self._identity)
                 await socket.aclose()
                 return peer
 
     async def _dial_one(self, there: Address, address: Address, peer_id: PeerId) -> FramedConnection:
         with MappedErrors("dialling"):
-            async with _connected(there) as socket:
+            async with self._connected(there) as socket:
                 return await self._upgrade(socket, address, peer_id)
 
     async def _upgrade(self, socket: trio.SocketStream, address: Address, peer_id: PeerId) -> FramedConnection:
@@ -126,13 +132,6 @@ class DiallingTransport:
 
     def __repr__(self) -> str:
         return f"DiallingTransport({self.peer_id}, connections={self._open})"
-
-
-@asynccontextmanager
-async def _connected(there: Address) -> AsyncIterator[trio.SocketStream]:
-    """A TCP connection, which is closed unless the body ends well."""
-    async with _closed_unless_well(await trio.open_tcp_stream(there.host, there.port)) as socket:
-        yield socket
 
 
 @asynccontextmanager

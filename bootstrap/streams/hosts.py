@@ -1,15 +1,19 @@
 """Dialling a host that may have several addresses, within one deadline."""
 
+import socket
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from contextlib import suppress
+from typing import Final, TypeVar
 
 import trio
 
 from ..addresses import Address
 from ..errors import PeerLost, Unreachable
 from ..reasons import explain
+from ..settings import TransportSettings
 from ..trust.keys import PeerId
 
+SMALL_SEGMENT_BYTES: Final = TransportSettings().segment_bytes
 T = TypeVar("T")
 Resolver = Callable[[Address], Awaitable[list[str]]]
 
@@ -21,6 +25,27 @@ async def resolve_host(address: Address) -> list[str]:
     except OSError as error:
         raise Unreachable(f"cannot resolve host {address.host!r}: {error}; check the spelling") from error
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+async def open_connection(address: Address, segment_bytes: int = SMALL_SEGMENT_BYTES) -> trio.SocketStream:
+    """A TCP connection whose segments have so many bytes at most, both ways. Raises OSError or Unreachable."""
+    problem: OSError | None = None
+    for host in await resolve_host(address):
+        sock = trio.socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            if segment_bytes:
+                with suppress(OSError, AttributeError):  # clients run on systems that do not have it
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)
+            await sock.connect((host, address.port))
+        except OSError as error:
+            sock.close()
+            problem = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return trio.SocketStream(sock)
+    raise problem or Unreachable(f"{address.host} has no IP address")
 
 
 async def try_hosts(

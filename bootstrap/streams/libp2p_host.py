@@ -14,7 +14,6 @@ which kills a libp2p connection, costs nothing else. Knowing that there is one s
 """
 
 import logging
-from collections.abc import Awaitable, Callable
 from typing import cast
 
 import trio
@@ -57,7 +56,7 @@ from ..settings import TransportSettings
 from ..trust.identity import Identity
 from ..trust.keys import PeerId
 from .framed import ByteStream, FramedConnection
-from .hosts import try_hosts
+from .hosts import open_connection, try_hosts
 from .noise import NoiseMessages
 from .shared_port import DataSocketHandler, SharedPort
 from .strangers import IsMemberHost, Origin, Strangers
@@ -154,18 +153,10 @@ class Libp2pTransport:
     async def dial_over(self, stream: trio.SocketStream, address: Address, peer_id: PeerId) -> FramedConnection:
         """See :class:`.transport.Transport`."""
         self._check_serving()
-        raw = RawConnection(TrioTCPStream(stream), True)
-
-        async def upgrade(swarm: Swarm) -> INetConn:
-            return await swarm.upgrade_outbound_raw_conn(raw, ID.from_base58(peer_id))
-
         try:
             with trio.fail_after(self.settings.dial_s):
-                return await self._open_control(upgrade, address, peer_id)
-        except BaseException as error:
-            await trio.aclose_forcefully(stream)
-            if not isinstance(error, PeerLost | trio.TooSlowError):
-                raise
+                return await self._open_control(stream, address, peer_id)
+        except (PeerLost, trio.TooSlowError) as error:
             reason = explain(error, peer_id) if isinstance(error, PeerLost) else "it does not answer"
             raise Unreachable(f"cannot reach {peer_id} over another member: {reason}") from error
 
@@ -195,7 +186,8 @@ class Libp2pTransport:
         raw: IRawConnection | None = None
         try:
             with MappedErrors("dialling"):
-                raw = await TCP().dial(_multiaddr(address))
+                stream = await open_connection(address, self.settings.segment_bytes)
+                raw = RawConnection(TrioTCPStream(stream), True)
                 noise = await swarm.upgrader.security_multistream.select_transport(raw, True)
                 assert isinstance(noise, NoiseTransport)
                 secure = await noise.get_pattern().handshake_outbound(raw, None)
@@ -206,23 +198,21 @@ class Libp2pTransport:
                     await close_quietly(raw.close)
 
     async def _dial_one(self, host: str, address: Address, peer_id: PeerId) -> FramedConnection:
-        async def dial(swarm: Swarm) -> INetConn:
-            return await swarm.dial_addr(_multiaddr(Address(host, address.port)), ID.from_base58(peer_id))
+        with MappedErrors("dialling"):
+            stream = await open_connection(Address(host, address.port), self.settings.segment_bytes)
+        return await self._open_control(stream, address, peer_id)
 
-        return await self._open_control(dial, address, peer_id)
-
-    async def _open_control(
-        self, connect: Callable[[Swarm], Awaitable[INetConn]], address: Address, peer_id: PeerId
-    ) -> FramedConnection:
-        """The control stream of a connection to a peer, and a task that serves it."""
+    async def _open_control(self, below: trio.SocketStream, address: Address, peer_id: PeerId) -> FramedConnection:
+        """The control stream over a TCP connection to a peer, and a task that serves it; else `below` is closed."""
         swarm, nursery = self.swarm, self._nursery
-        if swarm is None or nursery is None:
-            raise PeerLost("the transport is closing")
         conn: INetConn | None = None
         kept = False
         try:
+            if swarm is None or nursery is None:
+                raise PeerLost("the transport is closing")
             with MappedErrors("dialling"):
-                conn = await connect(swarm)
+                raw = RawConnection(TrioTCPStream(below), True)
+                conn = await swarm.upgrade_outbound_raw_conn(raw, ID.from_base58(peer_id))
                 stream = await conn.new_stream()
                 await MultiselectClient().select_one_of(
                     [TProtocol(CONTROL_PROTOCOL)], MultiselectCommunicator(stream), self.settings.upgrade_s
@@ -232,8 +222,10 @@ class Libp2pTransport:
             kept = True
             return connection
         finally:
-            if conn is not None and not kept:
+            if conn is not None and not kept and nursery is not None:
                 nursery.start_soon(close_quietly, conn.close)
+            elif not kept:
+                await trio.aclose_forcefully(below)
 
     async def _on_stream(self, stream: INetStream) -> None:
         """An inbound stream. Nothing may escape: libp2p would take the whole host down with it."""

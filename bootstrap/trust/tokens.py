@@ -84,10 +84,15 @@ class Grant:
     expires_at: int
 
     def check_role(self, role: Role, fix: str) -> None:
-        """Raise TokenError unless its holders may be in the network as this. An admin may come as a client, too: nobody
-        dials it then or tells others of it, and it may ask what admins may."""
-        if role is not self.role and (role, self.role) != (Role.CLIENT, Role.ADMIN):
+        """Raise TokenError unless its holders may be in the network as this. Workers and admins may come as clients,
+        too: nobody dials them then, or tells others of them."""
+        if role not in (self.role, Role.CLIENT):
             raise TokenError(f"the join token is for the role {self.role.value!r}, not {role.value!r}; {fix}")
+
+    def asks_as(self, role: Role) -> Role:
+        """As what others answer a holder that is in the network in this role: an admin that has come as a client may
+        still ask what admins may, and a worker may not."""
+        return Role.ADMIN if self.role is Role.ADMIN else role
 
     def check_expiry(self, now: float) -> None:
         """Raise TokenError when its holders may not join any more at unix time ``now``."""

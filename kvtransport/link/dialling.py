@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..wire.dial_path import DialPath
+from ..wire.sockets import SMALL_SEGMENT_BYTES
 from .settings import LinkSettings
 
 
@@ -28,6 +29,12 @@ class _DialSlot:
     is_dialling: bool = False
     connection: int | None = None
 
+    def attempt(self, number: int, narrow: frozenset[tuple[str, int]]) -> DialAttempt:
+        """To dial it now."""
+        is_narrow = (self.path.host, self.path.port) in narrow and not self.path.segment_bytes
+        segment_bytes = SMALL_SEGMENT_BYTES if is_narrow else self.path.segment_bytes
+        return DialAttempt(number, msgspec.structs.replace(self.path, segment_bytes=segment_bytes))
+
 
 class Dialler:
     """One slot for each connection that should exist; empty ones are dialled, with growing waits."""
@@ -38,6 +45,7 @@ class Dialler:
         self._slots: dict[int, _DialSlot] = {}
         self._leaving: list[int] = []  # connections of paths that are no longer wanted
         self._next = 0
+        self._narrow: frozenset[tuple[str, int]] = frozenset()  # (host, port) that large packets did not reach
         self.failures: dict[str, str] = {}  # label -> why its last attempt failed
 
     def __repr__(self) -> str:
@@ -81,7 +89,7 @@ class Dialler:
         for number, slot in self._slots.items():
             if slot.connection is None and not slot.is_dialling and now >= slot.next_at:
                 slot.is_dialling = True
-                found.append(DialAttempt(number, slot.path))
+                found.append(slot.attempt(number, self._narrow))
         return found
 
     def mark_up(self, slot: int, connection: int) -> bool:
@@ -103,6 +111,13 @@ class Dialler:
         wanted.is_dialling, wanted.connection = False, None
         wanted.next_at = now + wanted.wait * self._rng.uniform(0.5, 1.0)
         wanted.wait = min(2 * wanted.wait, self._settings.redial_limit_s)
+
+    def note_stuck(self, connection: int) -> None:
+        """What this connection carried had not arrived for long when it ended. Large packets may be lost on that path,
+        and what routers say of it filtered: it is dialled with small segments from now on, which costs little."""
+        for slot in self._slots.values():
+            if slot.connection == connection:
+                self._narrow |= {(slot.path.host, slot.path.port)}
 
     def take_leaving(self) -> list[int]:
         """Connections to retire now: those of former paths, once a wanted one is up."""

@@ -235,7 +235,9 @@ class ThreadedLink(ABC):
         """Act on the machine's events, under the lock."""
         for event in self._machine.take_events():
             match event:
-                case CloseConnection(number):
+                case CloseConnection(number, is_stuck=is_stuck):
+                    if is_stuck:
+                        self._dialler.note_stuck(number)
                     wire = self._wires.get(number)
                     if wire is not None:
                         hang_up(wire.sock)
@@ -376,6 +378,8 @@ class ThreadedLink(ABC):
             self._raw.discard(sock)
             if wire is not None:
                 wire.dead = True
+                if self._machine.is_stuck(wire.number, now):
+                    self._dialler.note_stuck(wire.number)
                 self._machine.remove_connection(wire.number, now)
                 self._lost += not self._closed
                 self._bytes_in += wire.channel.bytes_in

@@ -140,6 +140,11 @@ class Connection:
         """Whether the peer has something to answer."""
         return bool(self.flight) or bool(self._pings)
 
+    def is_stuck(self, now: float, stuck_s: float) -> bool:
+        """Whether what it sent, or a ping, has had no answer for so long."""
+        since = min(self.flight[0][2] if self.flight else now, *self._pings.values(), now)
+        return now - since >= stuck_s
+
     def rate(self, now: float) -> float:
         """Bytes per second that the peer has read from this connection over the last two seconds."""
         while len(self._samples) > 1 and self._samples[1][0] <= now - _RATE_WINDOW_S:
@@ -206,8 +211,13 @@ class LinkMachine(ABC, Generic[T]):
     def retire(self, number: int, reason: str, now: float) -> None:
         """Take a connection out of use: close it; others get its unconfirmed records."""
         if number in self.connections:
-            self._events.append(CloseConnection(number, reason))
+            self._events.append(CloseConnection(number, reason, self.is_stuck(number, now)))
             self.remove_connection(number, now)
+
+    def is_stuck(self, number: int, now: float) -> bool:
+        """Whether what this connection carries has not arrived for long."""
+        connection = self.connections.get(number)
+        return connection is not None and connection.is_stuck(now, self.settings.silence_s / 2)
 
     def note_heard(self, number: int, count: int, now: float) -> None:
         """`count` bytes have been read from a connection."""

@@ -20,7 +20,7 @@ from typing import Self
 
 from ..errors import ConnectionClosed, RelayRefused, TransferError
 from ..wire.permits import Permit, Refusal, RelayLedger, RelayUse, pack_relay_answer
-from ..wire.sockets import hang_up, tune
+from ..wire.sockets import SMALL_SEGMENT_BYTES, connect, hang_up, tune
 from .settings import LinkSettings
 
 _PIPE_BYTES = 1 << 20
@@ -135,11 +135,12 @@ class Relay:
 
     def _dial(self, permit: Permit) -> socket.socket:
         try:
-            connect = self._connects.get(permit.permit)
-            if connect is None:
-                onward = socket.create_connection((permit.next_host, permit.next_port), self._authenticate_s)
+            how = self._connects.get(permit.permit)
+            if how is None:
+                # Small segments: who dialled this relay cannot know what the path from here on carries.
+                onward = connect(permit.next_host, permit.next_port, self._authenticate_s, SMALL_SEGMENT_BYTES)
             else:
-                onward = connect()
+                onward = how()
         except OSError as error:
             where = f"{permit.next_host}:{permit.next_port}"
             reason = f"{where} does not answer: {error.strerror or error}"

@@ -157,10 +157,11 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class CloseConnection:
-    """Close this connection."""
+    """Close this connection. `is_stuck`: what it carried had not arrived for long."""
 
     number: int
     reason: str
+    is_stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)

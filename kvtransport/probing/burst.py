@@ -1,7 +1,7 @@
 """The sockets and threads of a bandwidth burst. What it shows is judged in `burst_meter`.
 
     sending box, having agreed on a ticket              receiving box, whose listener reads BURST_MAGIC
-    with dial_burst(ticket, host, port, 5) as ends:     gate = BurstGate(ticket)
+    with dial_burst(ticket, path, 5) as ends:           gate = BurstGate(ticket)
         sample = send_burst(ends)                       gate.attach(sock, hello)   for each connection
                                                         with gate.wait(5) as ends:
                                                             sample = receive_burst(ends)
@@ -25,8 +25,7 @@ from typing import Self, final
 
 from ..errors import ConnectionClosed, KVProtocolError, TransferError, TransferTimeout
 from ..wire.dial_path import DialPath
-from ..wire.permits import Permit
-from ..wire.sockets import dial, hang_up, receive_exactly
+from ..wire.sockets import connect, dial, hang_up, receive_exactly
 from .burst_meter import BurstMeter
 from .burst_ticket import (
     BURST_HELLO_BYTES,
@@ -136,23 +135,23 @@ def read_burst_hello(sock: socket.socket, timeout: float) -> BurstHello:
         raise ConnectionClosed(f"the connection failed before its hello: {error.strerror or error}") from None
 
 
-def dial_burst(ticket: BurstTicket, host: str, port: int, timeout: float, relay: Permit | None = None) -> BurstEnds:
+def dial_burst(ticket: BurstTicket, path: DialPath, timeout: float) -> BurstEnds:
     """Dial all connections of a burst, through a relay where there is a permit, and say hello on each."""
     until = time.monotonic() + timeout
     socks: list[socket.socket] = []
     try:
         for index in range(ticket.streams):
             left_s = max(until - time.monotonic(), 0.001)
-            if relay is None:
-                sock = socket.create_connection((host, port), left_s)
+            if path.relay is None:
+                sock = connect(path.host, path.port, left_s, path.segment_bytes)
             else:
-                sock = dial(DialPath(host, port, relay=relay), left_s)
+                sock = dial(path, left_s)
                 sock.settimeout(left_s)
             socks.append(sock)
             sock.sendall(pack_hello(ticket, index))
     except OSError as error:
         BurstEnds(ticket, tuple(socks)).close()
-        text = f"{host}:{port}, burst connection {len(socks)}: {error.strerror or error}"
+        text = f"{path.host}:{path.port}, burst connection {len(socks)}: {error.strerror or error}"
         raise (TransferTimeout if isinstance(error, TimeoutError) else ConnectionClosed)(text) from None
     except TransferError:
         BurstEnds(ticket, tuple(socks)).close()

@@ -11,6 +11,7 @@ from .permits import Permit
 from .signals import MAX_LABEL_BYTES
 
 _MAX_STREAMS = 64
+_LEAST_SEGMENT = 536
 
 
 class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,7 +20,8 @@ class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     With a `relay` permit, host and port are the relay's. `label` names the path in statistics at
     both ends. `congestion`: a TCP congestion control to try, such as "bbr"; where the kernel lacks
     it, its default stays. `pace_bytes_s`: bytes per second that all its connections together may
-    send, held by the kernel; 0: no limit."""
+    send, held by the kernel; 0: no limit. `segment_bytes`: of its TCP segments at most, in both
+    directions; 0: as the devices at its ends allow."""
 
     host: str
     port: int
@@ -28,6 +30,7 @@ class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     relay: Permit | None = None
     congestion: Annotated[str, msgspec.Meta(max_length=16)] = ""  # as the kernel's names
     pace_bytes_s: int = 0
+    segment_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not 0 < len(self.host) <= 255 or not self.host.isprintable():
@@ -40,6 +43,8 @@ class DialPath(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TicketError(f"{self.streams} streams; a path has 1 to {_MAX_STREAMS}")
         if not 0 <= self.pace_bytes_s < 1 << 40:
             raise TicketError(f"pace_bytes_s is {self.pace_bytes_s}; it must be 0 (no limit) or a rate")
+        if self.segment_bytes and not _LEAST_SEGMENT <= self.segment_bytes < 1 << 15:  # as the kernel takes it
+            raise TicketError(f"segment_bytes is {self.segment_bytes}; it must be 0 or {_LEAST_SEGMENT} to 32767")
 
     def per_stream(self) -> DialPath:
         """The same path with the pace of one of its connections."""

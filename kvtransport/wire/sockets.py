@@ -18,6 +18,8 @@ from .signals import LinkGreeting
 _SO_MAX_PACING_RATE = 47  # asm-generic/socket.h; the socket module has no name for it
 _RTT_AT = 68  # tcpi_rtt, microseconds, in struct tcp_info
 _USER_TIMEOUT_MS = 15_000
+SMALL_SEGMENT_BYTES = 1220
+"""Of a TCP segment in a packet of 1,280 bytes, which every path carries (RFC 8200, 5)."""
 _UNSENT_BYTES = 1024 * 1024
 """Above this many unsent bytes in its kernel buffer a connection takes no new chunk: what it cannot
 send now is better taken by another one.
@@ -43,10 +45,28 @@ def pace(sock: socket.socket, bytes_s: int) -> None:
     sock.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, bytes_s.to_bytes(8, sys.byteorder))
 
 
+def connect(host: str, port: int, timeout: float, segment_bytes: int) -> socket.socket:
+    """A TCP connection, of segments of so many bytes at most, in both directions; 0: as the devices
+    at its ends allow. Raises OSError."""
+    problem: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            if segment_bytes:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)  # of no use once it is connected
+            sock.settimeout(timeout)
+            sock.connect(address)
+            return sock
+        except OSError as error:
+            sock.close()
+            problem = error
+    raise problem or OSError(f"{host} has no IP address")
+
+
 def dial(path: DialPath, timeout: float) -> socket.socket:
     """A connection to the other end, through the path's relay if any, up to the link's bytes."""
     try:
-        sock = socket.create_connection((path.host, path.port), timeout)
+        sock = connect(path.host, path.port, timeout, path.segment_bytes)
     except OSError as error:
         raise ConnectionClosed(f"{path.host}:{path.port} does not answer: {error.strerror or error}") from None
     try:

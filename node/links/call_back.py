@@ -24,6 +24,7 @@ import trio
 from ...bootstrap import Address, NetworkError, PeerId, RemoteError, Role
 from ...bootstrap.members.allowance import Allowance
 from ...bootstrap.methods import Messenger
+from ...bootstrap.streams.hosts import open_connection
 from ..methods import CALL_BACK
 from ..settings import WAN, NodeTuning
 from .messages import CALL_ID_BYTES, CallBack, CalledBack
@@ -165,7 +166,7 @@ class CallBacks:
 
 
 async def _begin_call(at: Address, call: bytes) -> trio.SocketStream:
-    stream = await trio.open_tcp_stream(at.host, at.port)
+    stream = await open_connection(at)
     try:
         await stream.send_all(CALL_MAGIC + call)
     except BaseException:

@@ -175,7 +175,7 @@ class KvOutlets:
         if there.relay is not None:
             raise Unreachable(f"{relay} cannot be dialled, so it is no relay")
         permit = await self._permit(relay, peer)
-        return DialPath(there.host, there.port, label=path.via, streams=streams, relay=permit)
+        return msgspec.structs.replace(there, label=path.via, streams=streams, relay=permit)
 
     async def _permit(self, relay: PeerId, target: PeerId) -> Permit:
         permit, until = self._permits.get((relay, target), (None, 0.0))

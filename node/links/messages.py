@@ -3,7 +3,7 @@
 A node that has joined asks members to dial the address that it announces, with `dial.back`: it learns whether they
 meet it there, and from which address they see it come. Whoever wants a connection to the port of a node that cannot be
 dialled asks it with `call.back`: that node dials, and both go on as if it had been dialled. `bandwidth` carries some
-bytes there and back, for a box that has not joined yet.
+bytes there and back, and `token.places` tells of its join token, for a box that has not joined yet.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from ...bootstrap.trust.tokens import MAX_USES
 from ...coordinator.bounds import Text
 from ..observing.values import UnixTime
 
@@ -49,6 +50,21 @@ class CallBack(msgspec.Struct, frozen=True, kw_only=True):
 
 class CalledBack(msgspec.Struct, frozen=True, kw_only=True):
     """The connection is made."""
+
+
+class PlacesQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """How many places are left of the worker's join token with which the asker looks around, and whether this peer has
+    one of them."""
+
+    peer: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+
+class PlacesLeft(msgspec.Struct, frozen=True, kw_only=True):
+    """The token is for so many boxes, and so many places are taken. `is_holder`: the peer has one of them."""
+
+    uses: Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)]
+    taken: Annotated[int, msgspec.Meta(ge=0, le=MAX_USES)]
+    is_holder: bool
 
 
 class CarryBytes(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,21 +36,32 @@ class Neighbour:
 
 
 class BurstCarrier:
-    """Carries bursts over real connections, on threads; `path_to` says how a member is dialled. A node that stops does
-    not wait for bytes that nobody wants any more."""
+    """Carries bursts over real connections, on threads; `path_to` says how a member is dialled, `on_stuck` hears of one
+    to whom connections were made and no burst got through. A node that stops does not wait for bytes that nobody wants
+    any more."""
 
-    def __init__(self, path_to: PathTo) -> None:
+    def __init__(self, path_to: PathTo, on_stuck: Callable[[PeerId], None] = lambda peer: None) -> None:
         self._path_to = path_to
+        self._on_stuck = on_stuck
 
     async def send(self, ticket: BurstTicket, target: PeerId, dial_s: float) -> BurstSample:
         """Dial a member and send it a burst; returns what it has measured. Raises TransferError or NetworkError."""
         path = await self._path_to(target)
 
+        is_dialled = False
+
         def run() -> BurstSample:
-            with dial_burst(ticket, path.host, path.port, dial_s, path.relay) as ends:
+            nonlocal is_dialled
+            with dial_burst(ticket, path, dial_s) as ends:
+                is_dialled = True
                 return send_burst(ends)
 
-        return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+        try:
+            return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+        except TransferError:
+            if is_dialled:
+                self._on_stuck(target)
+            raise
 
     async def receive(self, gate: BurstGate) -> BurstSample:
         """Wait for a burst and take it. Raises TransferError."""

@@ -20,6 +20,7 @@ from ...bootstrap.members.overlay import choose_neighbours
 from ...bootstrap.members.states import Member, MemberState
 from ...bootstrap.methods import Messenger
 from ...bootstrap.network import Network
+from ...bootstrap.streams.hosts import SMALL_SEGMENT_BYTES, open_connection
 from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.permits import Permit, pack_relay_hello
 from ..messages import RelayOpen
@@ -37,6 +38,7 @@ class ReachTimes(NamedTuple):
     ask_s: float = 5.0
     around_life_s: float = 86_400.0
     permit_margin_s: float = 30.0
+    narrow_s: float = 3600.0  # for how long a member is dialled with small segments that large ones did not reach
 
 
 USUAL: Final = ReachTimes()
@@ -89,15 +91,22 @@ class Reach:
         self._loopback = loopback
         self._times = times
         self._known: dict[PeerId, _Known] = {}
+        self._narrow: dict[PeerId, float] = {}  # members that large packets do not reach -> until when that is believed
 
     def __repr__(self) -> str:
-        return f"<Reach around {len(self._known)}>"
+        return f"<Reach around {len(self._known)}, narrow={len(self._narrow)}>"
+
+    def note_stuck(self, peer: PeerId) -> None:
+        """A connection to this member was made, and nothing large got through: it is dialled with small segments from
+        now on. Where something else was wrong, that costs little."""
+        self._narrow[peer] = trio.current_time() + self._times.narrow_s
 
     async def path_to(self, peer: PeerId) -> DialPath:
         """How to dial this member's port, by one stream. Raises NetworkError."""
         address = self._address(peer)
         if not self._is_closed(peer):
-            return DialPath(address.host, address.port)
+            is_narrow = self._narrow.get(peer, 0.0) > trio.current_time()
+            return DialPath(address.host, address.port, segment_bytes=SMALL_SEGMENT_BYTES if is_narrow else 0)
         known = self._known.get(peer)
         is_closed = self._is_closed(self.own)
         if known is not None and trio.current_time() < known.until and (known.relay is not None) is is_closed:
@@ -124,6 +133,7 @@ class Reach:
             for peer, known in self._known.items()
             if peer in present and self._is_closed(peer) and (known.relay is None or known.relay in present)
         }
+        self._narrow = {peer: until for peer, until in self._narrow.items() if peer in present}
 
     def _address(self, peer: PeerId) -> Address:
         address = self._where(peer)
@@ -178,7 +188,7 @@ def lead_client_around(network: Network) -> None:
 
 async def _open_relayed(path: DialPath, permit: Permit) -> trio.SocketStream:
     """A connection through a relay, up to the first byte from its other end."""
-    stream = await trio.open_tcp_stream(path.host, path.port)
+    stream = await open_connection(Address(path.host, path.port))
     try:
         await stream.send_all(pack_relay_hello(permit, secrets.token_bytes(16)))
         code, length = await _receive_exactly(stream, 2)

@@ -10,13 +10,15 @@ from typing import Final, NamedTuple, final
 
 import trio
 
-from ...bootstrap import Address, PeerId, Role
+from ...bootstrap import Address, PeerId, RemoteError, Role
 from ...bootstrap.addresses import FoundAddress, default_route_address, find_announced
 from ...kvtransport.link.relay import Relay
 from ..joined import Joined
+from ..methods import TOKEN_PLACES
 from .bandwidth import answer_bandwidth
 from .call_back import CallBacks
 from .data_port import Around, DataPort, RelayDesk
+from .messages import PlacesLeft, PlacesQuery
 from .reach import Reach, ReachTimes
 from .reachability import Announcing, DialBackDesk, Reachability
 
@@ -90,6 +92,7 @@ class Ways:
             tuning=tuning,
         )
         answer_bandwidth(network)
+        network.handle(TOKEN_PLACES, self._on_places)
         network.on_peer_lost(self.reachability.on_peer_lost)
 
     def __repr__(self) -> str:
@@ -111,6 +114,13 @@ class Ways:
     def _find_announced_by(self, peer: PeerId) -> Address | None:
         """What a peer, who may be a client, announces now."""
         return next((each.address for each in self._joined.network.members() if each.peer_id == peer), None)
+
+    async def _on_places(self, peer: PeerId, role: Role, body: PlacesQuery) -> PlacesLeft:
+        """A box that looks around wants to know whether it could join."""
+        places = self._joined.network.count_places(peer, body.peer)
+        if places is None:
+            raise RemoteError("forbidden", "places are told to whom looks around with a worker's join token")
+        return PlacesLeft(uses=places.uses, taken=places.taken, is_holder=places.is_holder)
 
     def _find_askable(self) -> dict[PeerId, str]:
         network = self._joined.network

@@ -41,7 +41,7 @@ def demo(arguments: SimpleNamespace) -> int:
 
 @command(
     "doctor",
-    example=["p2pserve doctor", "p2pserve doctor --bootstrap p2p_client_... --model Qwen/Qwen3-0.6B --port 4002"],
+    example=["p2pserve doctor", "p2pserve doctor --bootstrap p2p_worker_... --model Qwen/Qwen3-0.6B --port 4002"],
     formats=("table", "json"),
 )
 @combine(

@@ -17,7 +17,7 @@ from ...node.box.hardware import Hardware
 from ...node.box.prerequisites import Prerequisites, list_complaints
 from ...node.box.shares import Share
 from ...node.box.start_checks import SHARED_MEMORY, Build, contradiction, wanted_bytes
-from ...node.links.messages import DialledBack
+from ...node.links.messages import DialledBack, PlacesLeft
 from ...node.links.reachability import CLOCK_S, ReachVerdict, judge
 from ...node.messages import Status
 from ...node.models import ModelInfo
@@ -244,6 +244,18 @@ def check_bandwidth(member: str, up_gbps: float, down_gbps: float) -> Diagnosis:
     return _ok("bandwidth", found)
 
 
+def check_packets(member: str, *, is_lost: bool) -> Diagnosis:
+    """Whether packets of the size that this box's devices allow get to a member, and back."""
+    if not is_lost:
+        return _ok("packets", f"large ones get to {name_of(member)} and back")
+    found = f"large ones get lost on the way to {name_of(member)} or back, and no router says so; small ones pass"
+    fix = (
+        "let ICMP through (type 3 code 4, ICMPv6 type 2), or set the device to what the path carries (ip link set eth0 "
+        "mtu 1280). Until then each KV link loses some five seconds before it goes on with small packets"
+    )
+    return _warning("packets", found, fix)
+
+
 def check_token(token: JoinToken | str, now: float, replicas: int = 1) -> Diagnosis:
     """Whether so many nodes may join by it at unix time `now`, as far as the token itself says; a text is why it is
     none."""
@@ -262,6 +274,30 @@ def check_token(token: JoinToken | str, now: float, replicas: int = 1) -> Diagno
     if left_s < SOON_S:
         return _warning("token", found, f"join before, or have it renewed (p2pserve token renew {grant.certificate})")
     return _ok("token", found)
+
+
+def check_places(token: JoinToken, places: PlacesLeft, replicas: int) -> Diagnosis:
+    """Whether so many nodes find a place of the worker's token."""
+    left = places.uses - places.taken
+    found = f"{left} of {count_of(places.uses, 'place')} left"
+    if places.is_holder:
+        return _ok("places", f"{found}, and this box has one: it joined with the token before")
+    if left < replicas:
+        fix = f"ask the owner for another token (p2pserve token create --uses {replicas})"
+        return _failed("places", f"{found} of the join token {token.grant.certificate}", fix)
+    return _ok("places", found)
+
+
+def check_refusal(token: JoinToken, problem: str) -> Diagnosis:
+    """Why the network did not let this box look around. Members of earlier releases let no worker's token do so."""
+    if token.role is Role.WORKER and "is for the role" in problem:
+        return note_unseen(
+            "network",
+            "its members let nobody look around with a worker's token: clock, models, reach, bandwidth and places are "
+            "not known",
+            "let members run the same p2pserve release, or run this with a client's token (p2p_client_...)",
+        )
+    return fail("network", problem)
 
 
 def check_members(found: Iterable[MemberFound]) -> Iterator[Diagnosis]:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...bootstrap import Address, Role, parse_address
+from ...bootstrap import Address, PeerId, parse_address
 from ...bootstrap.addresses import default_route_address
 from ...node.box.errors import NodeError
 from ...node.box.hardware import Hardware, probe
@@ -116,34 +116,20 @@ def _examine_network(arguments: SimpleNamespace, where: str, model: ModelFound |
     yield from checks.check_members(trio.run(probing.ask_members, members, arguments.timeout_s))
     if isinstance(token, str):
         return
-    if token.role is Role.WORKER:
-        yield checks.note_unseen(
-            "network",
-            "clock, served models, whether others reach this box, bandwidth, and whether the token was revoked or is "
-            "used up were not looked at",
-            "a worker's token would join and take a place; run this again with a client's (p2p_client_...)",
-        )
-        return
-    answer = probing.ask_network(where, arguments.token, arguments.timeout_s)
-    if isinstance(answer, str):
-        yield checks.fail("network", answer)
-        return
-    status, clocks = answer
-    yield from checks.check_network(status, None if isinstance(model, str) else model)
-    yield checks.check_clock(clocks)
-    yield from _examine_reach(arguments, where)
-
-
-def _examine_reach(arguments: SimpleNamespace, where: str) -> Iterator[Diagnosis]:
     listen = parse_address(f"0.0.0.0:{arguments.port}")
     announced = probing.find_address(arguments.announce, os.environ, listen)
     is_free = listen.port and trio.run(probing.find_port_problem, listen) is None
     known = announced if is_free and not isinstance(announced, str) else None
-    address = known.address if known is not None else None
-    around = trio.run(probing.look_around, where, arguments.token, arguments.timeout_s, listen, address)
+    peer = probing.find_own_peer(arguments.home.expanduser() / folder_of_node(1))
+    lookout = probing.Lookout(listen, known.address if known is not None else None, peer)
+    around = trio.run(probing.look_around, where, arguments.token, arguments.timeout_s, lookout)
     if isinstance(around, str):
-        yield checks.fail("reach", around)
+        yield checks.check_refusal(token, around)
         return
+    if around.places is not None:
+        yield checks.check_places(token, around.places, arguments.replicas)
+    yield from checks.check_network(around.status, None if isinstance(model, str) else model)
+    yield checks.check_clock(around.clocks)
     if known is not None:
         yield from checks.check_reach(known, listen, default_route_address(), around.answers)
     if isinstance(around.bandwidth, str):
@@ -151,6 +137,8 @@ def _examine_reach(arguments: SimpleNamespace, where: str) -> Iterator[Diagnosis
     else:
         member, carried = around.bandwidth
         yield checks.check_bandwidth(member, *carried)
+        is_lost = trio.run(probing.find_black_hole, where, arguments.token, arguments.timeout_s, PeerId(member))
+        yield checks.check_packets(member, is_lost=is_lost)
 
 
 def _cache() -> Path:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -19,8 +18,12 @@ from ...bootstrap import (
     Identity,
     JoinToken,
     NetworkError,
+    PeerId,
+    PeerLost,
+    RequestTimeout,
     Role,
     TokenError,
+    TransportSettings,
     Unreachable,
     parse_join_target,
 )
@@ -35,18 +38,17 @@ from ...node.box.home import running_pid
 from ...node.box.shares import Share, share_of
 from ...node.box.start_checks import SHARED_MEMORY
 from ...node.links.bandwidth import Carried, measure_bandwidth
-from ...node.links.messages import DialBack, DialledBack
+from ...node.links.messages import CARRIED_BYTES, CarryBytes, DialBack, DialledBack, PlacesLeft, PlacesQuery
 from ...node.messages import Status
-from ...node.methods import DIAL_BACK
+from ...node.methods import BANDWIDTH, DIAL_BACK, EVENTS, TOKEN_PLACES
 from ...node.models import ModelError, open_model
 from ...node.observing.queries import EventQuery
 from ...node.observing.traces import clock_from_round_trip
 from ...node.observing.values import BoxClock
-from ...node.requests.gateway_choice import GatewayFinder
+from ...node.requests.gateway_choice import STATUS_TIMEOUT_S, GatewayFinder
 from ...node.settings import BoxEngineSettings
-from ..client import Client
 from ..errors import ClientError
-from ..session import enter_network, find_network
+from ..session import Session, enter, enter_network, find_network
 from .checks import MemberFound, ModelFound
 
 ASKED: Final = 4  # members whose clocks are compared
@@ -169,56 +171,82 @@ async def ask_members(members: Sequence[Bootstrap], timeout_s: float) -> list[Me
     return [found[member] for member in members]
 
 
-def ask_network(where: str, token: str | None, timeout_s: float) -> tuple[Status, list[BoxClock]] | str:
-    """What the nearest member knows, and the clocks of some; a text says why there is no answer. Asks as a client."""
-    try:
-        with closing(Client(where, token=token, timeout_s=timeout_s)) as client:
-            status = client.status()
-            return status, list(_compare_clocks(client, status))
-    except ClientError as error:
-        return str(error)
-
-
-def _compare_clocks(client: Client, status: Status) -> Iterator[BoxClock]:
-    alive = [node.peer for node in status.nodes if node.state == "alive" and node.role != Role.CLIENT.value]
-    for peer in alive[:ASKED]:
-        asked = time.time()
-        try:
-            page = client.events(EventQuery(limit=1), peer)
-        except ClientError:  # an earlier release, or it went
-            continue
-        yield clock_from_round_trip(peer, page.now, asked, time.time())
-
-
 class Neighbourhood(NamedTuple):
-    """What members say of being asked to dial this box, and what a connection to one of them carries; a text says why
-    that is not known."""
+    """What the network tells a box that looks around: what the nearest member knows, the clocks of some, how many
+    places the worker's token still has, what members say of being asked to dial this box, and what a connection to one
+    of them carries; a text says why that is not known."""
 
+    status: Status
+    clocks: list[BoxClock]
+    places: PlacesLeft | None
     answers: list[DialledBack]
     bandwidth: tuple[str, Carried] | str
 
 
-async def look_around(
-    where: str, token: str | None, timeout_s: float, listen: Address, announced: Address | None
-) -> Neighbourhood | str:
-    """Join as a client that listens where a node would, and have members dial it; without `announced`, only measure. A
-    text says why there is no answer."""
+class Lookout(NamedTuple):
+    """Where a node would listen, what it would announce (None: nobody is asked to dial it), and the key in its home, if
+    any."""
+
+    listen: Address
+    announced: Address | None
+    peer: PeerId | None
+
+
+async def look_around(where: str, token: str | None, timeout_s: float, lookout: Lookout) -> Neighbourhood | str:
+    """Enter the network as a client, which takes no place of a worker's token, and listen where a node would, so that
+    members can dial it. A text says why there is no answer."""
     from ...bootstrap.streams.libp2p_host import Libp2pTransport
 
+    announced = lookout.announced
+
     def listening(identity: Identity) -> Transport:
-        return Libp2pTransport(identity, listen, announced or listen)
+        return Libp2pTransport(identity, lookout.listen, announced or lookout.listen)
 
     try:
         network = await find_network(
-            where, token, timeout_s, listening=None if announced is None else (listening, announced)
+            where, token, timeout_s, listening=None if announced is None else (listening, announced), may_visit=True
         )
-        async with enter_network(network):
-            return await _ask_neighbours(network, announced)
+        async with enter(network, timeout_s) as session:
+            status = await session.status()
+            clocks = await _compare_clocks(session, status)
+            places = await _count_places(session, lookout.peer)
+            return Neighbourhood(status, clocks, places, *await _ask_neighbours(network, announced))
     except ClientError as error:
         return str(error)
 
 
-async def _ask_neighbours(network: Network, announced: Address | None) -> Neighbourhood:
+async def _compare_clocks(session: Session, status: Status) -> list[BoxClock]:
+    alive = [node.peer for node in status.nodes if node.state == "alive" and node.role != Role.CLIENT.value]
+    found = []
+    for peer in alive[:ASKED]:
+        asked = time.time()
+        try:
+            page = await session.ask(EVENTS, EventQuery(limit=1), STATUS_TIMEOUT_S, PeerId(peer))
+        except ClientError:  # an earlier release, or it went
+            continue
+        found.append(clock_from_round_trip(peer, page.now, asked, time.time()))
+    return found
+
+
+async def _count_places(session: Session, peer: PeerId | None) -> PlacesLeft | None:
+    """None with the token of a client or an admin, or where members are of an earlier release."""
+    try:
+        return await session.ask(TOKEN_PLACES, PlacesQuery(peer=peer or ""), STATUS_TIMEOUT_S)
+    except ClientError:
+        return None
+
+
+def find_own_peer(home: Path) -> PeerId | None:
+    """Whom a node with this home would be; None where it has not run yet. Makes nothing."""
+    try:
+        return Identity.load_or_create(home).peer_id if (home / Identity.FILE).is_file() else None
+    except NetworkError:
+        return None
+
+
+async def _ask_neighbours(
+    network: Network, announced: Address | None
+) -> tuple[list[DialledBack], tuple[str, Carried] | str]:
     asked = GatewayFinder(network).candidates()
     peers = [each.peer for each in sorted(asked, key=lambda each: each.rtt_s if each.rtt_s is not None else inf)]
     answers: list[DialledBack] = []
@@ -230,11 +258,31 @@ async def _ask_neighbours(network: Network, announced: Address | None) -> Neighb
             except NetworkError:  # an earlier release, or it went
                 continue
     if not peers:
-        return Neighbourhood(answers, "no member is alive")
+        return answers, "no member is alive"
     try:
-        return Neighbourhood(answers, (peers[0], await measure_bandwidth(network, peers[0])))
+        return answers, (peers[0], await measure_bandwidth(network, peers[0]))
     except NetworkError as error:
-        return Neighbourhood(answers, str(error))
+        return answers, str(error)
+
+
+async def find_black_hole(where: str, token: str | None, timeout_s: float, member: PeerId) -> bool:
+    """Whether packets as large as the devices allow get lost between here and a member that smaller ones reach: the
+    same as before, over a connection that takes segments of any size."""
+    from ...bootstrap.streams.dialling import DiallingTransport
+
+    nowhere = Address("0.0.0.0", 0)
+
+    def widely(identity: Identity) -> Transport:
+        return DiallingTransport(identity, nowhere, settings=TransportSettings(segment_bytes=0))
+
+    try:
+        network = await find_network(where, token, timeout_s, listening=(widely, nowhere), may_visit=True)
+        async with enter_network(network):
+            for piece in (CarryBytes(payload=bytes(CARRIED_BYTES)), CarryBytes(wanted=CARRIED_BYTES)):
+                await network.request(member, BANDWIDTH, piece, timeout_s)
+    except (ClientError, PeerLost, RequestTimeout):
+        return True
+    return False
 
 
 async def _measure_round_trip(address: Address) -> float:

@@ -30,6 +30,7 @@ from ....kvtransport.link.transfers import EndState
 from ....kvtransport.probing.burst import BurstGate, dial_burst, read_burst_hello, receive_burst, send_burst
 from ....kvtransport.probing.burst_ticket import BURST_MAGIC, BurstTicket
 from ....kvtransport.wire.channel import LINK_MAGIC
+from ....kvtransport.wire.dial_path import DialPath
 from ....kvtransport.wire.frames import KVFrame
 from ....kvtransport.wire.permits import RELAY_MAGIC
 from ....kvtransport.wire.sockets import read_link_hello, read_relay_hello, receive_exactly
@@ -100,7 +101,7 @@ class KVBox:
                 self._bursts[burst.burst] = BurstGate(burst)
                 threading.Thread(target=self._receive_burst, args=(burst,), daemon=True).start()
             case orders.SendBurst(burst, host, port):
-                with dial_burst(burst, host, port, CONNECT_S) as ends:
+                with dial_burst(burst, DialPath(host, port), CONNECT_S) as ends:
                     return OrderReply(burst=send_burst(ends))
         return OrderReply()
 

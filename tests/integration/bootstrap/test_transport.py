@@ -1,6 +1,7 @@
 """The transport over real libp2p on loopback."""
 
 import random
+import socket
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import Address, AddressError, Identity, PeerLost, PortInUse, TransportSettings, Unreachable
+from p2pserve.bootstrap.streams.hosts import open_connection
 from p2pserve.bootstrap.streams.libp2p_host import Libp2pTransport
 from p2pserve.bootstrap.streams.transport import PeerConnection
 
@@ -207,5 +209,21 @@ def test_a_port_is_free_again_after_the_end() -> None:
             again = Libp2pTransport(Identity.generate(), address, address)
             assert await nursery.start(again.serve, echo_back) == address
             nursery.cancel_scope.cancel()
+
+    run(main)
+
+
+@pytest.mark.parametrize("most", [1220, 0])
+def test_segments_are_as_small_as_every_path_carries_at_both_ends(most: int) -> None:
+    """Unless they are to be as large as the devices allow: that of loopback, 64 KiB."""
+
+    async def main() -> None:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        address = Address("127.0.0.1", listener.socket.getsockname()[1])
+        async with listener, await open_connection(address, most) as near, await listener.accept() as far:
+            sizes = [end.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) for end in (near, far)]
+            assert all(size <= most if most else size > 1460 for size in sizes)
+        with pytest.raises(OSError, match="refused"):
+            await open_connection(address)
 
     run(main)

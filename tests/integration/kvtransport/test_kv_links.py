@@ -18,7 +18,7 @@ from p2pserve.kvtransport.wire.channel import Channel
 from p2pserve.kvtransport.wire.dial_path import DialPath
 from p2pserve.kvtransport.wire.permits import Permit, Refusal, pack_relay_answer, pack_relay_hello
 from p2pserve.kvtransport.wire.signals import Signal
-from p2pserve.kvtransport.wire.sockets import fresh_nonce
+from p2pserve.kvtransport.wire.sockets import dial, fresh_nonce
 
 from .pairs import DELIVERED, SETTINGS, WAIT_LIMIT_S, WINDOW, Pair, frame, payloads, receive_all, send_all, until
 
@@ -288,3 +288,13 @@ def test_memory_is_not_given_back_while_a_connection_reads_it(pair: Pair) -> Non
     reading[1].go_on.set()
     assert released[1].wait(WAIT_LIMIT_S)
     assert [each.read for each in reading] == [[b"0" * 50_000], [b"1" * 50_000]]
+
+
+@pytest.mark.parametrize("most", [1220, 0])
+def test_segments_are_as_small_as_the_path_says_at_both_ends(most: int) -> None:
+    """Whatever the devices would take: that of loopback, 64 KiB."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        path = DialPath("127.0.0.1", listener.getsockname()[1], segment_bytes=most)
+        with dial(path, WAIT_LIMIT_S) as near, listener.accept()[0] as far:
+            sizes = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) for end in (near, far)]
+    assert all(size <= most if most else size > 1460 for size in sizes)

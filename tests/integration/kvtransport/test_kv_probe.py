@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import trio
 
+from p2pserve.bootstrap import PeerId
 from p2pserve.kvtransport.errors import ConnectionClosed, KVProtocolError, TransferTimeout
 from p2pserve.kvtransport.probing.burst import (
     BurstEnds,
@@ -25,6 +27,8 @@ from p2pserve.kvtransport.probing.burst import (
 from p2pserve.kvtransport.probing.burst_ticket import BurstTicket, issue_burst, pack_hello
 from p2pserve.kvtransport.probing.estimates import BurstSample, LinkEstimator
 from p2pserve.kvtransport.probing.figures import prior
+from p2pserve.kvtransport.wire.dial_path import DialPath
+from p2pserve.node.links.prober import BurstCarrier
 
 from ..node.engine.figures import measured_again
 
@@ -75,7 +79,7 @@ def ticket(*, streams: int = 4, seconds: float = 1.0, max_bytes: int = 2_000_000
 
 def dialled(one: BurstTicket, listener: socket.socket) -> BurstEnds:
     """The connections of a burst to the listener."""
-    return dial_burst(one, "127.0.0.1", listener.getsockname()[1], WAIT_LIMIT_S)
+    return dial_burst(one, DialPath("127.0.0.1", listener.getsockname()[1]), WAIT_LIMIT_S)
 
 
 def pace(ends: BurstEnds, gbps: float) -> None:
@@ -212,7 +216,31 @@ def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
     with pytest.raises(ConnectionClosed, match="burst connection 0"):
-        dial_burst(ticket(), "127.0.0.1", port, WAIT_LIMIT_S)
+        dial_burst(ticket(), DialPath("127.0.0.1", port), WAIT_LIMIT_S)
+
+
+def test_a_member_where_a_burst_got_lost_is_told_apart_from_one_that_was_not_reached(listener: socket.socket) -> None:
+    peer, stuck = PeerId("p"), list[PeerId]()
+    one = ticket(streams=1, seconds=0.5)
+
+    async def send(port: int) -> None:
+        async def path_to(asked: PeerId) -> DialPath:
+            assert asked == peer
+            return DialPath("127.0.0.1", port)
+
+        await BurstCarrier(path_to, stuck.append).send(one, peer, WAIT_LIMIT_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        away = sock.getsockname()[1]
+    with pytest.raises(ConnectionClosed):
+        trio.run(send, away)
+    assert stuck == []
+    with ThreadPoolExecutor() as pool:
+        there = pool.submit(accept_burst, listener, one, WAIT_LIMIT_S)
+        there.add_done_callback(lambda done: done.result().close())
+        with pytest.raises(ConnectionClosed, match="hung up"):
+            trio.run(send, listener.getsockname()[1])
+    assert stuck == [peer]
 
 
 def test_no_descriptor_is_left(listener: socket.socket) -> None:

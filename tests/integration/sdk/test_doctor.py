@@ -56,10 +56,20 @@ def test_a_worker_takes_no_place_and_a_port_that_is_taken_fails(network: Running
     code, found = examine("--bootstrap", network.tokens["worker"], "--port", network.port)
     after = run("status", "--bootstrap", network.tokens["client"], "--format", "json").stdout
     assert code == 1
-    assert found["token"]["fitness"] == "ok"
-    assert found["network"]["fitness"] == "warning"
+    assert {found[name]["fitness"] for name in ("token", "places", "network", "clock")} == {"ok"}
+    assert "of 256 places left" in found["places"]["found"]
+    assert "Mb/s back" in found["bandwidth"]["found"]
     assert "in use" in found["port"]["found"]
     assert [len([n for n in json.loads(text)["nodes"] if n["role"] != "client"]) for text in (before, after)] == [1, 1]
+
+
+def test_members_dial_a_worker_that_has_not_joined(network: Running) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = ("--bootstrap", network.tokens["worker"], "--port", str(port), "--announce", f"127.0.0.1:{port}")
+    _, found = examine(*told)
+    assert {found[name]["fitness"] for name in ("places", "reach", "clock")} == {"ok"}
 
 
 def test_a_token_that_is_none_and_a_model_that_is_nowhere() -> None:

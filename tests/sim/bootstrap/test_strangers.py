@@ -50,15 +50,20 @@ def test_a_bad_token_is_told_before_anything_is_dialled(
     simulate(main)
 
 
-async def knock(w: World, identity: Identity, hello: bytes) -> str:
-    """Greet the bootstrap by hand; returns the reason of its refusal."""
+async def dial(w: World, identity: Identity) -> PeerConnection:
+    """A connection to the bootstrap, before any greeting."""
     transport = w.air.transport(identity, Address("192.0.2.9", 0))
 
     async def nobody(connection: PeerConnection) -> None:
         await connection.aclose()
 
     await w.nursery.start(transport.serve, nobody)
-    connection = await transport.dial(Address("192.0.2.1", 4000), PEOPLE[0].peer_id)
+    return await transport.dial(Address("192.0.2.1", 4000), PEOPLE[0].peer_id)
+
+
+async def knock(w: World, identity: Identity, hello: bytes) -> str:
+    """Greet the bootstrap by hand; returns the reason of its refusal."""
+    connection = await dial(w, identity)
     await connection.send(hello)
     answer = decode_greeting(await connection.receive())
     assert isinstance(answer, Rejected)
@@ -108,6 +113,31 @@ def test_a_stranger_may_send_little() -> None:
             with pytest.raises(PeerLost):
                 await knock(w, PEOPLE[8], bytes(200_000))
             assert node.statistics().strangers_refused == 1
+
+    simulate(main)
+
+
+async def hung_up(frame: bytes) -> None:
+    raise PeerLost("the other side closed the connection")
+
+
+@pytest.mark.parametrize("role", [Role.CLIENT, Role.WORKER])
+def test_a_client_that_hangs_up_while_it_is_let_in_keeps_no_place(role: Role) -> None:
+    """Otherwise a holder of the token could use it up for all others, a greeting for each place."""
+
+    async def main() -> None:
+        async with world() as w:
+            await w.start(0)
+            token = KEY.issue((w.bootstrap(),), role, 1e6, uses=1)
+            for seed in range(5):
+                guest = Identity(bytes([100 + seed]) * 32)
+                connection = await dial(w, guest)
+                w.air.end_of(PEOPLE[0].peer_id, guest.peer_id).send = hung_up  # type: ignore[method-assign]
+                await connection.send(hello(guest, token, role=Role.CLIENT))
+                await elapse(0.1)
+                w.air.kill(guest.peer_id)
+            await w.start(3, role=Role.CLIENT, token=token)
+            assert w.nodes[0].statistics().members == 2
 
     simulate(main)
 

@@ -7,7 +7,7 @@ import trio
 
 from p2pserve.bootstrap import MemberState, PeerId, PeerLost, RemoteError, RequestTimeout, Role
 from p2pserve.bootstrap.errors import ProtocolError
-from p2pserve.bootstrap.methods import Method
+from p2pserve.bootstrap.methods import EVERYONE, Method
 
 from .worlds import PEOPLE, Echo, Wrong, asking, elapse, simulate, telling, world
 
@@ -263,15 +263,18 @@ def test_a_notice_does_not_overtake_the_request_before_it() -> None:
     simulate(main)
 
 
-@pytest.mark.parametrize("token_role", [Role.ADMIN, Role.CLIENT])
-def test_who_comes_as_a_client_asks_as_what_its_token_says(token_role: Role) -> None:
+@pytest.mark.parametrize(
+    ("token_role", "asks_as"),
+    [(Role.ADMIN, Role.ADMIN), (Role.CLIENT, Role.CLIENT), (Role.WORKER, Role.CLIENT)],
+)
+def test_who_comes_as_a_client_asks_as_an_admin_by_an_admins_token_alone(token_role: Role, asks_as: Role) -> None:
     async def main() -> None:
         async with world() as w:
             box = await w.start(0)
             client = await w.start(1, role=Role.CLIENT, token=w.token(token_role))
-            assert client.asks_as is token_role
-            told = await client.request(box.peer_id, asking("echo"), Echo("a"), 1.0)
-            assert told == Echo(f"a from {token_role.value}")
+            assert client.asks_as is asks_as
+            told = await client.request(box.peer_id, asking("echo", EVERYONE), Echo("a"), 1.0)
+            assert told == Echo(f"a from {asks_as.value}")
             await elapse(30.0)
             assert box.coordinator is not None
             assert box.coordinator[0] == box.peer_id  # though the admin's token may lead: it is no member

@@ -179,6 +179,8 @@ def test_a_hello_survives_and_names_its_end() -> None:
         (lambda: DialPath("h", 1, label=""), "label"),
         (lambda: DialPath("h", 1, streams=65), "streams"),
         (lambda: DialPath("h", 1, pace_bytes_s=-1), "pace_bytes_s"),
+        (lambda: DialPath("h", 1, segment_bytes=535), "segment_bytes is 535; it must be 0 or 536 to 32767"),
+        (lambda: DialPath("h", 1, segment_bytes=32768), "segment_bytes"),
     ],
 )
 def test_tickets_and_paths_name_what_is_wrong_with_them(make: object, field: str) -> None:

@@ -35,13 +35,15 @@ LIMIT_S = 20.0
 @dataclass
 class Box:
     """A machine. `address` is its interface's; `outside`: of the router that it is behind, None: of none. `forwards`:
-    ports of the router that lead to ports of the box. `is_walled`: nobody is let in who was not asked."""
+    ports of the router that lead to ports of the box. `is_walled`: nobody is let in who was not asked. `carries`: bytes
+    of the largest packet that gets to the box or from it; larger ones are lost, and nobody is told."""
 
     address: str
     outside: str | None = None
     forwards: dict[int, int] = field(default_factory=dict)
     is_walled: bool = False
     mtu: int = 1500
+    carries: int = 1 << 16
 
     @property
     def host(self) -> str:
@@ -145,6 +147,12 @@ class Internet:
 
     def _route(self, name: str, packet: bytes) -> tuple[str, bytes] | None:
         """To which box, and as what; None: it is dropped."""
+        found = self._find(name, packet)
+        if found is None or len(packet) > min(self.boxes[each].carries for each in (name, found[0])):
+            return None
+        return found
+
+    def _find(self, name: str, packet: bytes) -> tuple[str, bytes] | None:
         if packet[0] >> 4 == 6:
             target = str(ipaddress.IPv6Address(packet[24:40]))
             return next(((each, packet) for each, box in self.boxes.items() if box.address == target), None)

@@ -19,6 +19,7 @@ from .routers import Box, Internet
 pytestmark = [pytest.mark.beside, pytest.mark.slow, pytest.mark.timeout(500)]
 
 PUBLIC, OTHER = "11.0.0.1", "11.0.0.2"
+FOUND_OUT = 20  # requests, in which links find out what a path carries
 ROUTER, FARTHER = "12.0.0.1", "13.0.0.1"
 
 
@@ -42,7 +43,7 @@ def is_told(nodes: Nodes, box: str) -> bool:
     return "others cannot dial this node" in nodes.said(box)
 
 
-def serve_together(nodes: Nodes) -> None:
+def serve_together(nodes: Nodes, attempts: int = ATTEMPTS) -> None:
     """A client's request is prefilled on one box and decoded on the other, and its KV comes in time; on a busy machine
     not always at the first time."""
 
@@ -52,7 +53,7 @@ def serve_together(nodes: Nodes) -> None:
 
     nodes.until(is_planned)
     found = []
-    for number in range(ATTEMPTS):
+    for number in range(attempts):
         answer = nodes.ask("first", "generate", f"{number} word " * 200, "--max-tokens", "20")
         assert len(answer["tokens"]) == 20
         found.append(answer["figures"])
@@ -100,6 +101,7 @@ def test_doctor_has_members_dial_a_box_before_it_joins(tmp_path: Path) -> None:
         assert {found[name]["fitness"] for name in ("announce", "reach", "nat")} == {"ok"}
         assert f"come from {ROUTER}; its port is mapped" in found["nat"]["found"]
         assert "Mb/s back" in found["bandwidth"]["found"]
+        assert found["packets"]["fitness"] == "ok"
         found = examine(nodes, mapped | {"VAST_TCP_PORT_4003": "41009"})
         assert {found[name]["fitness"] for name in ("reach", "nat")} == {"warning"}
         assert f"nobody reaches port 4003 at {ROUTER}:41009" in found["reach"]["found"]
@@ -141,6 +143,21 @@ def test_a_link_of_1280_bytes(tmp_path: Path) -> None:
         nodes.join("inner", "--phase", "decode")
         nodes.join("other", "--phase", "prefill")
         serve_together(nodes)
+
+
+def test_a_path_that_loses_large_packets_and_says_nothing(tmp_path: Path) -> None:
+    """Its smallest link is in the middle, and what its router says of that is filtered: a box would send packets of
+    1,500 bytes again and again."""
+    boxes = {"inner": Box(OTHER, carries=1280), "other": Box("11.0.0.3")}
+    with world(tmp_path, boxes) as nodes:
+        nodes.bootstrap("first")
+        nodes.join("inner", "--phase", "decode")
+        nodes.join("other", "--phase", "prefill")
+        serve_together(nodes, attempts=FOUND_OUT)
+        found = examine(nodes, {})
+        assert found["packets"]["fitness"] == "warning"
+        assert "no router says so" in found["packets"]["found"]
+        assert "Mb/s back" in found["bandwidth"]["found"]
 
 
 def test_boxes_that_have_ipv6_alone(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import trio
 from trio.testing import MockClock
 
 from p2pserve.bootstrap import Address, PeerId, RemoteError, Role, Unreachable
+from p2pserve.bootstrap.streams.hosts import SMALL_SEGMENT_BYTES
 from p2pserve.kvtransport.wire.permits import Permit
-from p2pserve.node.links.reach import USUAL, Reach
+from p2pserve.node.links.reach import USUAL, Reach, ReachTimes
 from p2pserve.node.messages import RelayOpen, RelayOpened
 from p2pserve.node.methods import RELAY_OPEN
 from p2pserve.node.settings import WAN
@@ -121,5 +122,21 @@ def test_a_node_that_can_be_dialled_again_needs_no_third_one() -> None:
     play(scenario)
 
 
+def test_a_member_that_large_packets_did_not_reach_is_dialled_with_small_segments_for_an_hour() -> None:
+    async def scenario(world: Around) -> None:
+        assert (await world.reach.path_to(PLAIN)).segment_bytes == 0
+        world.reach.note_stuck(PLAIN)
+        assert (await world.reach.path_to(PLAIN)).segment_bytes == SMALL_SEGMENT_BYTES
+        assert (await world.reach.path_to(ONE)).segment_bytes == 0
+        with trio.move_on_after(USUAL.narrow_s + 1.0):
+            await trio.sleep_forever()
+        assert (await world.reach.path_to(PLAIN)).segment_bytes == 0
+        world.reach.note_stuck(PLAIN)
+        world.reach.keep(frozenset({ONE}))  # it left, and came back as somebody else, perhaps elsewhere
+        assert (await world.reach.path_to(PLAIN)).segment_bytes == 0
+
+    play(scenario)
+
+
 def test_clients_have_the_times_of_nodes() -> None:
-    assert (WAN.ask_s, WAN.around_life_s, WAN.permit_margin_s) == USUAL
+    assert ReachTimes(WAN.ask_s, WAN.around_life_s, WAN.permit_margin_s) == USUAL

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from p2pserve.bootstrap import Identity, JoinToken, NetworkKey, Role, TokenError
+from p2pserve.bootstrap import Identity, JoinToken, NetworkKey, PeerId, Role, TokenError
 from p2pserve.bootstrap.errors import OtherProtocol, ProtocolError, TokenSpent
-from p2pserve.bootstrap.members.admission import Admission
+from p2pserve.bootstrap.members.admission import MAX_VISITORS, Admission
 from p2pserve.bootstrap.streams.control import PROTOCOL_VERSION, Hello, Welcome
 from p2pserve.bootstrap.trust.entries import MEMBER_KIND, Entry, MemberRecord, sign_entry
 from p2pserve.bootstrap.trust.orders import Orders, Renewal, sign_orders
@@ -55,7 +55,6 @@ def test_a_member_with_a_token_of_its_role_is_let_in(role: Role, kind: type[Hell
         (record(token_role=Role.CLIENT), "for the role 'client', not 'worker'; use one for 'worker'"),
         (record(role=Role.ADMIN, token_role=Role.WORKER), "for the role 'worker', not 'admin'"),
         (record(role=Role.ADMIN, token_role=Role.CLIENT), "for the role 'client', not 'admin'"),
-        (record(role=Role.CLIENT, token_role=Role.WORKER), "for the role 'worker', not 'client'"),
         (record(role=Role.WORKER, token_role=Role.ADMIN), "for the role 'admin', not 'worker'"),
         (record(BOB), "made for another peer"),
     ],
@@ -69,6 +68,66 @@ def test_an_admin_may_come_as_a_client() -> None:
     shown = record(role=Role.CLIENT, token_role=Role.ADMIN)
     assert ADMISSION.check_greeting(hello(shown), ANN.peer_id, NOW) == shown
     assert ADMISSION.read_grant(ANN.peer_id, shown).role is Role.ADMIN
+
+
+def visit(who: Identity, token: JoinToken) -> tuple[Hello, PeerId]:
+    """A box that looks around with a worker's token: its greeting, and who it is."""
+    shown = MemberRecord(Role.CLIENT, "192.0.2.1", 4001, token.credential(who.peer_id))
+    return hello_of(shown, who), who.peer_id
+
+
+def hello_of(shown: MemberRecord, who: Identity) -> Hello:
+    return Hello(PROTOCOL_VERSION, KEY.public, entry(shown, who))
+
+
+def test_a_worker_that_looks_around_takes_no_place_and_asks_as_a_client() -> None:
+    token, admission = JoinToken.parse(KEY.issue((), Role.WORKER, NOW + 60, uses=1)), Admission(KEY.public)
+    greeting, ann = visit(ANN, token)
+    shown = admission.check_greeting(greeting, ann, NOW)
+    assert admission.read_grant(ann, shown).asks_as(shown.role) is Role.CLIENT
+    assert admission.count_places(ann, "") == (1, 0, False)
+    joining = MemberRecord(Role.WORKER, "192.0.2.1", 4001, token.credential(BOB.peer_id))
+    assert admission.check_greeting(hello_of(joining, BOB), BOB.peer_id, NOW) == joining
+    assert admission.count_places(ann, BOB.peer_id) == (1, 1, True)
+    assert admission.count_places(BOB.peer_id, BOB.peer_id) is None  # only who looks around is told
+    admission.vacate(BOB.peer_id)
+    assert admission.count_places(ann, "") == (1, 1, False)  # bound to that box for good
+    assert admission.check_greeting(*visit(ANN, token), NOW + 1.0) == shown  # though the token is used up
+
+
+def test_a_place_that_others_may_have_counts_as_left() -> None:
+    token, admission = JoinToken.parse(KEY.issue((), Role.WORKER, NOW + 60, uses=2)), Admission(KEY.public)
+    for who in (ANN, BOB):
+        joining = MemberRecord(Role.WORKER, "192.0.2.1", 4001, token.credential(who.peer_id))
+        admission.check_greeting(hello_of(joining, who), who.peer_id, NOW)
+    eve = Identity(b"e" * 32)
+    admission.check_greeting(*visit(eve, token), NOW)
+    assert admission.count_places(eve.peer_id, "") == (2, 2, False)
+    admission.vacate(BOB.peer_id)
+    assert admission.count_places(eve.peer_id, BOB.peer_id) == (2, 1, True)
+    admission.release(eve.peer_id)
+    assert admission.count_places(eve.peer_id, "") is None
+
+
+def test_few_look_around_with_one_token_at_once() -> None:
+    token, admission = JoinToken.parse(KEY.issue((), Role.WORKER, NOW + 60)), Admission(KEY.public)
+    boxes = [Identity(bytes([number]) * 32) for number in range(1, MAX_VISITORS + 2)]
+    for each in boxes[:-1]:
+        admission.check_greeting(*visit(each, token), NOW)
+    with pytest.raises(TokenError, match=f"{MAX_VISITORS} boxes look around .* try again in a minute"):
+        admission.check_greeting(*visit(boxes[-1], token), NOW)
+    admission.check_greeting(*visit(boxes[0], token), NOW)  # it is counted already
+    admission.release(boxes[0].peer_id)
+    admission.check_greeting(*visit(boxes[-1], token), NOW)
+
+
+def test_a_revoked_or_ended_token_lets_nobody_look_around() -> None:
+    token, admission = JoinToken.parse(KEY.issue((), Role.WORKER, NOW + 60)), Admission(KEY.public)
+    with pytest.raises(TokenError, match="expired"):
+        admission.check_greeting(*visit(ANN, token), NOW + 60)
+    admission.take_orders(sign_orders(KEY, Orders(number=1, revoked=(token.grant.certificate,))))
+    with pytest.raises(TokenSpent, match="revoked"):
+        admission.check_greeting(*visit(ANN, token), NOW)
 
 
 def test_a_token_is_good_until_the_second_it_expires() -> None:

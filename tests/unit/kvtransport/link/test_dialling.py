@@ -8,6 +8,7 @@ import random
 from p2pserve.kvtransport.link.dialling import Dialler
 from p2pserve.kvtransport.link.settings import LinkSettings
 from p2pserve.kvtransport.wire.dial_path import DialPath
+from p2pserve.kvtransport.wire.sockets import SMALL_SEGMENT_BYTES
 
 
 def test_the_dialler_dials_what_is_missing_and_waits_longer_each_time() -> None:
@@ -92,6 +93,26 @@ def test_a_connection_that_is_lost_is_no_failed_attempt_and_is_dialled_again_soo
     dialler.mark_down(99, "never wanted", 10.0)
     dialler.set_paths([DialPath("a", 1)], 11.0)
     assert dialler.failures == {}, "of paths that are wanted"
+
+
+def test_a_path_on_which_a_connection_was_stuck_is_dialled_with_small_segments() -> None:
+    dialler = Dialler(LinkSettings(), random.Random(1))
+    relayed = DialPath("b", 1, label="relay")
+    dialler.set_paths([DialPath("a", 1, streams=2), relayed], 0.0)
+    one, two, three = dialler.take_due(0.0)
+    assert {each.path.segment_bytes for each in (one, two, three)} == {0}
+    for attempt, number in ((one, 1), (two, 2), (three, 3)):
+        assert dialler.mark_up(attempt.slot, number)
+    dialler.note_stuck(99)  # of none of them
+    dialler.note_stuck(1)
+    for attempt in (one, two, three):
+        dialler.mark_down(attempt.slot, "lost", 10.0)
+    again = dialler.take_due(20.0)
+    assert [each.path.segment_bytes for each in again] == [SMALL_SEGMENT_BYTES, SMALL_SEGMENT_BYTES, 0]
+    # It is the same path: what was dialled so stays when paths are chosen again.
+    assert dialler.mark_up(again[0].slot, 4)
+    dialler.set_paths([DialPath("a", 1)], 21.0)
+    assert (dialler.take_due(21.0), dialler.take_leaving()) == ([], [])
 
 
 class Half(random.Random):

@@ -160,8 +160,31 @@ class TestSilence:
         machine.tick(103.9)
         assert not machine.has_events
         machine.tick(104.0)
-        assert CloseConnection(number, "nothing heard for 4 s") in machine.take_events()
+        assert CloseConnection(number, "nothing heard for 4 s", is_stuck=True) in machine.take_events()
         assert machine.connections == {}
+
+    def test_stuck_is_what_has_had_no_answer_for_half_of_it_though_the_peer_still_speaks(self) -> None:
+        machine = sender()
+        number = machine.add_connection("direct", 0.0)
+        busy(machine, number, now=10.0)
+        assert not machine.is_stuck(number, 50.0)  # nothing was sent
+        drain(machine, number, 50.0)
+        machine.receive(number, Ping(1), 51.9)
+        assert not machine.is_stuck(number, 51.9)
+        assert machine.is_stuck(number, 52.0)
+        machine.receive(number, Ack(1, 100), 52.0)
+        assert not machine.is_stuck(number, 60.0)
+        assert not machine.is_stuck(99, 60.0)
+
+    def test_a_ping_without_an_answer_is_stuck_as_well(self) -> None:
+        machine = sender(LinkSettings(ping_s=1.0, silence_s=4.0))
+        number = machine.add_connection("direct", 0.0)
+        assert Ping(1) in drain(machine, number, 1.0)
+        assert not machine.is_stuck(number, 2.9)
+        assert machine.is_stuck(number, 3.0)
+        machine.receive(number, Pong(1), 3.0)
+        machine.retire(number, "its path is no longer used", 3.5)
+        assert machine.take_events() == [CloseConnection(number, "its path is no longer used", is_stuck=False)]
 
     def test_any_byte_breaks_it(self) -> None:
         machine = sender()

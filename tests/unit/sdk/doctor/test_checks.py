@@ -16,7 +16,7 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.box.prerequisites import Prerequisites
 from p2pserve.node.box.shares import Share
 from p2pserve.node.box.start_checks import Build
-from p2pserve.node.links.messages import DialledBack
+from p2pserve.node.links.messages import DialledBack, PlacesLeft
 from p2pserve.node.messages import Advert, NodeStatus, Status
 from p2pserve.node.models import open_model
 from p2pserve.node.observing.values import BoxClock
@@ -172,6 +172,11 @@ def test_the_bandwidth_to_a_member() -> None:
     assert warns(checks.check_bandwidth("p0", 0.9, 0.02), "20 Mb/s back", "--phase mixed")
 
 
+def test_packets_that_get_lost() -> None:
+    assert is_ok(checks.check_packets("p0", is_lost=False))
+    assert warns(checks.check_packets("p0", is_lost=True), "no router says so", "mtu 1280")
+
+
 def token_of(role: Role, tmp_path: Path, days: float = 7.0) -> JoinToken:
     key = NetworkKey.load_or_create(tmp_path)
     return JoinToken.parse(issue_token(key.sign, key.public, (MEMBER,), role, days * 86400.0, uses=3))
@@ -192,6 +197,24 @@ def test_a_token_has_a_place_for_each_node(tmp_path: Path) -> None:
     worker = token_of(Role.WORKER, tmp_path)
     assert is_ok(checks.check_token(worker, 0.0, 3))
     assert fails(checks.check_token(worker, 0.0, 4), "for 3", "token create --uses 4")
+
+
+def test_places_are_left_for_each_node(tmp_path: Path) -> None:
+    token = token_of(Role.WORKER, tmp_path)
+    assert is_ok(checks.check_places(token, PlacesLeft(uses=4, taken=3, is_holder=False), 1))
+    found = checks.check_places(token, PlacesLeft(uses=4, taken=3, is_holder=False), 2)
+    assert fails(found, f"1 of 4 places left of the join token {token.grant.certificate}", "--uses 2")
+    used = PlacesLeft(uses=1, taken=1, is_holder=True)
+    assert is_ok(checks.check_places(token, used, 1))
+    assert "it joined with the token before" in checks.check_places(token, used, 1).found
+
+
+def test_a_network_of_an_earlier_release_lets_nobody_look_around_with_a_workers_token(tmp_path: Path) -> None:
+    earlier = "192.0.2.1:4001 refused to let this node in: the join token is for the role 'worker', not 'client'; use"
+    token = token_of(Role.WORKER, tmp_path)
+    assert warns(checks.check_refusal(token, earlier), "let nobody look around", "p2p_client_")
+    revoked = "192.0.2.1:4001 refused to let this node in: the join token 01 was revoked by the owner; ask for another"
+    assert fails(checks.check_refusal(token, revoked), "was revoked", "ask for another")
 
 
 def test_a_box_is_divided_evenly() -> None:

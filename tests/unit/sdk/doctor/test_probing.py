@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pserve.bootstrap import Address, NetworkKey, Role
+from p2pserve.bootstrap import Address, Identity, NetworkKey, Role
 from p2pserve.bootstrap.trust.tokens import Bootstrap, issue_token
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import lock_home
@@ -34,6 +34,15 @@ def test_a_home_is_looked_at_and_not_made(tmp_path: Path) -> None:
         pid, problem = probing.find_home(home)
     assert pid is not None
     assert problem is None
+
+
+def test_the_key_in_a_home_is_read_and_not_made(tmp_path: Path) -> None:
+    assert probing.find_own_peer(tmp_path) is None
+    assert not list(tmp_path.iterdir())
+    identity = Identity.load_or_create(tmp_path)
+    assert probing.find_own_peer(tmp_path) == identity.peer_id
+    (tmp_path / Identity.FILE).write_text("no key")
+    assert probing.find_own_peer(tmp_path) is None
 
 
 def test_a_port_that_is_taken_is_found() -> None:
