@@ -14,7 +14,7 @@ from ...coordinator.costs.model_shape import ModelShape
 from ..messages import EngineAdvert
 from ..settings import ClientLimits
 from ..view import NetworkView
-from .fair_queue import ServiceRoom
+from ...coordinator.requests.fair_queue import ServiceRoom
 
 UNTOLD_REQUESTS: Final = 64  # that an engine runs at once which does not tell, as those of earlier releases
 EFFICIENCY: Final = 0.5  # of a prefill, of the products that an engine has measured

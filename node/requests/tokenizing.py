@@ -14,7 +14,7 @@ import trio
 
 from ...bootstrap import PeerId
 from ..settings import ClientLimits
-from .fair_queue import FairQueue, Quota, ServiceRoom
+from ...coordinator.requests.fair_queue import FairQueue, Quota, ServiceRoom
 
 T = TypeVar("T")
 Key = tuple[PeerId, str]
