@@ -216,9 +216,7 @@ class Gateway:
         if refusal is not None:
             self._queue.refuse(refusal.text, now, refusal.retry_after_s)
 
-    def _begin(
-        self, client: PeerId, live: LiveRequest, kind: PriorityClass, arrived: float, deadline: float
-    ) -> None:
+    def _begin(self, client: PeerId, live: LiveRequest, kind: PriorityClass, arrived: float, deadline: float) -> None:
         """Let an accepted request wait for its turn. Raises OverQuota."""
         self._queue.add(client, (client, live.id), live.size, trio.current_time(), self._classes[kind])
         self._meter.record_start(trio.current_time(), len(live.prompt))

@@ -122,7 +122,9 @@ def test_what_need_not_wait_says_nothing() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.floats(0.0, 1e6), st.booleans()), max_size=40))
-def test_a_rate_is_never_negative_nor_beyond_what_was_seen_and_expected(events: list[tuple[float, float, bool]]) -> None:
+def test_a_rate_is_never_negative_nor_beyond_what_was_seen_and_expected(
+    events: list[tuple[float, float, bool]],
+) -> None:
     drain, now, most = DrainRate(), 0.0, 0.0
     for gap_s, taken, is_waiting in events:
         now += gap_s

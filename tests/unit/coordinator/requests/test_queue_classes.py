@@ -71,7 +71,10 @@ def test_batch_requests_have_their_part_however_many_urgent_ones_come() -> None:
     assert served["urgent"] > 10 * served["batch"]
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([URGENT, NORMAL, BATCH])), max_size=60), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([URGENT, NORMAL, BATCH])), max_size=60),
+    st.integers(0, 3),
+)
 def test_a_client_that_asks_for_one_thing_at_a_time_is_served_whatever_others_ask(
     others: list[tuple[str, QueueClass]], which: int
 ) -> None:
@@ -140,7 +143,9 @@ def test_who_comes_first_to_an_idle_gateway_does_not_wait_and_a_newcomer_not_for
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([URGENT, NORMAL, BATCH]), st.integers(1, 50)), max_size=30),
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.sampled_from([URGENT, NORMAL, BATCH]), st.integers(1, 50)), max_size=30
+    ),
     st.sampled_from([URGENT, NORMAL, BATCH]),
 )
 def test_nothing_is_expected_to_wait_for_more_than_all_that_waits(
