@@ -53,8 +53,8 @@ CLASS_LABELS: Final = tuple(each.label for each in PriorityClass)
 class ClassRules:
     """What a class is given.
 
-    `lateness`: its first token may be expected so many times as late as the plan's deadline for it. `least_s`: and so
-    late anyway, in seconds. Higher of both: fewer are refused, and more that were accepted are late. `queue_share`: of a
+    `lateness`: its turn may come after so many times the plan's deadline for the first token. `least_s`: and so late
+    anyway, in seconds. Higher of both: fewer are refused, and more that were accepted are late. `queue_share`: of a
     bounded queue, how much there may be in all when one of this class is added. `weight`: of a client's turns, beside
     those of its other classes. `cost`: what a token costs its client in its turns beside others' clients; above 1, it
     leaves more to them.

@@ -222,7 +222,8 @@ class FairQueue(Generic[Key]):
 
     def start_in_s(self, client: Hashable, size: int, now: float, prior: float, kind: QueueClass = USUAL) -> float:
         """About when the turn of a request would come that is added now: what waits and comes before it, at the rate at
-        which turns have been given lately. `prior`: that rate, before much was seen; 0: not known. Infinite: nothing gets on."""
+        which turns have been given lately. `prior`: that rate, before much was seen; 0: not known. Infinite: nothing
+        gets on."""
         if not self._waiting:
             return 0.0
         account = self._accounts.get(client)

@@ -108,7 +108,8 @@ class ReplicaLoads:
     infinite until it is reported; `decodes`, those of the requests that it generates answers of;
     `waiting` requests that have no place in a batch yet (0 where
     that is not told); `is_silent`: nothing has been reported. `profiles`: how fast the replicas
-    are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known. Whoever
+    are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known.
+    `usd_per_hour` of its boxes, 0 where that is not told. Whoever
     runs the replicas writes here; policies only read.
     """
 
@@ -122,6 +123,7 @@ class ReplicaLoads:
         self.decodes: NDArray[np.float64] = np.zeros(size)
         self.waiting: NDArray[np.float64] = np.zeros(size)
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
+        self.usd_per_hour: NDArray[np.float64] = np.zeros(size)
         self.profiles: list[ReplicaProfile | None] = [None] * size
 
     def forget(self) -> None:

@@ -101,7 +101,9 @@ class PlanAndQueues(RoutingPolicy):
             cost = np.where(full_sides == full_sides.min(), cost, np.inf)
         best = int(cost.argmin())  # the first of the least
         self.note_sent(best)
-        return Route.between(loads.ids[prefill[best]], loads.ids[decode[best]], table.split(best, request.prompt_tokens))
+        return Route.between(
+            loads.ids[prefill[best]], loads.ids[decode[best]], table.split(best, request.prompt_tokens)
+        )
 
     def table_without(self, excluded: frozenset[str], loads: ReplicaLoads) -> RouteTable:
         """The routes without these boxes and replicas. Raises NoRoute where none is left."""

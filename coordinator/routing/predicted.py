@@ -1,29 +1,31 @@
 """The route on which a request is expected to end first, by what is known of queues, speeds, memory and links.
 
-The plan says which pairs of replicas there are, and how much their links should carry. What is predicted of a request on
-a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and live queues:
+The plan says which pairs of replicas there are, and how much their links should carry. What is predicted of a request
+on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and live queues:
 
     its first token    prompts ahead of it, and its own, at the prefill replica's rate; where the decode replica has no
                        room for its KV, the requests ahead of it there, at the rate at which those end
     all others         the predicted length of its answer, in steps over all requests that decode there with it
 
 A prefill and a decode replica may also share the prompt (`cronus`): then both compute what lies before them, and the
-first token is expected when both together have. That is chosen where it is sooner, and where decoding beside a chunk
-keeps the plan's deadline for the time per token, if it has one.
+first token is expected when both together have. That is chosen where it is sooner, and the plan's deadlines, if it has
+some, say that it is needed and bearable.
+
+The plan also says how fast replicas are beside each other, by the shares that it gives them: that is the prior of the
+fitted times, which may be off by a fifth.
 
 A pair whose KV leaves its boxes, and that had more than its share of the latest requests, counts as that much later, as
-in `plan_and_queues`: that is what the plan knows of links. Of routes that are expected to end within `PRICE_WITHIN` of
-each other the cheapest is taken, where prices are known.
+in `plan_and_queues`: that is what the plan knows of links. Of routes that are expected to end at nearly the same time,
+the one on cheaper boxes is taken, where their prices are known.
 
-Nothing here needs a coordinator that is alive: a gateway goes on by the last plan, with what it sees. State and work are
-of the order of the plan's pairs.
+Nothing here needs a coordinator that is alive: a gateway goes on by the last plan, with what it sees. State and work
+are of the order of the plan's pairs.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, Final, NamedTuple, final
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,8 +46,17 @@ MOST_REQUESTS: Final = 256
 STEP_TOKENS: Final = 2048
 """Of a step whose budget the plan leaves to the engine: vLLM's `max_num_batched_tokens`."""
 
-MOST_OFF: Final = 4.0
+MOST_OFF: Final = 8.0
 """A share of the plan that differs by more from what a replica can do is for another reason, such as its links."""
+
+SPLIT_FROM: Final = 0.5
+"""Of the plan's deadline for the first token: where that is expected sooner, decoding is not disturbed for it."""
+
+PRICE_WITHIN: Final = 0.02
+"""Of routes that are expected to end within so much of the first one, the cheapest is taken."""
+
+NEVER_S: Final = 1e9
+"""A replica that cannot hold a prompt comes after all others."""
 
 LEAST_S: Final = 1e-9
 """No prompt's token takes less: what is divided by it stays finite."""
@@ -74,7 +85,16 @@ class _Speeds(NamedTuple):
 
     def decode_step_s(self, requests: Floats, context: float) -> Floats:
         """Of a step over so many requests of this context, by replica."""
-        return np.asarray(self.step_s + self.length_s * context + (self.context_s * context + self.request_s) * requests)
+        return np.asarray(
+            self.step_s + self.length_s * context + (self.context_s * context + self.request_s) * requests
+        )
+
+
+class _Shares(NamedTuple):
+    """By replica, of all prompts and of all answers, what the plan gives it; 0: none."""
+
+    prefill: Floats
+    decode: Floats
 
 
 class _Forecast(NamedTuple):
@@ -92,8 +112,8 @@ class _Forecast(NamedTuple):
 
 @final
 class PredictedTimes(RoutingPolicy):
-    """See the module. Until a replica's times are known, the queues decide as in `PlanAndQueues`; one of several that is
-    not known counts as slow as the slowest."""
+    """See the module. Until a replica's times are known, the queues decide as in `PlanAndQueues`; one of several that
+    is not known counts as slow as the slowest."""
 
     needs_profiles: ClassVar[bool] = True
 
@@ -103,14 +123,17 @@ class PredictedTimes(RoutingPolicy):
         self.lengths: LengthPredictor = make_predictor(settings.length_predictor)
         self.prompts: dict[RequestId, int] = {}  # of requests that have not ended
         self.mean_prompt = self.mean_output = 0.0
-        self._routed = 0
+        self.routed = 0  # lately
         self._known: list[ReplicaProfile | None] = []
         self._speeds: _Speeds | None = None
         self._table: RouteTable | None = None  # that the shares are of
-        self._shares: Floats = np.zeros(0)
+        self._shares = _Shares(np.zeros(0), np.zeros(0))
+        self._is_one_box = np.array([len(replica.stages) == 1 for replica in plan.replicas])
 
     def __repr__(self) -> str:
-        return f"<PredictedTimes requests={len(self.prompts)} of {self.mean_prompt:.0f} + {self.mean_output:.0f} tokens>"
+        return (
+            f"<PredictedTimes requests={len(self.prompts)} of {self.mean_prompt:.0f} + {self.mean_output:.0f} tokens>"
+        )
 
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
         """See `RoutingPolicy`."""
@@ -126,7 +149,7 @@ class PredictedTimes(RoutingPolicy):
         shared_s = self._shared_prefill_s(prompt, table, speeds, forecast)
         first_s = np.maximum(np.minimum(prefill_s, shared_s), forecast.room_s[decode])
         end_s = (first_s + forecast.decode_s[decode]) * (1.0 + self._queues.beyond_share())
-        best = int(end_s.argmin())
+        best = _cheapest(end_s, loads.usd_per_hour[prefill] + loads.usd_per_hour[decode])
         self._queues.note_sent(best)
         ends = loads.ids[prefill[best]], loads.ids[decode[best]]
         if shared_s[best] < prefill_s[best]:
@@ -144,7 +167,7 @@ class PredictedTimes(RoutingPolicy):
         if isinstance(earlier, PredictedTimes):
             self.lengths, self.prompts = earlier.lengths, earlier.prompts
             self.mean_prompt, self.mean_output = earlier.mean_prompt, earlier.mean_output
-            self._routed = earlier._routed
+            self.routed = earlier.routed
 
     def _predict(self, request: RequestFacts, rng: np.random.Generator) -> float:
         if request.output_tokens is not None:
@@ -155,9 +178,9 @@ class PredictedTimes(RoutingPolicy):
     def _remember(self, request: RequestFacts, prompt: int, output: float) -> None:
         if request.id is not None:
             self.prompts[request.id] = prompt
-        self._routed = min(self._routed + 1, REMEMBERED)
-        self.mean_prompt += (prompt - self.mean_prompt) / self._routed
-        self.mean_output += (output - self.mean_output) / self._routed
+        self.routed = min(self.routed + 1, REMEMBERED)
+        self.mean_prompt += (prompt - self.mean_prompt) / self.routed
+        self.mean_output += (output - self.mean_output) / self.routed
 
     def _read_speeds(self, loads: ReplicaLoads) -> _Speeds | None:
         """None while no profile is known."""
@@ -166,16 +189,14 @@ class PredictedTimes(RoutingPolicy):
             self._speeds = _tabulate(self._plan, self._known)
         return self._speeds
 
-    def _read_shares(self, table: RouteTable, replicas: int) -> Floats:
-        """By replica, the share of all answers that the plan has it generate; 0: none."""
+    def _read_shares(self, table: RouteTable, replicas: int) -> _Shares:
         if table is not self._table:
-            self._table, self._shares = table, np.zeros(replicas)
-            self._shares[table.decode.replica] = 1.0 / table.decode.inverse_share
+            self._table, self._shares = table, _Shares(np.zeros(replicas), np.zeros(replicas))
+            for shares, side in zip(self._shares, (table.prefill, table.decode), strict=True):
+                shares[side.replica] = 1.0 / side.inverse_share
         return self._shares
 
-    def _forecast(
-        self, prompt: int, output: float, speeds: _Speeds, loads: ReplicaLoads, shares: Floats
-    ) -> _Forecast:
+    def _forecast(self, prompt: int, output: float, speeds: _Speeds, loads: ReplicaLoads, shares: _Shares) -> _Forecast:
         tokens, requests = self._queues.guess_silent(loads)
         # Who takes long is met more often: what a batch holds is more than half of a mean answer for each request.
         held = self.mean_prompt + self.mean_output
@@ -187,31 +208,60 @@ class PredictedTimes(RoutingPolicy):
         follow = speeds.prefills * batch / self.mean_output
         decode_s = output * (step_s + follow * one_prompt_s)
         turn_s = self.mean_output * step_s / batch + speeds.prefills * one_prompt_s
-        # The plan says how fast replicas are beside each other, too: the mean of both is off by less than either.
-        by_plan = shares * turn_s * (1.0 / turn_s)[shares > 0.0].sum()
-        turn_s = turn_s * np.clip(np.where(shares > 0.0, by_plan, 1.0), 1.0 / MOST_OFF, MOST_OFF) ** -0.5
+        # Of answers the mean of plan and times is off by less than either. Of prompts the plan knows better: the stages
+        # of a pipeline compute several at once, of which the time of one says nothing.
+        turn_s = np.maximum(turn_s, LEAST_S)
+        turn_s = turn_s * np.sqrt(_off_plan(shares.decode, turn_s))
+        queue_token_s = speeds.token_s * _off_plan(shares.prefill, speeds.token_s)
         chunk = np.maximum(speeds.chunk_tokens - requests, 1.0)
         chunk_s = chunk * speeds.token_s + step_s
         return _Forecast(
-            prefill_s=(tokens + prompt) * speeds.token_s + speeds.prompt_s + speeds.begin_s,
-            room_s=np.maximum(requests + 1.0 - room, 0.0) * turn_s,
+            prefill_s=tokens * queue_token_s + prompt * speeds.token_s + speeds.prompt_s + speeds.begin_s,
+            room_s=self._room_s(prompt, requests + 1.0 - room, turn_s, speeds, loads),
             decode_s=decode_s,
             chunk_s=chunk_s,
             chunked_token_s=chunk_s / chunk,
             tokens=tokens,
         )
 
+    def _room_s(self, prompt: int, excess: Floats, turn_s: Floats, speeds: _Speeds, loads: ReplicaLoads) -> Floats:
+        """By replica, until requests have ended whose KV is in the way: `excess` of them, by their mean length, or at
+        least one where the replica itself reports that it has no room."""
+        is_full = loads.kv_free_tokens < prompt
+        waits = np.maximum(np.maximum(excess, 0.0), is_full.astype(np.float64)) * turn_s
+        return np.where(speeds.kv_tokens < prompt, NEVER_S, waits)
+
     def _shared_prefill_s(self, prompt: int, table: RouteTable, speeds: _Speeds, forecast: _Forecast) -> Floats:
-        """By route, until both of its replicas together have computed what waits for them, and this prompt; infinite
-        where the plan does not split, or the steps of the decode replica would be too long by the plan's deadline."""
+        """By route, until both of its replicas together have computed what waits for them, and this prompt. Infinite
+        where that is not to be: between pipelines, whose stages would idle with so few prompts at a time; where the
+        steps of the decode replica would be too long; and where the first token is early enough without."""
         prefill, decode = table.prefill.replica, table.decode.replica
         rate = 1.0 / speeds.token_s[prefill] + 1.0 / forecast.chunked_token_s[decode]
         seconds = (forecast.tokens[prefill] + forecast.tokens[decode] + prompt) / rate + speeds.begin_s[prefill]
-        tpot_s = self._plan.deadlines.tpot_s
-        can = prefill != decode
-        if tpot_s > 0.0:
-            can = can & (forecast.chunk_s[decode] <= tpot_s)
+        can = (prefill != decode) & self._is_one_box[prefill] & self._is_one_box[decode]
+        deadlines = self._plan.deadlines
+        if deadlines.tpot_s > 0.0:
+            can = can & (forecast.chunk_s[decode] <= deadlines.tpot_s)
+        if deadlines.ttft_s > 0.0:
+            can = can & (forecast.prefill_s[prefill] > SPLIT_FROM * deadlines.ttft_s)
         return np.where(can, seconds, np.inf)
+
+
+def _cheapest(end_s: Floats, usd: Floats) -> int:
+    """The route that ends first, or a cheaper one of those that end hardly later."""
+    best = int(end_s.argmin())
+    if not usd.any():
+        return best
+    near = end_s <= end_s[best] * (1.0 + PRICE_WITHIN)
+    return int(np.where(near, usd, np.inf).argmin()) if usd[near].min() < usd[best] else best
+
+
+def _off_plan(shares: Floats, seconds: Floats) -> Floats:
+    """By replica, what its seconds are to be multiplied with so that it is as fast beside the others as its share of
+    the plan says; 1 where it has none."""
+    has_share = shares > 0.0
+    by_plan = np.where(has_share, shares * seconds, 1.0) * (1.0 / seconds)[has_share].sum()
+    return np.asarray(np.clip(1.0 / np.where(has_share, by_plan, 1.0), 1.0 / MOST_OFF, MOST_OFF))
 
 
 def _tabulate(plan: Plan, profiles: list[ReplicaProfile | None]) -> _Speeds | None:

@@ -11,10 +11,10 @@ from typing import Final
 from ...bootstrap import PeerId
 from ...coordinator import Replica
 from ...coordinator.costs.model_shape import ModelShape
+from ...coordinator.requests.fair_queue import ServiceRoom
 from ..messages import EngineAdvert
 from ..settings import ClientLimits
 from ..view import NetworkView
-from ...coordinator.requests.fair_queue import ServiceRoom
 
 UNTOLD_REQUESTS: Final = 64  # that an engine runs at once which does not tell, as those of earlier releases
 EFFICIENCY: Final = 0.5  # of a prefill, of the products that an engine has measured

@@ -66,6 +66,8 @@ class RouteFinder:
             self._router = Router(plan, self._settings, earlier=self._router)
             self._profiles = ReplicaProfiles(plan) if self._router.needs_profiles else None
         self._router.report(view.loads(self._queues()))
+        prices = (sum(view.usd_per_hour(peer) for peer in replica.peers) for replica in plan.replicas)
+        self._router.loads.usd_per_hour[:] = list(prices)
         if self._profiles is not None:
             signs = {peer: _sign(advert) for peer in plan.peers if (advert := view.adverts.get(PeerId(peer)))}
             self._profiles.update(
