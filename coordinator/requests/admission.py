@@ -3,11 +3,11 @@
     refusal = find_refusal(PriorityClass.of(body.priority), Expected(start_s=12.0, ttft_s=1.5, left_s=300.0), settings)
 
 A request has vLLM's `priority`: lower is handled earlier, 0 is usual. Its sign is the class: below 0 urgent, above 0
-batch. A class has a limit for the time to the start: some times the deadline that the service's plan has for the first
-token, and at least some seconds; nobody waits beyond the deadline of its own request. A request that would start later,
-by what waits before it and the rate at which turns have been given lately (`drain_rate`), is refused while that is so:
-it would hold a place and miss its deadline all the same. The time that is told is when the queue will have become as
-short as the limit.
+batch. A class has a limit for the time to the first token: some times the deadline that the service's plan has for it,
+and at least some seconds; nobody waits beyond the deadline of its own request. A request whose first token would come
+later, by what waits before it, the rate at which turns have been given lately (`drain_rate`) and its own prompt, is
+refused while that is so: it would hold a place and miss its deadline all the same. The time that is told is when the
+queue will have become short enough. Where nothing waits nobody is refused, however long its prompt is.
 
 Lower classes may have a smaller share of a gateway's bounded queue, so they are refused first where that is what is
 scarce. They also have fewer turns, but never none (`fair_queue`).
@@ -53,7 +53,7 @@ CLASS_LABELS: Final = tuple(each.label for each in PriorityClass)
 class ClassRules:
     """What a class is given.
 
-    `lateness`: its turn may come after so many times the plan's deadline for the first token. `least_s`: and so late
+    `lateness`: its first token may come after so many times the plan's deadline for it. `least_s`: and so late
     anyway, in seconds. Higher of both: fewer are refused, and more that were accepted are late. `queue_share`: of a
     bounded queue, how much there may be in all when one of this class is added. `weight`: of a client's turns, beside
     those of its other classes. `cost`: what a token costs its client in its turns beside others' clients; above 1, it
@@ -75,7 +75,7 @@ class ClassRules:
             raise ValueError("weight and cost must be above 0")
 
     def limit_s(self, ttft_s: float) -> float:
-        """How late a start may be, by the plan's deadline for the first token (0: it has none)."""
+        """How late a first token may be, by the plan's deadline for the first token (0: it has none)."""
         return max(self.least_s, self.lateness * ttft_s if ttft_s > 0.0 else 0.0)
 
 
@@ -96,10 +96,11 @@ class AdmissionSettings:
 
 
 class Expected(NamedTuple):
-    """Of a request that arrives, in seconds: when its turn will come, the plan's deadline for first tokens (0: none),
-    and how long its client waits for all of the answer."""
+    """Of a request that arrives, in seconds: when its turn will come, how long its prompt takes from then on, the
+    plan's deadline for first tokens (0: none), and how long its client waits for all of the answer."""
 
     start_s: float
+    prefill_s: float
     ttft_s: float
     left_s: float
 
@@ -114,11 +115,12 @@ class Refusal(NamedTuple):
 def find_refusal(kind: PriorityClass, expected: Expected, settings: AdmissionSettings) -> Refusal | None:
     """Why a request of this class must not wait here; None: it may."""
     limit_s = min(settings.rules[kind].limit_s(expected.ttft_s), expected.left_s)
-    if not expected.start_s > limit_s:
+    first_s = expected.start_s + expected.prefill_s
+    if not (first_s > limit_s and expected.start_s > 0.0):
         return None
-    retry_after_s = min(MOST_RETRY_S, expected.start_s - limit_s)
+    retry_after_s = min(MOST_RETRY_S, expected.start_s, first_s - limit_s)
     whose = "its deadline is" if limit_s == expected.left_s else f"{kind.label} requests may wait"
-    return Refusal(f"it would wait for {_seconds(expected.start_s)}, and {whose} {limit_s:.3g} s", retry_after_s)
+    return Refusal(f"its first token would take {_seconds(first_s)}, and {whose} {limit_s:.3g} s", retry_after_s)
 
 
 def _seconds(value: float) -> str:

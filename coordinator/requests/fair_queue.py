@@ -74,6 +74,10 @@ class ServiceRoom(NamedTuple):
     replicas: int = 1
     rate: float = 0.0
 
+    def start_s(self, size: int) -> float:
+        """How long a request of this size takes to start on one of the replicas, where that is known; else 0."""
+        return size * self.replicas / self.rate if self.rate > 0.0 else 0.0
+
 
 class QueueClass(NamedTuple):
     """Of a request, beside its client's others: `rank` tells classes apart, and goes first among equals. `weight` is of
@@ -219,6 +223,10 @@ class FairQueue(Generic[Key]):
     def is_served(self, key: Key) -> bool:
         """Whether its turn has come."""
         return self._entries[key].is_served
+
+    def is_starting(self, key: Key) -> bool:
+        """Whether its turn has come, and it is not past its beginning."""
+        return self._entries[key].is_starting
 
     def start_in_s(self, client: Hashable, size: int, now: float, prior: float, kind: QueueClass = USUAL) -> float:
         """About when the turn of a request would come that is added now: what waits and comes before it, at the rate at

@@ -45,7 +45,7 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
         unstarted=limits.queued_s * rate,
         share=limits.share,
         mixed=sum(replica.prefills and replica.decodes for replica, _ in usable),
-        replicas=len(prefilling),
+        replicas=sum(len(replica.stages) for replica, _ in prefilling),  # each stage computes another prompt
         rate=rate,
     )
 

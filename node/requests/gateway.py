@@ -211,7 +211,8 @@ class Gateway:
         if room is None or plan is None:  # it waits for an engine, and not for others
             return
         start_s = self._queue.start_in_s(client, live.size, now, room.rate, self._classes[kind])
-        expected = Expected(start_s=start_s, ttft_s=plan.deadlines.ttft_s, left_s=deadline - now)
+        prefill_s, ttft_s = room.start_s(len(live.prompt)), plan.deadlines.ttft_s
+        expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=deadline - now)
         refusal = find_refusal(kind, expected, self._limits.admission)
         if refusal is not None:
             self._queue.refuse(refusal.text, now, refusal.retry_after_s)

@@ -42,7 +42,7 @@ def test_what_would_begin_too_late_is_refused_with_the_time_in_which_the_queue_i
         async with open_world(D, limits=LIMITS) as world:
             await overload(world)
             error = await refusal(world)
-            assert error.message.startswith("busy: it would wait for ")
+            assert error.message.startswith("busy: its first token would take ")
             assert "and normal requests may wait 10 s; try again in" in error.message
             assert error.retry_after_s is not None
             assert error.retry_after_s > 10.0

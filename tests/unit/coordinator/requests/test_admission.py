@@ -35,7 +35,7 @@ def test_the_sign_of_a_priority_is_its_class(priority: int, kind: PriorityClass)
 
 
 def expected(start_s: float, ttft_s: float = 1.0, left_s: float = 300.0) -> Expected:
-    return Expected(start_s=start_s, ttft_s=ttft_s, left_s=left_s)
+    return Expected(start_s=start_s, prefill_s=0.0, ttft_s=ttft_s, left_s=left_s)
 
 
 @pytest.mark.parametrize(
@@ -62,24 +62,34 @@ def test_nobody_waits_beyond_its_own_deadline() -> None:
     for kind in PriorityClass:
         refusal = find_refusal(kind, expected(4.0, left_s=3.0), SETTINGS)
         assert refusal is not None
-        assert refusal.text == "it would wait for 4 s, and its deadline is 3 s"
+        assert refusal.text == "its first token would take 4 s, and its deadline is 3 s"
 
 
 def test_a_queue_that_does_not_get_on_is_told_as_such() -> None:
     refusal = find_refusal(PriorityClass.NORMAL, expected(inf), SETTINGS)
     assert refusal is not None
-    assert refusal.text == "it would wait for very long, and normal requests may wait 30 s"
+    assert refusal.text == "its first token would take very long, and normal requests may wait 30 s"
     assert refusal.retry_after_s == MOST_RETRY_S
 
 
-@given(TIMES, TIMES, TIMES)
+def test_a_prompt_counts_and_is_not_refused_for_its_length_alone() -> None:
+    long = Expected(start_s=0.0, prefill_s=1000.0, ttft_s=1.0, left_s=10.0)
+    assert find_refusal(PriorityClass.URGENT, long, SETTINGS) is None
+    refusal = find_refusal(PriorityClass.URGENT, long._replace(start_s=2.0), SETTINGS)
+    assert refusal is not None
+    assert refusal.retry_after_s == 2.0  # then nothing waits any more
+    assert find_refusal(PriorityClass.URGENT, Expected(2.0, 2.5, 1.0, 300.0), SETTINGS) is None
+    assert find_refusal(PriorityClass.URGENT, Expected(2.0, 3.5, 1.0, 300.0), SETTINGS) is not None
+
+
+@given(TIMES, TIMES, TIMES, TIMES)
 def test_who_is_more_urgent_is_not_let_wait_longer_and_times_to_retry_are_finite(
-    start_s: float, ttft_s: float, left_s: float
+    start_s: float, prefill_s: float, ttft_s: float, left_s: float
 ) -> None:
     limits = [SETTINGS.rules[kind].limit_s(ttft_s) for kind in PriorityClass]
     assert limits == sorted(limits)
     for kind in PriorityClass:
-        refusal = find_refusal(kind, Expected(start_s, ttft_s, left_s), SETTINGS)
+        refusal = find_refusal(kind, Expected(start_s, prefill_s, ttft_s, left_s), SETTINGS)
         assert refusal is None or (isfinite(refusal.retry_after_s) and 0.0 < refusal.retry_after_s <= MOST_RETRY_S)
 
 
