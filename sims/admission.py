@@ -36,17 +36,14 @@ class AdmissionQueues:
         most = admission.queue_requests
         self._quota = Quota(requests=most, size=1 << 60, all_requests=most, all_size=1 << 60)
         self._queues: dict[tuple[int, int | None], FairQueue[SimRequest]] = {}
-        self._kinds = [
-            draw_classes(len(deployment.trace), admission, (settings.seed, number, 1))
-            for number, deployment in enumerate(deployments)
-        ]
+        self._kinds = [draw_classes(len(deployment.trace), admission, settings.seed) for deployment in deployments]
 
     def admit(self, request: SimRequest, now: float) -> bool:
         """Whether it may wait for its turn."""
         deployment, queue = self._deployments[request.service], self._queue_of(request)
         kind = self._kinds[request.service][request.row]
         room, ttft_s = self._room(request.service, request.gateway), deployment.service.slo.ttft_s
-        start_s = queue.start_in_s(CLIENT, request.prompt, now, room.rate, self._classes[kind])
+        start_s = room.backlog_s + queue.start_in_s(CLIENT, request.prompt, now, room.rate, self._classes[kind])
         prefill_s, left_s = room.start_s(request.prompt), self._admission.deadline_s
         expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=left_s)
         if find_refusal(kind, expected, self._admission.rules) is not None:
@@ -89,6 +86,10 @@ class AdmissionQueues:
         decoding = [host for host in usable if host.replica.decodes] or usable
         prefilling = [host for host in usable if host.replica.prefills] or usable
         rate = sum(len(host.replica.stages) / host.prefill_line.token_s for host in prefilling)
+        told = {} if self._knows_all else deployment.prefill_tokens_told()
+        waiting = [
+            told.get(host.replica.id, 0) * host.prefill_line.token_s / len(host.replica.stages) for host in prefilling
+        ]
         others = 0 if self._knows_all else deployment.count_others(gateway)
         return ServiceRoom(
             requests=max(1, sum(host.engine.settings.max_sequences for host in decoding) - others),
@@ -98,12 +99,13 @@ class AdmissionQueues:
             mixed=sum(host.replica.prefills and host.replica.decodes for host in usable),
             replicas=max(1, sum(len(host.replica.stages) for host in prefilling)),
             rate=rate,
+            backlog_s=min(waiting, default=0.0),
         )
 
 
-def draw_classes(count: int, admission: SimAdmission, seed: tuple[int, ...]) -> list[PriorityClass]:
+def draw_classes(count: int, admission: SimAdmission, seed: int) -> list[PriorityClass]:
     """The class of each of so many requests, by the shares of the settings."""
-    lots = np.random.default_rng(seed).random(count)
+    lots = np.random.default_rng((seed, 2)).random(count)
     urgent, batch = admission.urgent, admission.batch
     found = np.where(lots < urgent, PriorityClass.URGENT, PriorityClass.NORMAL)
     return [PriorityClass(kind) for kind in np.where(lots >= 1.0 - batch, PriorityClass.BATCH, found).tolist()]

@@ -104,6 +104,10 @@ class Deployment:
         hosts = list(self.hosts.values())
         return [h for h in hosts if missing.isdisjoint((h.replica.id, *h.replica.peers))] or hosts
 
+    def prefill_tokens_told(self) -> dict[str, int]:
+        """Of prompts that replicas have yet to compute, as they have told last, by their ids."""
+        return {name: report.prefill_tokens for name, report in self._reports.items()}
+
     def count_others(self, gateway: int | None) -> int:
         """Requests of other gateways, as replicas have told last."""
         return sum(max(0, report.outstanding - report.had[gateway]) for report in self._reports.values())

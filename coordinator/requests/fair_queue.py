@@ -63,7 +63,8 @@ class ServiceRoom(NamedTuple):
     `share`: how many times what is left free of requests and size a client may have. `unstarted`: the size of what is
     served and has not started. On each of the `replicas` on which requests start, one of any size may, and a second one
     may wait for it once no more than `unstarted` should be left of those that do, at `rate` per second in all. On
-    `mixed` of them a request that starts holds up others.
+    `mixed` of them a request that starts holds up others. `backlog_s`: of what other queues have given them, on the one
+    that is free first.
     """
 
     requests: int
@@ -73,6 +74,7 @@ class ServiceRoom(NamedTuple):
     mixed: int = 0
     replicas: int = 1
     rate: float = 0.0
+    backlog_s: float = 0.0
 
     def start_s(self, size: int) -> float:
         """How long a request of this size takes to start on one of the replicas, where that is known; else 0."""

@@ -33,11 +33,13 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
     ]
     if not usable:
         return None
-    others = {load.replica: load.outstanding for load in view.loads({})}
+    loads = {load.replica: load for load in view.loads({})}
     decoding = [(replica, engine) for replica, engine in usable if replica.decodes] or usable
     prefilling = [(replica, engine) for replica, engine in usable if replica.prefills] or usable
-    places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - others.get(replica.head, 0)) for replica, e in decoding)
-    rate = sum(prefill_tokens_s(view, replica, engine) for replica, engine in prefilling)
+    places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - loads[replica.head].outstanding) for replica, e in decoding)
+    rates = [prefill_tokens_s(view, replica, engine) for replica, engine in prefilling]
+    backlogs = [loads[r.head].prefill_tokens / each for (r, _), each in zip(prefilling, rates, strict=True) if each]
+    rate = sum(rates)
     return ServiceRoom(
         # At least one: it would be wrong to wait for ever for gateways that tell more than is true.
         requests=max(1, sum(places)),
@@ -47,6 +49,7 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
         mixed=sum(replica.prefills and replica.decodes for replica, _ in usable),
         replicas=sum(len(replica.stages) for replica, _ in prefilling),  # each stage computes another prompt
         rate=rate,
+        backlog_s=min(backlogs, default=0.0),
     )
 
 

@@ -210,7 +210,7 @@ class Gateway:
         now, room, plan = trio.current_time(), self._room, self._view.plan
         if room is None or plan is None:  # it waits for an engine, and not for others
             return
-        start_s = self._queue.start_in_s(client, live.size, now, room.rate, self._classes[kind])
+        start_s = room.backlog_s + self._queue.start_in_s(client, live.size, now, room.rate, self._classes[kind])
         prefill_s, ttft_s = room.start_s(len(live.prompt)), plan.deadlines.ttft_s
         expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=deadline - now)
         refusal = find_refusal(kind, expected, self._limits.admission)
