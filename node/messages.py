@@ -280,9 +280,8 @@ class ProbeOpened(Message, frozen=True, kw_only=True):
 
 
 class TransferFigures(Message, frozen=True, kw_only=True):
-    """How a prefill's KV transfer went, as its sender saw it.
-
-    `paths`: KV bytes by path; `mode`: whether layers left one by one; `usd`: at advertised prices."""
+    """How a prefill's KV transfer went, as its sender saw it. `paths`: KV bytes by path; `mode`: whether layers left
+    one by one; `usd`: at advertised prices."""
 
     raw_bytes: Count
     wire_bytes: Count
@@ -384,8 +383,8 @@ class ChatMessage(ExactMessage, frozen=True, kw_only=True):
 
 
 class Generate(ExactMessage, frozen=True, kw_only=True, omit_defaults=True):
-    """A client's request: one of `prompt`, `messages` and `prompt_token_ids`. `deadline_s` bounds the whole answer.
-    `detokenize` False: the answer is wanted as tokens alone. How tokens are chosen is said as in `Sampling`."""
+    """A client's request: one of `prompt`, `messages`, `prompt_token_ids`. `deadline_s` bounds the whole answer; lower
+    `priority` goes first. `detokenize` False: it is wanted as tokens alone, which are chosen as in `Sampling`."""
 
     request: RequestId
     prompt: Content | None = None
@@ -414,6 +413,7 @@ class Generate(ExactMessage, frozen=True, kw_only=True, omit_defaults=True):
     bad_words_token_ids: BadWords = ()
     constraint: Constraint | None = None
     reasoning: Reasoning | None = None
+    priority: AnyInteger = 0
 
 
 class ContinueGenerate(ExactMessage, frozen=True, kw_only=True):

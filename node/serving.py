@@ -149,7 +149,9 @@ class Serving:
             tp=self.host.share.tp,
             profile=self.host.worker.learner.profile,
             demand=self.gateway.demand,
-            served=self.host.worker.served,
+            served=msgspec.structs.replace(
+                self.host.worker.served, refused_s=self.gateway.refused.per_s(trio.current_time())
+            ),
             hung=self.host.worker.is_hung,
         )
 

@@ -16,11 +16,12 @@ from ..bootstrap.streams.strangers import StrangerLimits
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
 from ..coordinator.repair.urgency import REPAIR_S
+from ..coordinator.requests.admission import AdmissionSettings
+from ..coordinator.requests.retry_times import RetrySettings
 from ..coordinator.requests.values import RequestSettings
 from ..kvtransport.probing.figures import BoxFigures
 from ..kvtransport.wire.permits import MAX_PERMITS
 from .owner.dividing import DividedBox
-from .requests.retry_times import RetrySettings
 from .web.keys import ApiKey
 
 
@@ -96,6 +97,7 @@ class ClientLimits:
     engines are kept busy over slower links; shorter: who comes next is served sooner."""
     output_cost: float = 2.0  # of a token of an answer, in tokens of a prompt; higher: long answers count for more
     retry: RetrySettings = field(default_factory=RetrySettings)
+    admission: AdmissionSettings = field(default_factory=AdmissionSettings)
 
 
 PENDING_HELLOS: Final = StrangerLimits(total=256, each=128, for_members=64)

@@ -68,6 +68,7 @@ class Showing:
             plan=plan.number if plan is not None else (0, 0),
             is_coordinator=status.coordinator == joined.own,
             waiting=self._serving.gateway.open_requests if self._serving is not None else 0,
+            **({"refused": self._serving.gateway.refused.total} if self._serving is not None else {}),
             key_usd={key: usd for key, usd in joined.key_usd().items() if keys is None or key in keys},
             up_s=now - self._began,
         )

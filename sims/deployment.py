@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import final
 
@@ -25,15 +25,16 @@ from .serving import ReplicaHost, SimRequest
 @final
 class _Report:
     """What a replica has told of its load, and by gateway, what that has sent there or has seen end
-    since: requests, and tokens of prompts."""
+    since: requests, and tokens of prompts. `had`: requests of each gateway there when it was told."""
 
-    __slots__ = ("decodes", "kv_free_tokens", "outstanding", "own", "own_tokens", "prefill_tokens")
+    __slots__ = ("decodes", "had", "kv_free_tokens", "outstanding", "own", "own_tokens", "prefill_tokens")
 
-    def __init__(self, host: ReplicaHost) -> None:
+    def __init__(self, host: ReplicaHost, had: Counter[int | None]) -> None:
         self.outstanding = host.outstanding
         self.prefill_tokens = host.prefill_tokens
         self.kv_free_tokens = host.engine.free_tokens
         self.decodes = host.decodes
+        self.had = had
         self.own: Counter[int | None] = Counter()
         self.own_tokens: Counter[int | None] = Counter()
 
@@ -102,6 +103,20 @@ class Deployment:
             router.end_request(request.row, output_tokens)
         self._uncount_own(request.row)
 
+    def usable_hosts(self) -> list[ReplicaHost]:
+        """Those that requests are sent to, by what is known of boxes; all, where there are none."""
+        missing = self._excluded
+        hosts = list(self.hosts.values())
+        return [h for h in hosts if missing.isdisjoint((h.replica.id, *h.replica.peers))] or hosts
+
+    def prefill_tokens_told(self) -> dict[str, int]:
+        """Of prompts that replicas have yet to compute, as they have told last, by their ids."""
+        return {name: report.prefill_tokens for name, report in self._reports.items()}
+
+    def count_others(self, gateway: int | None) -> int:
+        """Requests of other gateways, as replicas have told last."""
+        return sum(max(0, report.outstanding - report.had[gateway]) for report in self._reports.values())
+
     def _make_router(self, earlier: Router | None) -> Router:
         return Router(self.plan, self._settings.routing, policies=POLICIES, rng=self._rng, earlier=earlier)
 
@@ -121,7 +136,10 @@ class Deployment:
             self._changed.clear()
             return
         if now >= self._report_at:
-            self._reports = {name: _Report(host) for name, host in self.hosts.items()}
+            had: defaultdict[str, Counter[int | None]] = defaultdict(Counter)
+            for own, decode in self._routed.values():
+                had[decode][own] += 1
+            self._reports = {name: _Report(host, had[name]) for name, host in self.hosts.items()}
             self._report_at = now - now % self._settings.report_s + self._settings.report_s
         router.loads.gateways = float(max(1, len(self._settings.gateways)))
         for name, report in self._reports.items():

@@ -29,6 +29,7 @@ from ..coordinator.requests.values import (
 )
 from ..coordinator.routing.balancer import choose_split
 from ..coordinator.routing.interface import NoRoute, Route
+from .admission import AdmissionQueues
 from .deployment import Deployment
 from .engine.sequence import Sequence as EngineSequence
 from .engine.values import EngineSignal, SignalKind
@@ -76,6 +77,9 @@ class SimGateway:
         self._transfer_log = transfer_log
         self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
         self._keys = count()
+        self._admission = None
+        if settings.admission is not None:
+            self._admission = AdmissionQueues(deployments, settings, settings.admission)
         self._waiting: list[list[SimRequest]] = [[] for _ in deployments]  # nobody can take them now
 
     def accept(self, request: SimRequest, now: float) -> None:
@@ -86,7 +90,23 @@ class SimGateway:
         request.machine = machine = RequestMachine(
             request, service=name, prompt_tokens=request.prompt, now=now, settings=self._settings
         )
+        if self._admission is not None and not self._admission.admit(request, now):
+            self._deployments[request.service].log.not_admitted[request.row] = True
+            request.end()
+            self._on_end(request, now)
+            return
         self._carry_out(request, machine.start(now), now)
+        self._give_turns(request, now)
+
+    def _give_turns(self, request: SimRequest, now: float) -> None:
+        """At the gateway of this request, to those that wait there."""
+        while self._admission is not None and (following := self._admission.take(request, now)) is not None:
+            self._carry_out(following, following.machine.network_changed(now), now)
+
+    def _note_start(self, request: SimRequest, now: float) -> None:
+        if self._admission is not None and not request.count:
+            self._admission.start(request, now)
+            self._give_turns(request, now)
 
     def set_missing(self, missing: frozenset[str]) -> None:
         """No requests come to the gateways of these boxes."""
@@ -106,6 +126,7 @@ class SimGateway:
             elif signal.kind is SignalKind.FIRST_TOKEN:
                 assignment.first_at = signal.at
                 assignment.end_prefill()
+                self._note_start(assignment.request, now)
             elif assignment.split is None:
                 continue
             elif signal.kind is SignalKind.HAS_ROOM:
@@ -239,6 +260,9 @@ class SimGateway:
 
     def _find_route(self, request: SimRequest, wanted: FindRoute, now: float) -> None:
         self._free_slot(request, now)
+        if self._admission is not None and not self._admission.is_served(request):
+            self._carry_out(request, request.machine.held(now), now)
+            return
         try:
             route = self._deployments[request.service].route(wanted.tokens, now, wanted.blamed, request)
         except NoRoute as error:
@@ -433,6 +457,7 @@ class SimGateway:
             first = range(assignment.start, assignment.start + 1)
             said = partial(request.machine.first_token, opening.attempt, first, None)
             assignment.first_heard_at = self._arrival(request, replica, now)
+            self._note_start(request, now)
             self._hear(request, replica, said, now)
         self._kv_transfers.end_prefill(assignment.split.transfer, now)
 
@@ -457,6 +482,9 @@ class SimGateway:
         deployment.end_request(request, None if end.finish in (None, "error") else request.count)
         self._free_slot(request, now)
         request.end()
+        if self._admission is not None:
+            self._admission.end(request, now)
+            self._give_turns(request, now)
         if record is not None:
             log.replays[row] = len(record.recovered)
             if end.finish != "error":

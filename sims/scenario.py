@@ -17,6 +17,7 @@ from ..coordinator.plan import Phase, Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service, Slo
 from ..coordinator.repair.damping import DampingSettings
+from ..coordinator.requests.admission import AdmissionSettings
 from ..coordinator.routing.interface import RoutingSettings
 from .engine.values import SimEngineSettings
 from .records import Trace
@@ -36,6 +37,32 @@ class ServiceRun:
     plan: Plan
     trace: Trace
     later_slos: tuple[tuple[float, Slo], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimAdmission:
+    """How gateways admit requests, as `node.settings.ClientLimits` has it on the network.
+
+    `urgent`, `batch`: the shares of requests of these classes, drawn by lot; the others are normal. `queue_requests`
+    wait or run at most at a gateway. `queued_s`: so much prefilling is given to engines ahead of time; `share`: of
+    their room one client has at most so many times what is left free. `deadline_s`: that clients wait for an answer.
+    """
+
+    rules: AdmissionSettings = field(default_factory=AdmissionSettings)
+    urgent: float = 0.0
+    batch: float = 0.0
+    queue_requests: int = 4096
+    queued_s: float = 0.25
+    share: float = 15.0
+    deadline_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        if not (self.urgent >= 0.0 and self.batch >= 0.0 and self.urgent + self.batch <= 1.0):
+            raise WorldError(
+                f"urgent is {self.urgent} and batch {self.batch}: shares are 0 or more, at most 1 together"
+            )
+        if self.queue_requests < 1 or not min(self.queued_s, self.share, self.deadline_s) > 0.0:
+            raise WorldError("queue_requests must be at least 1; queued_s, share and deadline_s must be above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +95,8 @@ class SimSettings:
     - `quiet_s`: what is told of links and traffic is planned with at most so often; boxes that come
       or go are planned with at once.
     - `damping`: how long boxes that are lost again and again are trusted less.
+    - `admission`: requests wait for their turns at gateways, which refuse what would begin too late; None: all are
+      given to engines at once.
     - `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
       policies that draw lots. `known_answers`: it is told how long each answer will be, which no
       gateway knows.
@@ -88,6 +117,7 @@ class SimSettings:
     quiet_s: float = 15.0
     damping: DampingSettings = field(default_factory=DampingSettings)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
+    admission: SimAdmission | None = None
     known_answers: bool = False
     seed: int = 0
 

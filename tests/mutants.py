@@ -62,7 +62,9 @@ MODULES = [
             "cells", "clustering", "light_rescheduling", "moves", "packing", "scorer", "search", "search_space",
             "seed_assignment", "tabu",
         ),
-        "coordinator/requests": ("attempt", "machine", "placement", "stalls"),
+        "coordinator/requests": (
+            "admission", "attempt", "drain_rate", "fair_queue", "machine", "placement", "retry_times", "stalls",
+        ),
         "coordinator/routing": ("interface", "plan_and_queues", "router"),
         "kvtransport/link": ("budget", "dialling", "machine", "receiving", "sending", "transfers"),
         "kvtransport/probing": ("burst_meter", "estimates", "probe"),
@@ -75,7 +77,7 @@ MODULES = [
         "node/links": ("link_knowledge", "path_selection"),
         "node/planning": ("coordination", "set_aside"),
         "node/replica": ("hung", "place"),
-        "node/requests": ("acceptance", "fair_queue", "live_request", "retry_times", "routes"),
+        "node/requests": ("acceptance", "live_request", "routes"),
     }.items()
     for name in names
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """How long planning takes, and how good the plans are.
 
-    python -m p2pserve.coordinator.bench [--parts plan,light,flow,repair] [--sizes 16,24,32,128,1024] [--format json]
-        [--plot PNG] [--long JSON]
+    python -m p2pserve.coordinator.bench [--parts plan,light,flow,repair,route] [--sizes 16,24,32,128,1024]
+        [--format json] [--plot PNG] [--long JSON]
 
 Seconds are those of the processor, on one core. Up to 32 GPUs, where chance decides much, objective
 and seconds are the medians of five seeds, and `worst` is the least objective of them. `best_known`
@@ -13,6 +13,9 @@ ThunderServe's, larger ones are drawn (`bench_clusters`).
 
 `repair`: a running network of 32 boxes, and what happens to it (`repair_cases`): whether that is planned with at once,
 and the seconds, by the wall and of the processor, from the figures to the new plan.
+
+`route`: microseconds of the processor for a decision of each policy, with 100 replicas that do both phases, and with 50
+that prefill and 50 that decode, all of them paired; medians of rounds.
 
 This is the one module of the coordinator that reads a clock and prints.
 """
@@ -51,8 +54,9 @@ from .bench_clusters import bench_problem
 from .maxflow import compute_bound, max_flow, one_pipeline, place
 from .maxflow_helix import CLUSTER_32, LAYERS, LINK_TOKENS_S, helix_kinds
 from .repair_cases import RepairCase, repair_cases, running_network
+from .route_cases import route_rows
 
-PARTS: Final = ("plan", "light", "flow", "repair")
+PARTS: Final = ("plan", "light", "flow", "repair", "route")
 SIZES: Final = (16, 24, 32, 128, 1024)
 WORKLOADS: Final = ("conversation", "coding")
 LOST_BOX: Final = "a6000-0"
@@ -82,6 +86,7 @@ TARGETS: Final = {
     "light, attainment / full": 0.97,
     "max flow, tok/s": 2100.0,
     "repair, s": 1.0,
+    "route, us": 200.0,
 }
 """Seconds at most, the others at least."""
 
@@ -105,6 +110,9 @@ def run(sizes: Sequence[int], tell: Callable[[str], None], parts: Sequence[str] 
     if "repair" in parts:
         tell("repairing a running network")
         report["repair"] = _repair_rows()
+    if "route" in parts:
+        tell("routing requests")
+        report["route"] = route_rows()
     return report
 
 
@@ -308,6 +316,10 @@ def _text(report: Row) -> str:
         f"{'at once' if row['planned_at_once'] else 'in its turn'}, "
         f"{'a new plan' if row['is_new_plan'] else 'the plan stays'}"
         for row in report.get("repair", ())
+    ]
+    lines += [
+        f"a route by {row['policy']:<10} {row['replicas']} replicas, {row['pairs']} pairs: {row['microseconds']:.0f} us"
+        for row in report.get("route", ())
     ]
     return "\n".join(lines) + "\n"
 

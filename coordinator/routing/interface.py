@@ -113,7 +113,8 @@ class ReplicaLoads:
     that is not told); `sent_tokens`, those of the prompt tokens that this gateway has sent there
     since the replica's report; `is_silent`: nothing has been reported. `gateways`: how many times
     the requests of this gateway all gateways have. `profiles`: how fast the replicas
-    are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known. Whoever
+    are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known.
+    `usd_per_hour` of its boxes, 0 where that is not told. Whoever
     runs the replicas writes here; policies only read.
     """
 
@@ -129,6 +130,7 @@ class ReplicaLoads:
         self.sent_tokens: NDArray[np.float64] = np.zeros(size)
         self.gateways = 1.0
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
+        self.usd_per_hour: NDArray[np.float64] = np.zeros(size)
         self.profiles: list[ReplicaProfile | None] = [None] * size
 
     def forget(self) -> None:

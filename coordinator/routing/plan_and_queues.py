@@ -49,7 +49,7 @@ class _Side(NamedTuple):
         return np.asarray(queues[self.replica] * self.inverse_share / queues[self.everyone].sum())
 
 
-class _RouteTable(NamedTuple):
+class RouteTable(NamedTuple):
     """The routes that may be used, in order of their replicas' ids, after leaving out what is
     excluded.
 
@@ -64,6 +64,10 @@ class _RouteTable(NamedTuple):
     split_share: list[float]
     pairs: Indices
     inverse_share: Floats
+
+    def split(self, route: int, prompt_tokens: int) -> int:
+        """How much of a prompt the prefill replica of a route computes."""
+        return split_tokens(prompt_tokens, self.split_share[route])
 
 
 @final
@@ -82,34 +86,47 @@ class PlanAndQueues(RoutingPolicy):
         self._sent = np.zeros(len(plan.pairings) + 1)  # by pair, and those by no pair
         self._routed, self._mean_prompt = 0, 0.0
         self._excluded: frozenset[str] = frozenset()
-        self._table = _build_table(plan, self._excluded)
+        self._table = build_route_table(plan, self._excluded)
 
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
         """See `RoutingPolicy`; depends on neither `now` nor `rng`."""
-        if request.excluded != self._excluded:
-            # exclusions change when boxes come or go, not from request to request: a table serves many
-            self._excluded, self._table = request.excluded, _build_table(self._plan, request.excluded)
-        table = self._table
-        if not table.split_share:
-            raise NoRoute(
-                f"no box can take a request for {self._plan.service}: all {len(loads.ids)} replicas of "
-                f"plan {self._plan.epoch}.{self._plan.version} are excluded ({', '.join(sorted(request.excluded))})"
-            )
-        to_prefill, to_decode = loads.prefill_tokens, loads.outstanding
-        if loads.is_silent.any():
-            to_prefill, to_decode = self._with_guesses(to_prefill, loads), self._with_guesses(to_decode, loads)
+        table = self.table_without(request.excluded, loads)
+        to_prefill, to_decode = self.guess_silent(loads)
         cost = table.prefill.relative_queues(to_prefill + self._note_prompt(request.prompt_tokens))
-        cost = cost + table.decode.relative_queues(to_decode + 1.0) + self._beyond_share()
+        cost = cost + table.decode.relative_queues(to_decode + 1.0) + self.beyond_share()
         prefill, decode = table.prefill.replica, table.decode.replica
         full = loads.kv_free_tokens < request.prompt_tokens
         if full.any():
             full_sides = full[prefill].astype(np.int8) + full[decode]
             cost = np.where(full_sides == full_sides.min(), cost, np.inf)
         best = int(cost.argmin())  # the first of the least
+        self.note_sent(best)
+        return Route.between(
+            loads.ids[prefill[best]], loads.ids[decode[best]], table.split(best, request.prompt_tokens)
+        )
+
+    def table_without(self, excluded: frozenset[str], loads: ReplicaLoads) -> RouteTable:
+        """The routes without these boxes and replicas. Raises NoRoute where none is left."""
+        if excluded != self._excluded:
+            # exclusions change when boxes come or go, not from request to request: a table serves many
+            self._excluded, self._table = excluded, build_route_table(self._plan, excluded)
+        if not self._table.split_share:
+            raise NoRoute(
+                f"no box can take a request for {self._plan.service}: all {len(loads.ids)} replicas of "
+                f"plan {self._plan.epoch}.{self._plan.version} are excluded ({', '.join(sorted(excluded))})"
+            )
+        return self._table
+
+    def note_sent(self, route: int) -> None:
+        """A request takes this route of the latest table."""
         self._sent *= 1.0 - 1.0 / self._settings.remembered_requests
-        self._sent[table.pairs[best]] += 1.0
-        split = _split_tokens(request.prompt_tokens, table.split_share[best])
-        return Route.between(loads.ids[prefill[best]], loads.ids[decode[best]], split)
+        self._sent[self._table.pairs[route]] += 1.0
+
+    def guess_silent(self, loads: ReplicaLoads) -> tuple[Floats, Floats]:
+        """Tokens to prefill and requests, by replica; of those that have reported nothing, as of the busiest."""
+        if not loads.is_silent.any():
+            return loads.prefill_tokens, loads.outstanding
+        return self._with_guesses(loads.prefill_tokens, loads), self._with_guesses(loads.outstanding, loads)
 
     def _note_prompt(self, tokens: int) -> float:
         """The mean prompt of the latest requests, this one included."""
@@ -117,8 +134,8 @@ class PlanAndQueues(RoutingPolicy):
         self._mean_prompt += (max(1, tokens) - self._mean_prompt) / self._routed
         return self._mean_prompt
 
-    def _beyond_share(self) -> Floats:
-        """By route: what it had of the latest requests over its share of them, as far as that is
+    def beyond_share(self) -> Floats:
+        """By route of the latest table: what it had of the latest requests over its share of them, as far as that is
         above `free_share`."""
         sent = self._sent[self._table.pairs]
         # of fewer requests than this, one is a lot: nothing can be said of shares yet
@@ -132,19 +149,19 @@ class PlanAndQueues(RoutingPolicy):
         return np.where(loads.is_silent, queues[heard].max(initial=0.0), queues)
 
 
-def _split_tokens(prompt_tokens: int, share: float) -> int:
+def split_tokens(prompt_tokens: int, share: float) -> int:
     """The share in whole tokens: at least one, and never more than there are."""
     return min(prompt_tokens, max(1, ceil(prompt_tokens * share)))
 
 
-def _build_table(plan: Plan, excluded: frozenset[str]) -> _RouteTable:
+def build_route_table(plan: Plan, excluded: frozenset[str]) -> RouteTable:
     index = {item.id: number for number, item in enumerate(plan.replicas)}
     usable = {item.id: item for item in plan.replicas if excluded.isdisjoint((item.id, *item.peers))}
     pairs = _usable_pairs(plan, usable)
     weights = np.array([pair.weight for pair in pairs])
     place = {(pair.prefill, pair.decode): number for number, pair in enumerate(plan.pairings)}
     leaves_boxes = [set(usable[pair.prefill].peers) != set(usable[pair.decode].peers) for pair in pairs]
-    return _RouteTable(
+    return RouteTable(
         usable=np.array([index[name] for name in usable], dtype=np.intp),
         prefill=_build_side([index[pair.prefill] for pair in pairs], weights),
         decode=_build_side([index[pair.decode] for pair in pairs], weights),

@@ -9,10 +9,12 @@ from .cronus import Cronus
 from .hetero import MinMaxWorkload
 from .interface import PolicyFactory, RoutingPolicy
 from .plan_and_queues import PlanAndQueues
+from .predicted import PredictedTimes
 from .splitwise import SplitwisePools
 
 NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {
     "plan": PlanAndQueues,
+    "predicted": PredictedTimes,
     "hetero": MinMaxWorkload,
     "splitwise": SplitwisePools,
     "cronus": Cronus,

@@ -115,6 +115,7 @@ class ApiRequests:
             prompt_token_ids=submit.prompt,
             deadline_s=submit.deadline_s,
             detokenize=False,
+            priority=submit.priority,
             **{field: getattr(submit.sampling, field) for field in _CARRIED},
         )
         try:

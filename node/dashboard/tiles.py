@@ -58,11 +58,14 @@ def _boxes(view: View) -> Tile:
 def _queue(view: View, traffic: Traffic) -> Tile:
     running = sum(node.running or 0 for node in view.alive)
     waiting = sum(node.waiting or 0 for node in view.alive)
+    refused_s = sum(node.refused_s for node in view.alive)
+    detail = f"{running} running · {waiting} waiting"
     return Tile(
         label="Requests",
         value=f"{units.digits(traffic.requests_s)}{units.SPACE}/s",
-        detail=f"{running} running · {waiting} waiting",
-        hint="answered through this box in the last minute; running and waiting at all boxes now",
+        detail=f"{detail} · {units.digits(refused_s)}{units.SPACE}/s refused" if refused_s else detail,
+        hint="answered through this box in the last minute; running, waiting and refused at all boxes now",
+        tone="bad" if refused_s else "",
     )
 
 

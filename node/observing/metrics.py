@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from ...coordinator.requests.admission import CLASS_LABELS
 from .counts import Histogram, NodeCounts
 from .values import LinkSummary, NodeSummary
 
@@ -33,6 +34,7 @@ class Snapshot:
     plan: tuple[int, int] = (0, 0)  # epoch and version; zeros: it follows none
     is_coordinator: bool = False
     waiting: int = 0  # requests at its gateway
+    refused: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(CLASS_LABELS, 0))  # there, by class
     key_usd: Mapping[str, float] = field(default_factory=dict)  # what each API key's requests have cost
     up_s: float = 0.0
 
@@ -93,6 +95,7 @@ def _network_families(now: Snapshot) -> Iterator[Metric]:
     yield _gauge("plan_generation", "Version of that plan", now.plan[1])
     yield _gauge("is_coordinator", "Whether this node coordinates", float(now.is_coordinator))
     yield _gauge("requests_waiting", "Requests at this gateway that have not ended", now.waiting)
+    yield _counter("requests_refused_total", "Requests that this gateway had no place for", "class", now.refused)
     yield _gauge("uptime_seconds", "Since this node was started", now.up_s)
     members = GaugeMetricFamily(f"{PREFIX}members", "Boxes by state, as this node sees them", labels=["state"])
     states = [node.state for node in now.nodes]

@@ -102,6 +102,7 @@ def _with_advert(node: NodeSummary, advert: Advert, phase: str, layers: tuple[in
         kv_usage=min(1.0, stats.kv_usage) if stats is not None else None,
         kv_tokens=engine.kv_tokens if engine is not None else None,
         requests_s=advert.demand.requests_s if advert.demand is not None else None,
+        refused_s=advert.served.refused_s if advert.served is not None else 0.0,
         usd_per_hour=advert.usd_per_hour,
         ends_in_s=advert.ends_in_s,
         prefilled_tokens=advert.served.prefilled_tokens if advert.served is not None else 0,

@@ -101,11 +101,13 @@ class KvTally(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine of a node has done since the node was started."""
+    """What the engine of a node has done since the node was started; `refused_s`: requests per second that its gateway
+    refuses lately, for want of a place."""
 
     prefilled_tokens: Count = 0
     decoded_tokens: Count = 0
     kv_sent: Annotated[dict[Name, KvTally], msgspec.Meta(max_length=MAX_TARGETS)] = {}
+    refused_s: Figure = 0.0
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,6 +189,7 @@ class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     kv_usage: Share | None = None
     kv_tokens: Count | None = None
     requests_s: Figure | None = None  # that clients ask of it
+    refused_s: Figure = 0.0  # requests per second that its gateway has no place for
     prefilled_tokens: Count = 0  # since it was started
     decoded_tokens: Count = 0
     usd_per_hour: Figure = 0.0

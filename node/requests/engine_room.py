@@ -11,10 +11,10 @@ from typing import Final
 from ...bootstrap import PeerId
 from ...coordinator import Replica
 from ...coordinator.costs.model_shape import ModelShape
+from ...coordinator.requests.fair_queue import ServiceRoom
 from ..messages import EngineAdvert
 from ..settings import ClientLimits
 from ..view import NetworkView
-from .fair_queue import ServiceRoom
 
 UNTOLD_REQUESTS: Final = 64  # that an engine runs at once which does not tell, as those of earlier releases
 EFFICIENCY: Final = 0.5  # of a prefill, of the products that an engine has measured
@@ -33,11 +33,13 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
     ]
     if not usable:
         return None
-    others = {load.replica: load.outstanding for load in view.loads({})}
+    loads = {load.replica: load for load in view.loads({})}
     decoding = [(replica, engine) for replica, engine in usable if replica.decodes] or usable
     prefilling = [(replica, engine) for replica, engine in usable if replica.prefills] or usable
-    places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - others.get(replica.head, 0)) for replica, e in decoding)
-    rate = sum(prefill_tokens_s(view, replica, engine) for replica, engine in prefilling)
+    places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - loads[replica.head].outstanding) for replica, e in decoding)
+    rates = [prefill_tokens_s(view, replica, engine) for replica, engine in prefilling]
+    backlogs = [loads[r.head].prefill_tokens / each for (r, _), each in zip(prefilling, rates, strict=True) if each]
+    rate = sum(rates)
     return ServiceRoom(
         # At least one: it would be wrong to wait for ever for gateways that tell more than is true.
         requests=max(1, sum(places)),
@@ -45,8 +47,9 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
         unstarted=limits.queued_s * rate,
         share=limits.share,
         mixed=sum(replica.prefills and replica.decodes for replica, _ in usable),
-        replicas=len(prefilling),
+        replicas=sum(len(replica.stages) for replica, _ in prefilling),  # each stage computes another prompt
         rate=rate,
+        backlog_s=min(backlogs, default=0.0),
     )
 
 

@@ -19,6 +19,8 @@ import trio
 from ...bootstrap import PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...coordinator import Demand, DemandMeter, RoutingSettings
+from ...coordinator.requests.admission import Expected, PriorityClass, find_refusal
+from ...coordinator.requests.fair_queue import FairQueue, OverQuota, QueueClass, Quota
 from ...coordinator.requests.machine import RequestMachine
 from ...coordinator.requests.values import EndRequest, RequestSettings
 from .. import messages
@@ -32,10 +34,10 @@ from ..view import NetworkView, Queue, count_queues
 from .acceptance import check, check_arrival, check_length, prepare
 from .driver import RequestDriver
 from .engine_room import measure_room
-from .fair_queue import FairQueue, OverQuota, Quota
 from .live_request import LiveRequest
 from .local_clients import PREFIX
 from .opened import OpenedRequest
+from .refusals import RefusalCounts
 from .request_log import RequestLog
 from .routes import RouteFinder
 from .tokenizing import TOKEN_BYTES, Tokenizing
@@ -82,6 +84,10 @@ class Gateway:
         quota = Quota(
             requests=limits.requests, size=limits.tokens, all_requests=limits.all_requests, all_size=limits.all_tokens
         )
+        self._classes = {
+            kind: QueueClass(kind, rules.weight, rules.cost, rules.queue_share)
+            for kind, rules in limits.admission.rules.items()
+        }
         self._queue: FairQueue[tuple[PeerId, str]] = FairQueue("requests", "tokens", quota, limits.retry)
         self._room = measure_room(
             view, model.service, limits
@@ -89,6 +95,8 @@ class Gateway:
         self._silent: set[PeerId] = set()  # they do not answer
         self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
+        self.refused = RefusalCounts()
+        """Requests that had no place here."""
         self.record: Record = ignore
         """Tells the node's log."""
         self.on_request: Callable[[], None] = lambda: None
@@ -165,22 +173,26 @@ class Gateway:
     ) -> messages.Generating:
         key, now = (client, body.request), trio.current_time()
         is_known = key in self._requests or key in self._tokenizing
+        kind = PriorityClass.of(body.priority)
         check_arrival(body, self._model, is_draining=self._draining, is_id_in_use=is_known)
         self._tokenizing[key] = True  # from here on the client may stop it
         self.on_request()
         try:
             # Before anything is done for it that costs time.
-            self._queue.check(client, len(so_far) + len(body.prompt_token_ids or ()), now)
+            self._queue.check(client, len(so_far) + len(body.prompt_token_ids or ()), now, self._classes[kind])
             size, longest = check(body), self._view.max_model_len(self._model)
             check_length(body, size, len(so_far), self._text, longest)
             tokenized = partial(self._prepare, key, body, so_far, longest)
             live = await self._prompts.run(key, size + TOKEN_BYTES * len(so_far), tokenized)
             if live is None or not self._tokenizing[key]:
                 raise RemoteError("stopped", "the client wants no more of this request")
-            self._begin(client, live, now, now + body.deadline_s)
+            if not so_far:  # what was accepted before is not refused because its gateway was lost
+                self._admit(client, live, kind, now + body.deadline_s)
+            self._begin(client, live, kind, now, now + body.deadline_s)
         except PromptError as error:
             raise RemoteError("invalid", str(error)) from error
         except OverQuota as error:
+            self.refused.note(kind, trio.current_time())
             raise RemoteError("busy", str(error), retry_after_s=error.retry_after_s) from error
         finally:
             del self._tokenizing[key]
@@ -193,9 +205,21 @@ class Gateway:
         """None for a request that its client has stopped while it waited."""
         return prepare(body, so_far, self._model, self._text, longest) if self._tokenizing[key] else None
 
-    def _begin(self, client: PeerId, live: LiveRequest, arrived: float, deadline: float) -> None:
+    def _admit(self, client: PeerId, live: LiveRequest, kind: PriorityClass, deadline: float) -> None:
+        """Raise OverQuota for a request whose turn would come too late."""
+        now, room, plan = trio.current_time(), self._room, self._view.plan
+        if room is None or plan is None:  # it waits for an engine, and not for others
+            return
+        start_s = room.backlog_s + self._queue.start_in_s(client, live.size, now, room.rate, self._classes[kind])
+        prefill_s, ttft_s = room.start_s(len(live.prompt)), plan.deadlines.ttft_s
+        expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=deadline - now)
+        refusal = find_refusal(kind, expected, self._limits.admission)
+        if refusal is not None:
+            self._queue.refuse(refusal.text, now, refusal.retry_after_s)
+
+    def _begin(self, client: PeerId, live: LiveRequest, kind: PriorityClass, arrived: float, deadline: float) -> None:
         """Let an accepted request wait for its turn. Raises OverQuota."""
-        self._queue.add(client, (client, live.id), live.size, trio.current_time())
+        self._queue.add(client, (client, live.id), live.size, trio.current_time(), self._classes[kind])
         self._meter.record_start(trio.current_time(), len(live.prompt))
         # A client in this process has no other gateway to ask.
         news_s = inf if client.startswith(PREFIX) else self._settings.news_s

@@ -75,6 +75,8 @@ class RouteFinder:
         lends = self._router.policy.lends_replicas
         gateways = view.gateways_like(self._demand(), self.service) if lends else 1.0
         self._router.report(view.loads(self._queues()), gateways)
+        prices = (sum(view.usd_per_hour(peer) for peer in replica.peers) for replica in plan.replicas)
+        self._router.loads.usd_per_hour[:] = list(prices)
         if self._profiles is not None:
             signs = {peer: _sign(advert) for peer in plan.peers if (advert := view.adverts.get(PeerId(peer)))}
             self._profiles.update(

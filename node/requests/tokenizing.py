@@ -13,8 +13,8 @@ from typing import Final, TypeVar, final
 import trio
 
 from ...bootstrap import PeerId
+from ...coordinator.requests.fair_queue import FairQueue, Quota, ServiceRoom
 from ..settings import ClientLimits
-from .fair_queue import FairQueue, Quota, ServiceRoom
 
 T = TypeVar("T")
 Key = tuple[PeerId, str]

@@ -246,6 +246,9 @@ def now_line(status: Status) -> str:
     requests_s = sum(advert.demand.requests_s for advert in adverts if advert.demand is not None)
     rates = [node.tokens_s for node in here if node.tokens_s is not None]
     parts = [f"{requests_s:.2f} requests/s"]
+    refused_s = sum(advert.served.refused_s for advert in adverts if advert.served is not None)
+    if refused_s:
+        parts.append(f"{refused_s:.2g}/s refused for want of a place")
     if rates:
         parts.append(f"{sum(rates):.1f} tokens/s")
     usd = sum(advert.usd_per_hour for advert in adverts)

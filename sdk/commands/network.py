@@ -44,6 +44,7 @@ def _none_if_empty(ctx: click.Context, parameter: click.Parameter, values: tuple
     ),
     option("--deadline-s", type=float, default=300.0, metavar="S", help="for the whole answer (default: 300)"),
     option("--service", metavar="NAME", help="which of several models of the network"),
+    option("--priority", type=int, default=0, metavar="N", help="below 0 urgent, above 0 batch (default: 0)"),
     timeout_option,
 )
 def generate(arguments: SimpleNamespace) -> int:

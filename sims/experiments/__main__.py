@@ -19,6 +19,7 @@ from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
 from .links import links
+from .load.overload import overload
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
 from .papers.hetero import hetero
@@ -47,6 +48,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         hetero,
         provision,
         pools,
+        overload,
     )
 }
 SUMMARY: Final = "headline"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import nan
 from typing import Final, NamedTuple, final
 
@@ -56,6 +56,7 @@ class ServiceLog:
         self.decode = array("q", [-1]) * count
         self.replays = array("q", [0]) * count
         self.refused = 0
+        self.not_admitted = array("b", [0]) * count
 
     def outcome(self) -> ServiceOutcome:
         """As values."""
@@ -67,6 +68,7 @@ class ServiceLog:
             decode=np.array(self.decode, dtype=np.int64),
             replays=np.array(self.replays, dtype=np.int64),
             refused=self.refused,
+            not_admitted=np.array(self.not_admitted, dtype=np.bool_),
             later_slos=self._run.later_slos,
         )
 
@@ -78,7 +80,8 @@ class ServiceOutcome:
     `kv_s`: seconds from the end of the prefill to that of the KV transfer (its visible part).
     `prefill`, `decode`: numbers of the replicas of the last attempt; -1 for none. `replays`: how
     often a lost box made it start again. `refused`: requests longer than their replica's KV memory.
-    `later_slos`: the deadlines of requests that arrive from a moment on.
+    `not_admitted`: which ones gateways have refused. `later_slos`: the deadlines of requests that
+    arrive from a moment on.
     """
 
     service: Service
@@ -88,6 +91,7 @@ class ServiceOutcome:
     decode: Ints
     replays: Ints
     refused: int
+    not_admitted: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))
     later_slos: tuple[tuple[float, Slo], ...] = ()
 
     def met(self, scale: float = 1.0) -> NDArray[np.bool_]:
@@ -165,6 +169,7 @@ class ServiceSummary(msgspec.Struct, frozen=True, kw_only=True):
     attainment: float
     goodput_s: float
     slo: dict[str, float]
+    not_admitted: int = 0
 
 
 def meets(outcomes: Outcomes, slo: Slo, scale: float = 1.0) -> NDArray[np.bool_]:
@@ -201,6 +206,7 @@ def summarise(outcome: ServiceOutcome, result: SimResult) -> ServiceSummary:
         requests=len(trace),
         completed=int(done.sum()),
         refused=outcome.refused,
+        not_admitted=int(outcome.not_admitted.sum()),
         replayed=int((outcome.replays > 0).sum()),
         span_s=span,
         offered_s=(len(trace) - 1) / offered_span if offered_span > 0.0 else nan,

@@ -104,6 +104,7 @@ def _service(summary: ServiceSummary) -> Table:
         values = (figures.mean, figures.p50, figures.p90, figures.p99)
         table.add_row(name, *map(_seconds, values), "" if deadline is None else _seconds(deadline))
     lost = f", {summary.refused} refused" if summary.refused else ""
+    lost += f", {summary.not_admitted} not admitted" if summary.not_admitted else ""
     lost += f", {summary.replayed} replayed" if summary.replayed else ""
     table.caption = (
         f"{summary.completed} of {summary.requests} requests{lost}; {summary.offered_s:.2f} requests/s offered, "

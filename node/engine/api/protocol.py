@@ -68,7 +68,8 @@ class ApiReady(EngineMessage, frozen=True, kw_only=True, tag="api-ready"):
 
 
 class ApiSubmit(EngineMessage, frozen=True, kw_only=True, tag="api-submit"):
-    """Run a request: prompt and answer are tokens. `exchange`: the HTTP request that it is part of; `key`: whose."""
+    """Run a request: prompt and answer are tokens. `exchange`: the HTTP request that it is part of; `key`: whose.
+    `priority`: vLLM's."""
 
     request: RequestId
     exchange: RequestId
@@ -76,6 +77,7 @@ class ApiSubmit(EngineMessage, frozen=True, kw_only=True, tag="api-submit"):
     prompt: tuple[int, ...]
     sampling: Sampling
     deadline_s: float
+    priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
 
 
 class ApiCancel(EngineMessage, frozen=True, kw_only=True, tag="api-cancel"):

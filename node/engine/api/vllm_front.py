@@ -130,6 +130,7 @@ class NetworkCore(EngineCoreClient):
                 prompt=tuple(request.prompt_token_ids),
                 sampling=sampling,
                 deadline_s=exchange.deadline_s,
+                priority=request.priority,
             )
         )
 
@@ -234,10 +235,6 @@ class NetworkLLM(AsyncLLM):
         # Not a generator itself: what is refused here is no answer of status 200 that then fails.
         if sampling_params.n > MAX_N:
             raise VLLMValidationError(f"n: {sampling_params.n} answers; at most {MAX_N}", parameter="n")
-        if options.get("priority"):
-            raise VLLMValidationError(
-                "priority: this network serves its keys in turn; leave it out", parameter="priority"
-            )
         _to_sampling(sampling_params, None, None, "")
         if not self.engine_core.network.serving:
             self.engine_core.refuse_nobody()

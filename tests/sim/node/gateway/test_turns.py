@@ -8,10 +8,10 @@ import trio
 import trio.testing
 
 from p2pserve.bootstrap import PeerId, RemoteError, Role
+from p2pserve.coordinator.requests.fair_queue import OverQuota
 from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node import messages
 from p2pserve.node.messages import MAX_PROMPT_BYTES
-from p2pserve.node.requests.fair_queue import OverQuota
 from p2pserve.node.requests.tokenizing import SHORT_BYTES, Tokenizing
 from p2pserve.node.settings import ClientLimits
 

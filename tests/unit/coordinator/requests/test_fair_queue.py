@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pserve.node.requests.fair_queue import MAX_IDLE, FairQueue, OverQuota, Quota, ServiceRoom
-from p2pserve.node.requests.retry_times import RetrySettings
+from p2pserve.coordinator.requests.fair_queue import MAX_IDLE, FairQueue, OverQuota, Quota, ServiceRoom
+from p2pserve.coordinator.requests.retry_times import RetrySettings
 
 RETRY = RetrySettings(gap_s=0.1, memory_s=10.0, least_s=0.2, most_s=30.0)
 AMPLE = Quota(requests=10_000, size=1 << 40, all_requests=100_000, all_size=1 << 40)

@@ -12,9 +12,16 @@ and Hahne's dynamic thresholds (IEEE/ACM Transactions on Networking 6(2), 1998):
 client that is alone can have nearly all, and whoever comes next finds a place and need not wait for another's request
 to end.
 
+A client's own requests have classes. Each class has a weight, and of those that wait, the one is next that will have
+been given least over its weight with its next request (weighted fair queueing; Demers, Keshav, Shenker, SIGCOMM 1989):
+of a client's turns a class that waits all the time has at least its weight's part, so none starves whatever the others
+ask. A class may also cost its client more in its
+turns beside other clients', and be kept out of the last part of a queue that is bounded.
+
 A prompt that is computed holds up the answers beside it. While others are served, a client therefore lets as much time
 pass after each of its prompts as that took: of the replicas that decode for them, it takes half of the time at most.
 
+    queue.start_in_s(client, tokens, now, room.rate)  # when its turn would come
     queue.add(client, key, tokens, now)      # or OverQuota
     while (key := queue.take(room, now)) is not None: ...
     queue.start(key, now)                    # its prompt has been computed
@@ -27,9 +34,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 from typing import Final, Generic, NamedTuple, NoReturn, TypeVar, final
 
+from .drain_rate import DrainRate
 from .retry_times import RetrySettings, RetryTimes
 
 Key = TypeVar("Key", bound=Hashable)
@@ -55,7 +63,8 @@ class ServiceRoom(NamedTuple):
     `share`: how many times what is left free of requests and size a client may have. `unstarted`: the size of what is
     served and has not started. On each of the `replicas` on which requests start, one of any size may, and a second one
     may wait for it once no more than `unstarted` should be left of those that do, at `rate` per second in all. On
-    `mixed` of them a request that starts holds up others.
+    `mixed` of them a request that starts holds up others. `backlog_s`: of what other queues have given them, on the one
+    that is free first.
     """
 
     requests: int
@@ -65,6 +74,27 @@ class ServiceRoom(NamedTuple):
     mixed: int = 0
     replicas: int = 1
     rate: float = 0.0
+    backlog_s: float = 0.0
+
+    def start_s(self, size: int) -> float:
+        """How long a request of this size takes to start on one of the replicas, where that is known; else 0."""
+        return size * self.replicas / self.rate if self.rate > 0.0 else 0.0
+
+
+class QueueClass(NamedTuple):
+    """Of a request, beside its client's others: `rank` tells classes apart, and goes first among equals. `weight` is of
+    its client's turns, `cost` of its size in its client's counter, `share` of what the queue takes of all clients."""
+
+    rank: int = 0
+    weight: float = 1.0
+    cost: float = 1.0
+    share: float = 1.0
+
+
+ANY_RATE: Final = 1e12
+"""For a rate that is not known: nobody is refused for it."""
+
+USUAL: Final = QueueClass()
 
 
 class OverQuota(Exception):
@@ -80,6 +110,7 @@ class _Entry(Generic[Key]):
     client: Hashable
     key: Key
     size: int  # grows with the answer
+    kind: QueueClass
     is_served: bool = False
     taken_at: float = 0.0
     mixed: int = 0  # of the room, when its turn came
@@ -89,12 +120,30 @@ class _Entry(Generic[Key]):
 
 
 @dataclass(slots=True, eq=False)
+class _ClassLine(Generic[Key]):
+    """A client's requests of one class that wait, in order of arrival. `passed`: what the class was given, over its
+    weight."""
+
+    kind: QueueClass
+    passed: float = 0.0
+    size: int = 0
+    entries: deque[_Entry[Key]] = field(default_factory=deque)
+
+    @property
+    def next_passed(self) -> float:
+        """What the class will have been given with its next request."""
+        return self.passed + self.entries[0].size / self.kind.weight
+
+
+@dataclass(slots=True, eq=False)
 class _ClientAccount(Generic[Key]):
     """A client with requests here."""
 
     counter: float
     retries: RetryTimes
-    waiting: deque[_Entry[Key]] = field(default_factory=deque)
+    lines: dict[int, _ClassLine[Key]] = field(default_factory=dict)  # by rank; one that has been used stays
+    passed: float = 0.0  # of the line whose turn was the latest
+    waiting: int = 0
     size: int = 0
     served: int = 0
     served_size: int = 0
@@ -102,7 +151,48 @@ class _ClientAccount(Generic[Key]):
 
     @property
     def requests(self) -> int:
-        return len(self.waiting) + self.served
+        return self.waiting + self.served
+
+    @property
+    def waiting_size(self) -> int:
+        return sum(line.size for line in self.lines.values())
+
+    def next_line(self) -> _ClassLine[Key]:
+        """The class whose turn it is of those that wait."""
+        lines = (line for line in self.lines.values() if line.entries)
+        return min(lines, key=lambda line: (line.next_passed, line.kind.rank))
+
+    def append(self, entry: _Entry[Key]) -> None:
+        line = self.lines.setdefault(entry.kind.rank, _ClassLine(entry.kind))
+        if not line.entries:  # a pause saves nothing up
+            line.passed = max(line.passed, self.passed)
+        line.kind = entry.kind
+        line.entries.append(entry)
+        line.size += entry.size
+        self.waiting += 1
+
+    def pop(self) -> _Entry[Key]:
+        line = self.next_line()
+        entry = line.entries.popleft()
+        line.size -= entry.size
+        self.waiting -= 1
+        self.passed = line.passed
+        line.passed += entry.size / line.kind.weight
+        return entry
+
+    def discard(self, entry: _Entry[Key]) -> None:
+        line = self.lines[entry.kind.rank]
+        line.entries.remove(entry)
+        line.size -= entry.size
+        self.waiting -= 1
+
+    def before(self, size: int, kind: QueueClass) -> float:
+        """How much of this client's own that waits has its turn before one more of this class."""
+        own = self.lines.get(kind.rank)
+        ahead, begun = (own.size, own.passed) if own is not None else (0, 0.0)
+        reach = max(self.passed, begun) + (ahead + size) / kind.weight
+        others = (line for line in self.lines.values() if line.entries and line is not own)
+        return ahead + sum(min(float(line.size), max(0.0, reach - line.passed) * line.kind.weight) for line in others)
 
 
 @final
@@ -121,6 +211,8 @@ class FairQueue(Generic[Key]):
         self._virtual = 0.0  # the counter of whoever was last given a turn, before that
         self._size = self._served = self._served_size = 0
         self._starting = self._unstarted = 0  # requests, and their size
+        self._waiting = 0
+        self._drain = DrainRate()
         self._left_at = 0.0, 0.0  # a moment, and what should have been left of that size then
 
     def __repr__(self) -> str:
@@ -134,7 +226,29 @@ class FairQueue(Generic[Key]):
         """Whether its turn has come."""
         return self._entries[key].is_served
 
-    def check(self, client: Hashable, size: int, now: float) -> None:
+    def is_starting(self, key: Key) -> bool:
+        """Whether its turn has come, and it is not past its beginning."""
+        return self._entries[key].is_starting
+
+    def start_in_s(self, client: Hashable, size: int, now: float, prior: float, kind: QueueClass = USUAL) -> float:
+        """About when the turn of a request would come that is added now: what waits and comes before it, at the rate at
+        which turns have been given lately. `prior`: that rate, before much was seen; 0: not known. Infinite: nothing
+        gets on."""
+        if not self._waiting:
+            return 0.0
+        account = self._accounts.get(client)
+        before = account.before(size, kind) if account is not None else 0.0
+        counter = account.counter if account is not None and account.waiting else self._virtual
+        reach = counter + before * kind.cost
+        for other in self._accounts.values():
+            if other is not account and other.waiting:
+                before += min(other.waiting_size, max(0.0, reach - other.counter))
+        if before <= 0.0:
+            return 0.0
+        rate = self._drain.rate(now, prior if prior > 0.0 else ANY_RATE)
+        return before / rate if rate > 0.0 else inf
+
+    def check(self, client: Hashable, size: int, now: float, kind: QueueClass = USUAL) -> None:
         """Raise OverQuota where `add` would."""
         quota, account = self._quota, self._accounts.get(client)
         what, unit = self._what, self._unit
@@ -143,25 +257,31 @@ class FairQueue(Generic[Key]):
         if account is not None and account.size + size > quota.size:
             text = f"this client's {what} have {account.size} {unit} here, and one client's may have {quota.size}"
             self._refuse(text, account.retries, now)
-        if len(self._entries) >= quota.all_requests:
+        most, most_size = kind.share * quota.all_requests, int(kind.share * quota.all_size)
+        if len(self._entries) >= most:
             self._refuse(
                 f"{len(self._entries)} {what} of all clients are here, the most of this node", self._retries, now
             )
-        if self._entries and self._size + size > quota.all_size:
-            text = f"the {what} of all clients have {self._size} {unit} here, and may have {quota.all_size}"
+        if self._entries and self._size + size > most_size:
+            text = f"the {what} of all clients have {self._size} {unit} here, and may have {most_size}"
             self._refuse(text, self._retries, now)
 
-    def add(self, client: Hashable, key: Key, size: int, now: float) -> None:
+    def refuse(self, text: str, now: float, least_s: float) -> NoReturn:
+        """Raise OverQuota for another reason than a quota; in `least_s` at the soonest there is a place again."""
+        self._refuse(text, self._retries, now, least_s)
+
+    def add(self, client: Hashable, key: Key, size: int, now: float, kind: QueueClass = USUAL) -> None:
         """A request of a client begins to wait. Raises OverQuota; nothing has changed then."""
-        self.check(client, size, now)
+        self.check(client, size, now, kind)
         account = self._accounts.get(client)
         if account is None:
             counter = self._idle.pop(client, 0.0)
             account = self._accounts[client] = _ClientAccount(counter, RetryTimes(self._retry))
         if not account.waiting:
             account.counter = max(account.counter, self._virtual)
-        entry = self._entries[key] = _Entry(client, key, size)
-        account.waiting.append(entry)
+        entry = self._entries[key] = _Entry(client, key, size, kind)
+        account.append(entry)
+        self._note_waiting(1, 0, now)
         account.size += size
         self._size += size
 
@@ -175,12 +295,13 @@ class FairQueue(Generic[Key]):
         # Nobody overtakes who is next: a large request would wait for ever for room that small ones take.
         if next_ is None or not self._fits(next_, room, now):
             return None
-        entry = next_.waiting.popleft()
+        entry = next_.pop()
+        self._note_waiting(-1, entry.size, now)
         entry.is_served = entry.is_starting = True
         entry.taken_at, entry.unstarted = now, entry.size
         entry.mixed, entry.replicas = room.mixed, room.replicas
         self._virtual = max(self._virtual, next_.counter)
-        next_.counter += entry.size
+        next_.counter += entry.size * entry.kind.cost
         next_.served += 1
         next_.served_size += entry.size
         self._served += 1
@@ -209,7 +330,7 @@ class FairQueue(Generic[Key]):
         entry.size += size
         account.size += size
         account.served_size += size
-        account.counter += cost
+        account.counter += cost * entry.kind.cost
         self._size += size
         self._served_size += size
 
@@ -226,7 +347,8 @@ class FairQueue(Generic[Key]):
             self._served_size -= entry.size
             self._stop_starting(entry)
         else:
-            account.waiting.remove(entry)
+            account.discard(entry)
+            self._note_waiting(-1, 0, now)
         account.retries.freed(now)
         self._retries.freed(now)
         if not account.requests:
@@ -246,7 +368,12 @@ class FairQueue(Generic[Key]):
             assert own, f"{client} has an account and no requests"
             assert account.size == sum(entry.size for entry in own)
             assert account.served == sum(entry.is_served for entry in own)
-            assert list(account.waiting) == [entry for entry in own if not entry.is_served]
+            waiting = [entry for entry in own if not entry.is_served]
+            assert account.waiting == len(waiting)
+            assert account.waiting_size == sum(entry.size for entry in waiting)
+            for rank, line in account.lines.items():
+                assert list(line.entries) == [entry for entry in waiting if entry.kind.rank == rank]
+        assert self._waiting == sum(account.waiting for account in self._accounts.values())
         assert len(self._idle) <= MAX_IDLE
 
     # ---- inside ---------------------------------------------------------------------------------------------
@@ -262,7 +389,7 @@ class FairQueue(Generic[Key]):
         """Whether there is room for a client's next request; an empty room takes any."""
         if not self._served:
             return True
-        size = account.waiting[0].size
+        size = account.next_line().entries[0].size
         if self._served >= room.requests or self._served_size + size > room.size:
             return False
         if not account.served:  # it need not wait until others' work has begun
@@ -301,6 +428,11 @@ class FairQueue(Generic[Key]):
         if len(self._idle) > MAX_IDLE:
             del self._idle[min(self._idle, key=self._idle.__getitem__)]
 
-    def _refuse(self, text: str, retries: RetryTimes, now: float) -> NoReturn:
-        retry_after_s = ceil(10.0 * retries.next(now)) / 10.0
+    def _note_waiting(self, more: int, taken: int, now: float) -> None:
+        self._waiting += more
+        self._drain.note(now, taken, self._waiting > 0)
+
+    def _refuse(self, text: str, retries: RetryTimes, now: float, least_s: float = 0.0) -> NoReturn:
+        # the later of both: places are told one after the other, to as many as there will be
+        retry_after_s = ceil(10.0 * max(retries.next(now), least_s)) / 10.0
         raise OverQuota(f"busy: {text}; try again in {retry_after_s:g} s", retry_after_s)

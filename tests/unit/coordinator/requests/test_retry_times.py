@@ -2,7 +2,7 @@
 
 import pytest
 
-from p2pserve.node.requests.retry_times import RetrySettings, RetryTimes
+from p2pserve.coordinator.requests.retry_times import RetrySettings, RetryTimes
 
 SETTINGS = RetrySettings(gap_s=0.5, memory_s=10.0, least_s=0.2, most_s=30.0)
 

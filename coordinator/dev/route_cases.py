@@ -1,0 +1,77 @@
+"""How long a gateway takes to choose a route, among replicas as a large network has them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from itertools import product
+from typing import Any, Final
+
+import numpy as np
+
+from ..plan import Pairing, Phase, Plan, Replica, Stage
+from ..profile import PhaseCost, ReplicaProfile
+from ..routing.interface import RoutingSettings
+from ..routing.policies import NETWORK_POLICIES
+from ..routing.router import Router
+
+REPLICAS: Final = 100
+ROUNDS: Final = 7
+DECISIONS: Final = 200
+
+
+def make_plan(*, is_split: bool) -> Plan:
+    """Of so many replicas that do both, or of half as many pairs of each with each."""
+    phases = [Phase.PREFILL, Phase.DECODE] if is_split else [Phase.MIXED]
+    replicas = tuple(
+        Replica(
+            id=f"r{number}",
+            phase=phases[number % len(phases)],
+            stages=(Stage(peer=f"r{number}", tp=1, first_layer=0, last_layer=32),),
+        )
+        for number in range(REPLICAS)
+    )
+    first = [replica.id for replica in replicas if replica.prefills]
+    ends = list(product(first, (replica.id for replica in replicas if not replica.prefills))) or list(
+        zip(first, first, strict=True)
+    )
+    pairings = tuple(Pairing(prefill=one, decode=other, weight=1.0 / len(ends)) for one, other in ends)
+    return Plan(epoch=1, version=1, service="s", replicas=replicas, pairings=pairings, codec="kv4", why=())
+
+
+def make_router(policy: str, plan: Plan) -> Router:
+    """One that has heard of all replicas, each with other queues and other times."""
+    router = Router(plan, RoutingSettings(policy=policy))
+    rng = np.random.default_rng(0)
+    for replica in plan.replicas:
+        requests, tokens = (int(each) for each in rng.integers((64, 8192)))
+        router.loads.note(replica.id, requests, tokens, 100_000, decodes=requests)
+        speed = float(rng.uniform(0.5, 2.0))
+        router.loads.profiles[router.loads.index[replica.id]] = ReplicaProfile(
+            prefill=PhaseCost(token_s=1e-4 * speed, step_s=0.01),
+            decode=PhaseCost(token_s=1e-7 * speed, request_s=1e-4, step_s=0.02 * speed),
+            kv_tokens=100_000,
+        )
+    return router
+
+
+def route_rows() -> list[dict[str, Any]]:
+    """By policy and kind of plan."""
+    rows = []
+    for policy, is_split in product(NETWORK_POLICIES, (False, True)):
+        plan = make_plan(is_split=is_split)
+        router = make_router(policy, plan)
+        rounds = []
+        for _ in range(ROUNDS):
+            began = time.process_time()
+            for number in range(DECISIONS):
+                router.route(256 + number, request=number)
+                router.end_request(number, 128)
+            rounds.append((time.process_time() - began) / DECISIONS)
+        rows.append({
+            "policy": policy,
+            "replicas": REPLICAS,
+            "pairs": len(plan.pairings),
+            "microseconds": round(1e6 * statistics.median(rounds), 1),
+        })  # fmt: skip
+    return rows

@@ -1,0 +1,111 @@
+"""Admission at the gateways of a simulation: the network's own queue and rules, with one client for all requests.
+
+What waits for its turn is not at an engine yet. Not as on the network: a request counts with half of its answer from
+its first token on, since no tokens are told before its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from ..coordinator.requests.admission import Expected, PriorityClass, find_refusal
+from ..coordinator.requests.fair_queue import FairQueue, OverQuota, QueueClass, Quota, ServiceRoom
+from ..coordinator.requests.retry_times import RetrySettings
+from .deployment import Deployment
+from .scenario import SimAdmission, SimSettings
+from .serving import SimRequest
+
+CLIENT = "all"
+
+
+@final
+class AdmissionQueues:
+    """Of each service and gateway, one."""
+
+    def __init__(self, deployments: Sequence[Deployment], settings: SimSettings, admission: SimAdmission) -> None:
+        self._deployments = deployments
+        self._admission = admission
+        self._knows_all = not settings.report_s  # gateways route as one
+        self._classes = {
+            kind: QueueClass(kind, rules.weight, rules.cost, rules.queue_share)
+            for kind, rules in admission.rules.rules.items()
+        }
+        most = admission.queue_requests
+        self._quota = Quota(requests=most, size=1 << 60, all_requests=most, all_size=1 << 60)
+        self._queues: dict[tuple[int, int | None], FairQueue[SimRequest]] = {}
+        self._kinds = [draw_classes(len(deployment.trace), admission, settings.seed) for deployment in deployments]
+
+    def admit(self, request: SimRequest, now: float) -> bool:
+        """Whether it may wait for its turn."""
+        deployment, queue = self._deployments[request.service], self._queue_of(request)
+        kind = self._kinds[request.service][request.row]
+        room, ttft_s = self._room(request.service, request.gateway), deployment.service.slo.ttft_s
+        start_s = room.backlog_s + queue.start_in_s(CLIENT, request.prompt, now, room.rate, self._classes[kind])
+        prefill_s, left_s = room.start_s(request.prompt), self._admission.deadline_s
+        expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=left_s)
+        if find_refusal(kind, expected, self._admission.rules) is not None:
+            return False
+        try:
+            queue.add(CLIENT, request, request.prompt, now, self._classes[kind])
+        except OverQuota:
+            return False
+        return True
+
+    def is_served(self, request: SimRequest) -> bool:
+        """Whether its turn has come."""
+        return self._queue_of(request).is_served(request)
+
+    def start(self, request: SimRequest, now: float) -> None:
+        """It has its first token."""
+        queue = self._queue_of(request)
+        if queue.is_starting(request):
+            queue.grow(request, request.left // 2, float(request.left))
+            queue.start(request, now)
+
+    def end(self, request: SimRequest, now: float) -> None:
+        """It is over."""
+        self._queue_of(request).remove(request, now)
+
+    def take(self, request: SimRequest, now: float) -> SimRequest | None:
+        """Whose turn it is at the gateway of this request."""
+        return self._queue_of(request).take(self._room(request.service, request.gateway), now)
+
+    def _queue_of(self, request: SimRequest) -> FairQueue[SimRequest]:
+        key = request.service, request.gateway
+        if key not in self._queues:
+            self._queues[key] = FairQueue("requests", "tokens", self._quota, RetrySettings())
+        return self._queues[key]
+
+    def _room(self, service: int, gateway: int | None) -> ServiceRoom:
+        """What the service's replicas run at once, less what other gateways have there as far as it has been told."""
+        deployment = self._deployments[service]
+        usable = deployment.usable_hosts()
+        decoding = [host for host in usable if host.replica.decodes] or usable
+        prefilling = [host for host in usable if host.replica.prefills] or usable
+        rate = sum(len(host.replica.stages) / host.prefill_line.token_s for host in prefilling)
+        told = {} if self._knows_all else deployment.prefill_tokens_told()
+        waiting = [
+            told.get(host.replica.id, 0) * host.prefill_line.token_s / len(host.replica.stages) for host in prefilling
+        ]
+        others = 0 if self._knows_all else deployment.count_others(gateway)
+        return ServiceRoom(
+            requests=max(1, sum(host.engine.settings.max_sequences for host in decoding) - others),
+            size=max(1, sum(host.engine.blocks * host.engine.settings.block_tokens for host in decoding)),
+            unstarted=self._admission.queued_s * rate,
+            share=self._admission.share,
+            mixed=sum(host.replica.prefills and host.replica.decodes for host in usable),
+            replicas=max(1, sum(len(host.replica.stages) for host in prefilling)),
+            rate=rate,
+            backlog_s=min(waiting, default=0.0),
+        )
+
+
+def draw_classes(count: int, admission: SimAdmission, seed: int) -> list[PriorityClass]:
+    """The class of each of so many requests, by the shares of the settings."""
+    lots = np.random.default_rng((seed, 2)).random(count)
+    urgent, batch = admission.urgent, admission.batch
+    found = np.where(lots < urgent, PriorityClass.URGENT, PriorityClass.NORMAL)
+    return [PriorityClass(kind) for kind in np.where(lots >= 1.0 - batch, PriorityClass.BATCH, found).tolist()]

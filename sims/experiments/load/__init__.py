@@ -1,0 +1,1 @@
+"""More requests than a cluster can serve."""

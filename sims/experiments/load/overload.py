@@ -1,0 +1,177 @@
+"""Goodput beyond capacity, with and without admission, and what each class of requests gets of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+from ....coordinator.requests.admission import DEFAULT_RULES, AdmissionSettings, ClassRules, PriorityClass
+from ....coordinator.routing.interface import RoutingSettings
+from ...admission import draw_classes
+from ...policies import PLAN
+from ...records import Trace
+from ...results.outcomes import ServiceOutcome
+from ...scenario import SimAdmission, SimSettings
+from ...workloads import Lengths, draw
+from ..page import Page, PageTable, ResultRow
+from ..setting import TARGET, Deployed, PlannedCase, Scope, highest_rate, most, run
+
+BY_LOAD: Final = "Goodput by load"
+BY_CLASS: Final = "Classes"
+CASE: Final = PlannedCase(workload="conversation", rate=4.0, gbps=10.0, scale=5.0)
+LOADS: Final = (0.8, 1.0, 1.3, 1.6, 2.0)
+CLASS_LOADS: Final = (1.0, 2.0)
+URGENT, BATCH = 0.2, 0.3
+GATEWAYS: Final = 4
+REPORT_S: Final = 1.0
+TRIAL_SEED: Final = 1000
+
+AT_DEADLINE: Final = AdmissionSettings(
+    rules={
+        kind: ClassRules(
+            lateness=10.0 if kind is PriorityClass.BATCH else 1.0, least_s=0.0, queue_share=rules.queue_share,
+            weight=rules.weight, cost=rules.cost,
+        )
+        for kind, rules in DEFAULT_RULES.items()
+    }
+)  # fmt: skip
+"""Who would miss the plan's deadline for the first token is refused; batch requests may take ten times as long."""
+
+WAYS: Final[Mapping[str, SimAdmission | None]] = {
+    "none": None,
+    "default": SimAdmission(),
+    "at the deadline": SimAdmission(rules=AT_DEADLINE),
+}
+
+
+class LoadRow(ResultRow, frozen=True):
+    """`load`: of the capacity; `goodput_s`: requests per second that met all deadlines, `in_time_pct` of all and
+    `of_admitted_pct` of those that were not refused; the 99th percentile is of these."""
+
+    load: float
+    rate: float
+    admission: str
+    gateways: int
+    goodput_s: float
+    in_time_pct: float
+    of_admitted_pct: float
+    refused_pct: float
+    ttft_p99_s: float
+
+
+class ClassRow(ResultRow, frozen=True):
+    """Of the requests of a class."""
+
+    load: float
+    gateways: int
+    requests: str
+    share_pct: float
+    refused_pct: float
+    in_time_pct: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+
+
+@cache
+def deployed(steps: int | None) -> Deployed:
+    """The plan that all runs have, for its own highest rate."""
+    return most(CASE, steps)
+
+
+@cache
+def capacity(scope: Scope) -> float:
+    """Requests per second of which TARGET are in time, found with a seed that is not reported."""
+    return highest_rate(deployed(scope.steps), scope, TRIAL_SEED, PLAN)
+
+
+def run_load(scope: Scope, seed: int, load: float, admission: SimAdmission | None, gateways: int = 1) -> ServiceOutcome:
+    """Requests at so many times the capacity; several gateways hear each other late."""
+    found, rate = deployed(scope.steps), load * capacity(scope)
+    workload = found.problem.services[0].workload
+    drawn = Lengths(workload.prompts, workload.outputs, workload.name)
+    trace = draw(drawn, rate=rate, rng=np.random.default_rng([17, seed]), seconds=scope.seconds)
+    boxes = tuple(box.id for box in found.problem.cluster.boxes)
+    settings = SimSettings(
+        routing=RoutingSettings(policy=PLAN), admission=admission, seed=seed,
+        gateways=boxes[:gateways] if gateways > 1 else (), report_s=REPORT_S if gateways > 1 else 0.0,
+    )  # fmt: skip
+    return run(found.problem, found.at(min(rate, capacity(scope))).plan, trace, settings)
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100.0 * part / whole if whole else 0.0
+
+
+def load_row(scope: Scope, load: float, way: str, gateways: int = 1) -> LoadRow:
+    """All seeds together."""
+    runs = [run_load(scope, seed, load, WAYS[way], gateways) for seed in scope.seeds]
+    count = sum(len(each.outcomes.trace) for each in runs)
+    met = sum(int(each.met().sum()) for each in runs)
+    refused = sum(int(each.not_admitted.sum()) for each in runs)
+    ttft_s = np.concatenate([each.outcomes.ttft_s for each in runs])
+    return LoadRow(
+        load=load, rate=load * capacity(scope), admission=way, gateways=gateways,
+        goodput_s=met / (scope.seconds * len(runs)), in_time_pct=_percent(met, count),
+        of_admitted_pct=_percent(met, count - refused), refused_pct=_percent(refused, count),
+        ttft_p99_s=float(np.nanquantile(ttft_s, 0.99)),
+    )  # fmt: skip
+
+
+def class_rows(scope: Scope, load: float, gateways: int) -> list[ClassRow]:
+    """Of the first seed."""
+    seed = scope.seeds[0]
+    admission = SimAdmission(rules=AT_DEADLINE, urgent=URGENT, batch=BATCH)
+    found = run_load(scope, seed, load, admission, gateways)
+    kinds = np.array(draw_classes(len(found.outcomes.trace), admission, seed))
+    return [_class_row(found, found.outcomes.trace, kinds, kind, load, gateways) for kind in PriorityClass]
+
+
+def _class_row(
+    found: ServiceOutcome, trace: Trace, kinds: np.ndarray, kind: PriorityClass, load: float, gateways: int
+) -> ClassRow:
+    own = kinds == kind
+    ttft_s = found.outcomes.ttft_s[own]
+    return ClassRow(
+        load=load, gateways=gateways, requests=kind.label, share_pct=_percent(int(own.sum()), len(trace)),
+        refused_pct=_percent(int(found.not_admitted[own].sum()), int(own.sum())),
+        in_time_pct=_percent(int(found.met()[own].sum()), int(own.sum())),
+        ttft_p50_s=float(np.nanmedian(ttft_s)), ttft_p99_s=float(np.nanquantile(ttft_s, 0.99)),
+    )  # fmt: skip
+
+
+def overload(scope: Scope) -> Page:
+    """The page."""
+    rows = [load_row(scope, load, way) for load in LOADS for way in WAYS]
+    rows += [load_row(scope, load, "at the deadline", GATEWAYS) for load in LOADS]
+    classes = [row for load in CLASS_LOADS for gateways in (1, GATEWAYS) for row in class_rows(scope, load, gateways)]
+    slo = deployed(scope.steps).problem.services[0].slo
+    return Page(
+        name="overload",
+        title="Beyond capacity: what is refused, and what is in time",
+        assumes=(
+            f"LLaMA-30B on the paper's 32 cloud GPUs, conversations, 10 Gb/s, deadlines 5 x a lone request's "
+            f"({slo.ttft_s:.2f} s to the first token), a plan for the capacity: {capacity(scope):.2f} requests/s, "
+            f"where {TARGET:.0%} are in time. Poisson arrivals for {scope.seconds:g} s, seeds "
+            f"{', '.join(map(str, scope.seeds))}; policy `{PLAN}`.\n\n`none` gives every request to engines at once; "
+            "`default` has the network's queue and limits, `at the deadline` refuses whoever would miss the "
+            "deadline for the first token (batch requests: ten times that). Nobody who is refused comes "
+            f"back. Of {GATEWAYS} gateways each has a queue, and hears others' requests a second late.\n\nAll is one "
+            "client's: classes share its turns by weight."
+        ),
+        tables=(
+            PageTable(BY_LOAD, rows),
+            PageTable(
+                BY_CLASS,
+                classes,
+                f"At the deadline; {URGENT:.0%} of the requests are urgent, {BATCH:.0%} batch. In time: by all "
+                "deadlines of the plan, which batch requests need not keep.",
+            ),
+        ),
+        remarks=REMARKS,
+    )
+
+
+REMARKS: Final = "- (to be written from the figures)"

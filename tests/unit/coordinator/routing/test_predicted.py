@@ -1,0 +1,234 @@
+"""Routes by predicted times: which replicas, whether a prompt is split, and what nobody can make of it."""
+
+from collections import Counter
+from itertools import product
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from p2pserve.coordinator import NoRoute, Pairing, Phase, Plan, Replica, Router, RoutingSettings, Stage
+from p2pserve.coordinator.plan import Deadlines
+from p2pserve.coordinator.profile import PhaseCost, ReplicaProfile
+from p2pserve.coordinator.routing.predicted import PredictedTimes
+
+P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
+SETTINGS = RoutingSettings(policy="predicted")
+
+
+def plan_of(phases: dict[str, Phase], weights: dict[tuple[str, str], float] | None = None, stages: int = 1) -> Plan:
+    def stage(name: str, number: int) -> Stage:
+        first = 4 * number // stages
+        peer = name if number == 0 else f"{name}-{number}"
+        return Stage(peer=peer, tp=1, first_layer=first, last_layer=4 * (number + 1) // stages)
+
+    replicas = tuple(
+        Replica(id=name, phase=phase, stages=tuple(stage(name, number) for number in range(stages)))
+        for name, phase in phases.items()
+    )
+    if weights is None:
+        ends = [
+            (one.id, other.id)
+            for one, other in product(replicas, replicas)
+            if one.prefills and other.decodes and (one is other or M not in (one.phase, other.phase))
+        ]
+        weights = {end: 1.0 / len(ends) for end in ends}
+    pairings = tuple(Pairing(prefill=p, decode=d, weight=weight) for (p, d), weight in weights.items())
+    return Plan(epoch=1, version=1, service="llama", replicas=replicas, pairings=pairings, codec="kv4", why=())
+
+
+def profile(slower: float = 1.0, kv_tokens: int = 100_000) -> ReplicaProfile:
+    return ReplicaProfile(
+        prefill=PhaseCost(token_s=1e-4 * slower, step_s=0.01 * slower),
+        decode=PhaseCost(token_s=1e-7 * slower, request_s=1e-5 * slower, step_s=0.02 * slower),
+        kv_tokens=kv_tokens,
+    )
+
+
+def router_of(plan: Plan, profiles: dict[str, ReplicaProfile] | None = None, **settings: str) -> Router:
+    """One that has heard that all replicas are idle."""
+    router = Router(plan, RoutingSettings(policy="predicted", **settings))  # type: ignore[arg-type]
+    for replica in plan.replicas:
+        note(router, replica.id)
+        router.loads.profiles[router.loads.index[replica.id]] = (profiles or {}).get(replica.id, profile())
+    return router
+
+
+def note(router: Router, replica: str, requests: int = 0, tokens: int = 0, free: float = 100_000) -> None:
+    router.loads.note(replica, requests, tokens, free, decodes=requests)
+
+
+TWO = plan_of({"a": M, "b": M})
+PAIR = plan_of({"p": P, "d": D})
+PAIRS = plan_of({"p1": P, "p2": P, "d1": D, "d2": D})
+
+
+def test_of_idle_replicas_the_fastest_is_taken() -> None:
+    assert router_of(TWO, {"b": profile(0.5)}).route(500).decode == "b"
+    assert router_of(TWO, {"a": profile(0.5)}).route(500).decode == "a"
+
+
+@pytest.mark.parametrize("load", [{"tokens": 50_000}, {"requests": 200}, {"free": 100}])
+def test_a_fast_replica_is_left_for_a_slow_one_while_it_has_much_to_do(load: dict[str, int]) -> None:
+    router = router_of(TWO, {"b": profile(0.9)})
+    assert router.route(500).decode == "b"
+    note(router, "b", **load)
+    assert router.route(500).decode == "a"
+
+
+def test_a_replica_that_cannot_hold_a_prompt_is_the_last_to_be_taken() -> None:
+    router = router_of(TWO, {"b": profile(0.1, kv_tokens=300)})
+    note(router, "a", requests=500, tokens=500_000)
+    assert router.route(500).decode == "a"
+    assert router.route(200).decode == "b"
+    assert router.route(500, frozenset({"a"})).decode == "b"  # the engine says why
+
+
+def test_both_sides_of_a_pair_are_chosen() -> None:
+    router = router_of(PAIRS)
+    note(router, "p1", tokens=20_000)
+    note(router, "d2", requests=250)
+    route = router.route(500)
+    assert (route.prefill, route.decode) == ("p2", "d1")
+
+
+def test_queues_decide_while_no_times_are_known() -> None:
+    router, plain = Router(TWO, SETTINGS), Router(TWO)
+    for each in (router, plain):
+        note(each, "a", requests=3, tokens=900)
+        note(each, "b", requests=1, tokens=100)
+    assert router.route(500) == plain.route(500)
+
+
+def test_a_replica_whose_times_are_not_known_counts_as_the_slowest() -> None:
+    plan = plan_of({"a": M, "b": M, "c": M})
+    router = router_of(plan, {"a": profile(2.0), "b": profile(1.5)})
+    router.loads.profiles[router.loads.index["c"]] = None
+    assert router.route(500).decode == "b"
+    note(router, "b", tokens=100_000)
+    assert router.route(500).decode == "a"
+
+
+def test_who_has_reported_nothing_counts_as_busy_as_the_busiest() -> None:
+    router = router_of(TWO, {"a": profile(), "b": profile(0.9)})
+    note(router, "a", requests=100, tokens=10_000)
+    router.loads.is_silent[router.loads.index["b"]] = True
+    assert router.route(500).decode == "b"  # both the same, and it is faster
+
+
+def test_the_plan_says_how_fast_queues_get_shorter_where_times_do_not() -> None:
+    """Equal times, but one has four times the share: as a pipeline, whose stages compute at the same time."""
+    plan = plan_of({"a": M, "b": M}, {("a", "a"): 0.8, ("b", "b"): 0.2})
+    router = router_of(plan)
+    note(router, "a", tokens=20_000)
+    note(router, "b", tokens=15_000)
+    assert router.route(500).decode == "a"
+
+
+def test_requests_are_shared_by_speed_under_load() -> None:
+    router = router_of(TWO, {"b": profile(2.0)})
+    had: Counter[str] = Counter()
+    for number in range(900):
+        had[router.route(500, request=number).decode] += 1
+        for name in "ab":
+            note(router, name, requests=had[name], tokens=500 * had[name])
+    assert 1.2 < had["a"] / had["b"] < 2.5
+
+
+# ---- splits -----------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_shared_where_that_is_sooner() -> None:
+    router = router_of(PAIR, {"p": profile(3.0)})
+    route = router.route(2000)
+    assert (route.splits_there, route.split) == (True, 2000)
+    note(router, "d", requests=20, tokens=200_000)
+    assert not router.route(2000).splits_there  # the decode replica has enough to do
+
+
+def test_pipelines_do_not_share_prompts() -> None:
+    plan = plan_of({"p": P, "d": D}, stages=2)
+    assert not router_of(plan, {"p": profile(3.0)}).route(2000).splits_there
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "tpot_s", "shares"),
+    [(0.0, 0.0, True), (100.0, 1.0, False), (0.1, 1.0, True), (0.1, 0.01, False)],
+)
+def test_a_plan_with_deadlines_shares_prompts_where_that_is_needed_and_bearable(
+    ttft_s: float, tpot_s: float, shares: bool
+) -> None:
+    plan = msgspec.structs.replace(PAIR, deadlines=Deadlines(ttft_s=ttft_s, tpot_s=tpot_s))
+    assert router_of(plan, {"p": profile(3.0)}).route(2000).splits_there is shares
+
+
+# ---- prices, links, lengths -------------------------------------------------------------------------------
+
+
+def test_of_equals_the_cheaper_is_taken_and_of_others_the_sooner() -> None:
+    router = router_of(TWO, {"b": profile(1.01)})
+    router.loads.usd_per_hour[:] = [2.0, 1.0]
+    assert router.route(500).decode == "b"
+    note(router, "b", requests=20, tokens=5_000)
+    assert router.route(500).decode == "a"
+
+
+def test_a_thin_link_is_not_given_more_than_the_plan_says_while_all_are_idle() -> None:
+    weights = {("p1", "d1"): 0.49, ("p2", "d2"): 0.49, ("p1", "d2"): 0.01, ("p2", "d1"): 0.01}
+    router = router_of(plan_of({"p1": P, "p2": P, "d1": D, "d2": D}, weights), {"d2": profile(0.9)})
+    had = Counter((route.prefill, route.decode) for route in (router.route(500) for _ in range(400)))
+    assert had["p1", "d2"] + had["p2", "d1"] < 0.2 * 400
+    assert min(had["p1", "d1"], had["p2", "d2"]) > 0.1 * 400
+
+
+def test_the_lengths_of_answers_are_learned_and_outlive_the_plan() -> None:
+    router = router_of(TWO)
+    for number in range(64):
+        router.route(500, request=number)
+        router.end_request(number, 7)
+    policy = router.policy
+    assert isinstance(policy, PredictedTimes)
+    assert not policy.prompts
+    follows = Router(plan_of({"a": M}), SETTINGS, earlier=router).policy
+    assert isinstance(follows, PredictedTimes)
+    assert follows.lengths.predict(500, np.random.default_rng(0)) < 40
+    assert follows.mean_prompt == pytest.approx(500)
+
+
+# ---- whatever is said -------------------------------------------------------------------------------------
+
+SECONDS = st.one_of(st.just(0.0), st.floats(0.0, 10.0), st.just(1e6))
+COSTS = st.builds(PhaseCost, token_s=SECONDS, request_s=SECONDS, length_s=SECONDS, step_s=SECONDS)
+PROFILES = st.none() | st.builds(
+    ReplicaProfile, prefill=COSTS, decode=COSTS, kv_tokens=st.sampled_from([0, 1, 1 << 40])
+)
+LOADS = st.tuples(*[st.sampled_from([0, 1, 1000, 1 << 50])] * 3)
+
+
+@given(
+    st.lists(st.tuples(PROFILES, LOADS), min_size=4, max_size=4),
+    st.frozensets(st.sampled_from(["p1", "p2", "d1", "d2", "elsewhere"])),
+    st.sampled_from([0, 1, 500, 1 << 20]),
+    st.none() | st.sampled_from([1, 1 << 31]),
+)
+def test_whatever_replicas_say_the_route_is_one_of_the_plan(
+    told: list[tuple[ReplicaProfile | None, tuple[int, int, int]]],
+    excluded: frozenset[str],
+    prompt: int,
+    most: int | None,
+) -> None:
+    router = Router(PAIRS, SETTINGS)
+    for name, (each, load) in zip(router.loads.ids, told, strict=True):
+        router.loads.profiles[router.loads.index[name]] = each
+        note(router, name, *load)
+    with np.errstate(all="raise", under="ignore"):
+        try:
+            route = router.route(prompt, excluded, request="r", max_output_tokens=most)
+        except NoRoute:
+            assert excluded >= {"p1", "p2", "d1", "d2"}
+            return
+    assert excluded.isdisjoint({route.prefill, route.decode})
+    assert {route.prefill or route.decode, route.decode} <= {"p1", "p2", "d1", "d2"}
+    assert 0 <= route.split <= max(prompt, 1)
