@@ -158,14 +158,14 @@ class ChainNames:
 
     def __init__(self, stride: int) -> None:
         self._stride = stride
-        self._depths: dict[bytes, int] = {}  # of each block that is held, by its whole hash; the first has 1
-        self._held: dict[bytes, None] = {}
-        self._lost: dict[bytes, None] = {}
+        self._depths: dict[int, int] = {}  # of each block that is held; the first has 1
+        self._held: dict[int, None] = {}
+        self._lost: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._depths)
 
-    def store(self, blocks: Iterable[bytes], parent: bytes | None) -> None:
+    def store(self, blocks: Iterable[int], parent: int | None) -> None:
         """Blocks in order of their prompt, behind `parent`; None: from its beginning. Without a parent that is known
         nobody could find them, so they are left out."""
         before = 0 if parent is None else self._depths.get(parent)
@@ -181,7 +181,7 @@ class ChainNames:
             else:
                 self._held[block] = None
 
-    def evict(self, blocks: Iterable[bytes]) -> None:
+    def evict(self, blocks: Iterable[int]) -> None:
         """These blocks are overwritten."""
         for block in blocks:
             depth = self._depths.pop(block, None)
@@ -196,7 +196,7 @@ class ChainNames:
         """All blocks are."""
         self.evict(list(self._depths))
 
-    def longest_held(self, blocks: Iterable[bytes]) -> int:
+    def longest_held(self, blocks: Iterable[int]) -> int:
         """How many blocks from a prompt's beginning are held."""
         count = 0
         for block in blocks:
@@ -205,8 +205,8 @@ class ChainNames:
             count += 1
         return count
 
-    def take(self) -> tuple[list[bytes], list[bytes]]:
-        """What is held and what is lost since last taken, as whole hashes."""
+    def take(self) -> tuple[list[int], list[int]]:
+        """Names that are held and that are lost, since last taken."""
         held, lost = list(self._held), list(self._lost)
         self._held, self._lost = {}, {}
         return held, lost

@@ -62,6 +62,11 @@ class PrefixIndex:
     def __repr__(self) -> str:
         return f"<PrefixIndex {len(self._holders)} replicas, {sum(map(len, self._entries.values()))} names>"
 
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """The tokens of a block in which replicas name prompts."""
+        return tuple({form.block_tokens for form in self._entries})
+
     def heard(self, replica: str) -> PrefixVersion | None:
         """How far this replica has told; None: nothing."""
         holder = self._holders.get(replica)

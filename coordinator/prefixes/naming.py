@@ -1,4 +1,4 @@
-"""The names of a prompt's prefixes: vLLM's block hashes under `sha256_cbor`, cut to 64 bits.
+"""The names of a prompt's prefixes: vLLM's block hashes under `sha256_cbor`, cut to 64 bits as in its KV events.
 
 vLLM names each full block of a prompt by a hash over the name of the block before it and its own tokens, so a name
 stands for the whole prompt up to there, and equal names on two boxes mean equal KV. The salt of a request
@@ -42,7 +42,7 @@ def prefix_names(tokens: Sequence[int], block_tokens: int, salt: str = "") -> li
 
 def cut_name(block_hash: bytes) -> int:
     """The name that goes with vLLM's hash of a block."""
-    return int.from_bytes(block_hash[:NAME_BYTES], "big")
+    return int.from_bytes(block_hash[-NAME_BYTES:], "big")
 
 
 def _encode_token(token: int) -> bytes:

@@ -76,6 +76,7 @@ class ApiSubmit(EngineMessage, frozen=True, kw_only=True, tag="api-submit"):
     prompt: tuple[int, ...]
     sampling: Sampling
     deadline_s: float
+    cache_salt: str = ""
 
 
 class ApiCancel(EngineMessage, frozen=True, kw_only=True, tag="api-cancel"):

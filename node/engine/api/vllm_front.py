@@ -130,6 +130,7 @@ class NetworkCore(EngineCoreClient):
                 prompt=tuple(request.prompt_token_ids),
                 sampling=sampling,
                 deadline_s=exchange.deadline_s,
+                cache_salt=request.cache_salt or "",
             )
         )
 
