@@ -9,13 +9,11 @@ KV needs more than the request's tickets: sending node -> receiving node `link.o
 two of their workers; sending node -> a third `relay.open` where the way through it is the better one; and any node ->
 any other `probe.open` before it sends a burst to measure the link.
 
-The head of a replica that spans boxes speaks for all its stages. It has each of them start its engine process with
-`stage.open`, and says `stage.loaded` when the model is ready; for each request it asks them with `stage.inlets` and
-`stage.outlets` for their ends of the KV transfer, is told by `stage.transfer` how their part of it ended, and calls it
-off with `stage.abort`.
+The head of a replica that spans boxes speaks for its stages: they start engine processes with `stage.open`, and hear
+by `stage.loaded` that the model is ready; for a request's KV it asks them with `stage.inlets` and `stage.outlets` for
+their ends, is told by `stage.transfer` how their part ended, and calls it off with `stage.abort`.
 
-The coordinator publishes each plan as a manifest. A plan that is not in it is fetched in pieces, with `plan.piece`,
-from the coordinator or from any node that has it.
+The coordinator publishes each plan as a manifest. A plan that is not in it is fetched with `plan.piece`, in pieces.
 """
 
 from __future__ import annotations
@@ -74,9 +72,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExactMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what a client asks for. Unknown fields are refused, and the client told which: who asks for stricter
-    sampling must not get an answer that was made without it. (`Sampling`, tickets and permits refuse them, too: they
-    say what may be done, and a limit that is not understood would not be kept.)"""
+    """Base of what a client asks for. Unknown fields are refused (in `Sampling`, tickets and permits too), and the
+    client told which: who asks for stricter sampling must not get an answer that was made without it."""
 
 
 class EngineAdvert(Message, frozen=True, kw_only=True):
@@ -165,6 +162,7 @@ class DecodeOpen(Message, frozen=True, kw_only=True):
     codec: Name
     prefill: Stages = ()
     awaits_first_token: bool = False
+    cache_salt: Label = ""
 
 
 class DecodeOpened(Message, frozen=True, kw_only=True):
@@ -182,6 +180,7 @@ class PrefillOpen(Message, frozen=True, kw_only=True):
     deadline_s: Deadline
     slices: Annotated[TicketedSlices, msgspec.Meta(min_length=1)]
     sampling: Sampling | None = None
+    cache_salt: Label = ""
 
 
 class Opened(Message, frozen=True, kw_only=True):
@@ -414,6 +413,7 @@ class Generate(ExactMessage, frozen=True, kw_only=True, omit_defaults=True):
     constraint: Constraint | None = None
     reasoning: Reasoning | None = None
     priority: AnyInteger = 0
+    cache_salt: Text = ""
 
 
 class ContinueGenerate(ExactMessage, frozen=True, kw_only=True):

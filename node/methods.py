@@ -16,6 +16,7 @@ from .http import messages as http
 from .links import messages as reach
 from .observing import queries
 from .planning import messages as plans
+from .prefixes import messages as prefixes
 from .requests import slot_messages as slots
 
 # Clients ask a gateway.
@@ -42,6 +43,7 @@ DECODE_FIRST: Final = Notice("decode.first", m.FirstToken)
 PREFILL_OPEN: Final = Method("prefill.open", m.PrefillOpen, m.Opened)
 PREFILL_SLOT: Final = Method("prefill.slot", slots.SlotOpen, slots.SlotOpened)
 DECODE_STATE: Final = Method("decode.state", slots.DecodeStateQuery, slots.DecodeStateAnswer)
+PREFIXES: Final = Method("prefixes", prefixes.PrefixQuery, prefixes.PrefixAnswer)
 PREFILL_ENDED: Final = Notice("prefill.ended", m.PrefillEnded)
 TOKENS: Final = Notice("tokens", m.Tokens)
 REPLICA_HUNG: Final = Notice("replica.hung", m.ReplicaHung)

@@ -24,6 +24,7 @@ from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
 from .links.reach import PathTo
 from .observing.values import EventKind
+from .prefixes.salts import CacheSalts
 from .replica.hosting import Host, describe_length, engine_configs
 from .requests.gateway import Gateway
 from .requests.local_clients import LocalClients
@@ -88,6 +89,11 @@ class Serving:
             limits=settings.tuning.clients,
         )
         self.gateway.record = outlets.record = joined.record
+        self.gateway.salts = CacheSalts(
+            network=network.network_key_public,
+            gateway=network.peer_id,
+            caches={key.name: key.cache for key in settings.api.keys if key.cache},
+        )
         accounts = KeyAccounts({key.name: key.limits for key in settings.api.keys})
         joined.key_usd = accounts.cost_by_key
         self.api = ApiServer(

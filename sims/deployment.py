@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from math import inf
 from typing import final
 
 import numpy as np
@@ -12,11 +14,13 @@ from ..coordinator.costs.sweep import profile_times
 from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
+from ..coordinator.prefixes.knowledge import PrefixKnowledge
 from ..coordinator.profile import ReplicaProfile
 from ..coordinator.routing.interface import NoRoute, ReplicaLoads, Route
-from ..coordinator.routing.router import Router
+from ..coordinator.routing.router import NOTHING_CACHED, Router
 from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
+from .records import Trace
 from .results.outcomes import ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
 from .serving import ReplicaHost, SimRequest
@@ -60,11 +64,14 @@ class Deployment:
         self._reports: dict[str, _Report] = {}  # what gateways have heard, where they hear it late
         self._report_at = 0.0  # when they hear the next
         self._routed: dict[int, tuple[int | None, str]] = {}  # by row: the gateway, and where it decodes
+        self._prefixes: dict[int | None, PrefixKnowledge] = {}  # likewise: who holds which
+        self._heard_at = -inf  # when gateways have heard of those last
         self._excluded: frozenset[str] = frozenset()  # boxes and replicas that get no requests
         self._missing: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()  # boxes that are the last to be taken
         self._changed: dict[str, ReplicaHost] = {}  # since the router last heard of them
         self._links: dict[tuple[str, str], TransferLinks] = {}
+        self._check_pieces(run.trace)
         self.check_links()
 
     def route(self, tokens: int, now: float, blamed: Mapping[str, int], request: SimRequest | None = None) -> Route:
@@ -81,12 +88,22 @@ class Deployment:
             failed = frozenset(blamed.values())
             excluded |= {name for name, host in self.hosts.items() if host.number in failed}
         row = request.row if request is not None else None
+        find = partial(
+            router.route, tokens, now=now, request=row, output_tokens=output,
+            cached_tokens=self._count_cached(request, gateway, now),
+        )  # fmt: skip
         try:
-            route = router.route(tokens, excluded | self._held, now=now, request=row, output_tokens=output)
+            route = find(excluded | self._held)
         except NoRoute:
             if self._held <= excluded:
                 raise
-            route = router.route(tokens, excluded, now=now, request=row, output_tokens=output)
+            route = find(excluded)
+        if (known := self._prefixes.get(gateway)) is not None and request is not None:
+            prefill = route.prefill or route.decode
+            queued = int(router.loads.prefill_tokens[router.loads.index[prefill]])
+            known.note_route(
+                row, prefill, lambda _: request.prefix, prompt_tokens=tokens, queued_tokens=queued, now=now
+            )
         if self._settings.report_s and row is not None:
             self._count_own(row, gateway, route, tokens)
         return route
@@ -96,11 +113,15 @@ class Deployment:
         """Whether the policy has replicas do what the plan's phases do not give them."""
         return self._routers[None].policy.lends_replicas
 
-    def end_request(self, request: SimRequest, output_tokens: int | None) -> None:
-        """A request has ended, with so many tokens of its answer; None: not with all of it."""
-        router = self._routers.get(request.gateway if self._settings.report_s else None)
+    def end_request(self, request: SimRequest, output_tokens: int | None, first_token_at: float | None) -> None:
+        """A request has ended, with so many tokens of its answer; None: not with all of it. `first_token_at`: where
+        it has run on one route alone."""
+        gateway = request.gateway if self._settings.report_s else None
+        router = self._routers.get(gateway)
         if router is not None:
             router.end_request(request.row, output_tokens)
+        if (known := self._prefixes.get(gateway)) is not None:
+            known.note_end(request.row, first_token_at)
         self._uncount_own(request.row)
 
     def usable_hosts(self) -> list[ReplicaHost]:
@@ -116,6 +137,29 @@ class Deployment:
     def count_others(self, gateway: int | None) -> int:
         """Requests of other gateways, as replicas have told last."""
         return sum(max(0, report.outstanding - report.had[gateway]) for report in self._reports.values())
+
+    def _count_cached(self, request: SimRequest | None, gateway: int | None, now: float) -> Mapping[str, int]:
+        """By replica: tokens of the request's prompt that the gateway believes to be cached there. It hears of caches
+        as often as of loads."""
+        if request is None or not request.prefix or not self._settings.routing.prefix_weight:
+            return NOTHING_CACHED
+        known = self._prefixes.setdefault(gateway, PrefixKnowledge())
+        if now >= self._heard_at + self._settings.report_s:
+            self._heard_at = now
+            for each in self._prefixes.values():
+                each.keep(self.hosts)
+                for host in self.hosts.values():
+                    host.tell_prefixes(each.index)
+        return known.count_cached(lambda _: request.prefix, now)
+
+    def _check_pieces(self, trace: Trace) -> None:
+        """Raise WorldError for a prefix cache whose pieces are not those that the trace names."""
+        engine = self._settings.engine
+        tokens = engine.prefix_blocks * engine.block_tokens if engine is not None else 0
+        if tokens and trace.prefixes and tokens != trace.prefix_tokens:
+            raise WorldError(
+                f"prefix caches keep pieces of {tokens} tokens, and the trace names those of {trace.prefix_tokens}"
+            )
 
     def _make_router(self, earlier: Router | None) -> Router:
         return Router(self.plan, self._settings.routing, policies=POLICIES, rng=self._rng, earlier=earlier)

@@ -393,7 +393,7 @@ class SimGateway:
         if request.assignment is not assignment or assignment.is_submitted:
             return  # another attempt has begun meanwhile, or the decode side does without
         deployment = self._deployments[request.service]
-        sequence = EngineSequence(key, opening.split, 0, sends_kv=True)
+        sequence = EngineSequence(key, opening.split, 0, sends_kv=True, prefix=request.prefix)
         if decode.is_lost:  # it was when this was under way
             self._assigned.pop(key, None)
             self._strand(assignment, decode, now)
@@ -421,7 +421,8 @@ class SimGateway:
         prefill.slots.leave(request)
         prefill.slots.enter(key)
         prefill.outstanding += 1
-        prefill.prefill_tokens += sequence.known
+        sequence.uncached -= prefill.engine.prefixes.count_cached(sequence)
+        prefill.prefill_tokens += sequence.uncached
         prefill.engine.submit(sequence, now)
         self._on_load(prefill)
         assignment.submit(now)
@@ -446,7 +447,7 @@ class SimGateway:
         self, replica: ReplicaHost, assignment: Assignment | None, sequence: EngineSequence, now: float
     ) -> None:
         replica.outstanding -= 1
-        replica.prefill_tokens -= sequence.known
+        replica.prefill_tokens -= sequence.uncached
         replica.slots.leave(sequence.key)
         self._give_slots(replica, now)
         if assignment is None or assignment.split is None:
@@ -479,7 +480,8 @@ class SimGateway:
     def _end(self, request: SimRequest, end: EndRequest, now: float) -> None:
         deployment = self._deployments[request.service]
         log, row, record = deployment.log, request.row, end.record
-        deployment.end_request(request, None if end.finish in (None, "error") else request.count)
+        first_at = record.first_at if record is not None and record.attempts == 1 else None
+        deployment.end_request(request, None if end.finish in (None, "error") else request.count, first_at)
         self._free_slot(request, now)
         request.end()
         if self._admission is not None:

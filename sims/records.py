@@ -17,7 +17,9 @@ class TraceError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Trace:
-    """Requests in order of arrival, and in words where `lengths` and `arrivals` are from."""
+    """Requests in order of arrival, and in words where `lengths` and `arrivals` are from. `prefixes`:
+    of each, the names of its prompt's full blocks of `prefix_tokens`; empty where nobody has named them.
+    """
 
     ids: Ints
     arrival_s: Floats
@@ -25,8 +27,12 @@ class Trace:
     output: Ints
     lengths: str
     arrivals: str
+    prefixes: tuple[tuple[int, ...], ...] = ()
+    prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if self.prefixes and (len(self.prefixes) != len(self.ids) or self.prefix_tokens < 1):
+            raise TraceError("the names of a trace's prefixes do not fit its requests")
         if not len(self.ids) == len(self.arrival_s) == len(self.prompt) == len(self.output):
             raise TraceError("the columns of a trace have different lengths")
         if not len(self.ids):

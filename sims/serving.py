@@ -9,6 +9,8 @@ from typing import Final, NamedTuple, final
 
 from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.plan import Replica
+from ..coordinator.prefixes.held import HeldPrefixes
+from ..coordinator.prefixes.index import PrefixIndex
 from ..coordinator.requests.machine import RequestMachine
 from ..coordinator.requests.values import OpenDecode, Tokens
 from ..coordinator.routing.balancer import ChunkedPrefillState, ChunkLine, PrefillLine
@@ -40,7 +42,7 @@ class ReplicaHost:
     """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
 
     __slots__ = (
-        "_advance", "_lines", "alarm", "decodes", "engine", "is_loading", "is_lost", "is_noticed", "number",
+        "_advance", "_held", "_lines", "alarm", "decodes", "engine", "is_loading", "is_lost", "is_noticed", "number",
         "outstanding", "prefill_tokens", "replica", "service", "slots", "stranded", "waiting"
     )  # fmt: skip
 
@@ -61,6 +63,7 @@ class ReplicaHost:
         self.slots: PrefillSlots[SimRequest | int] = PrefillSlots(lease_s=inf)
         self.waiting: deque[SlotWaiter] = deque()  # for a slot, in order
         self._advance = advance
+        self._held = HeldPrefixes(life=number, block_tokens=max(1, engine.prefixes.piece_tokens))
         self._lines: tuple[StepTimes, int, PrefillLine, ChunkLine] | None = None
 
     def happen(self, now: float) -> Iterable[Scheduled]:
@@ -91,6 +94,15 @@ class ReplicaHost:
             block_tokens=engine.settings.block_tokens,
             step_tokens=engine.settings.max_batched_tokens,
         )
+
+    def tell_prefixes(self, index: PrefixIndex) -> None:
+        """Tell what is in its prefix cache, as far as that has not been told there."""
+        held, lost = self.engine.prefixes.pieces.take_changes()
+        if held or lost:
+            self._held.change(held, lost)
+        news = self._held.news_since(index.heard(self.replica.id))
+        if news is not None:
+            index.take(self.replica.id, news)
 
     def _expected_lines(self) -> tuple[StepTimes, int, PrefillLine, ChunkLine]:
         times, tokens, known = self.engine.times, self.engine.settings.max_batched_tokens, self._lines
@@ -127,10 +139,12 @@ class SimRequest:
     """A request while it runs: the `Answer` of its machine, with counts for tokens."""
 
     __slots__ = (
-        "assignment", "count", "finish", "gateway", "is_over", "left", "machine", "prompt", "row", "service", "slot_at"
+        "assignment", "count", "finish", "gateway", "is_over", "left", "machine", "prefix", "prompt", "row", "service",
+        "slot_at"
     )  # fmt: skip
 
-    def __init__(self, service: int, row: int, prompt: int, output: int) -> None:
+    def __init__(self, service: int, row: int, prompt: int, output: int, prefix: tuple[int, ...] = ()) -> None:
+        self.prefix = prefix
         self.service = service
         self.row = row
         self.prompt = prompt
@@ -190,11 +204,11 @@ class Assignment:
         self.first_heard_at = 0.0  # when the gateway has the prefill replica's token
         self.is_submitted = False
         if opening.first_token:  # comes from the prefill replica, before the KV is here
-            self.decode_seq = Sequence(key, known + 1, left - 1, fresh=False, external=known)
+            self.decode_seq = Sequence(key, known + 1, left - 1, fresh=False, external=known, prefix=request.prefix)
         else:
             # A decode replica computes the last token's KV itself.
             external = min(opening.split, known - 1)
-            self.decode_seq = Sequence(key, known, left, fresh=not self.start, external=external)
+            self.decode_seq = Sequence(key, known, left, fresh=not self.start, external=external, prefix=request.prefix)
         self.prefill_tokens = self.decode_seq.known - self.decode_seq.external
 
     @property
@@ -214,6 +228,7 @@ class Assignment:
         self.is_submitted = True
         self.decode.outstanding += 1
         self.decode.decodes += 1
+        self.prefill_tokens -= self.decode.engine.prefixes.count_cached(self.decode_seq)
         self.decode.prefill_tokens += self.prefill_tokens
         self.decode.engine.submit(self.decode_seq, now)
 

@@ -28,6 +28,10 @@ AZURE: Final[Mapping[str, str]] = {
 }
 """Azure's traces of November 2023 (Splitwise), by the name of the workload."""
 
+MOONCAKE: Final = "mooncake_conversation.csv"
+MOONCAKE_BLOCK: Final = 512
+"""Tokens of a prompt's block there."""
+
 _COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
     "arrival": ("arrival", "arrival_s", "arrival_timestamp"),
     "prompt": ("prompt", "prompt_tokens", "prompt_size"),
@@ -77,6 +81,42 @@ def azure(name: str) -> Recorded:
     prompt = np.array([int(row["ContextTokens"]) for row in rows], dtype=np.int64)[order]
     output = np.array([int(row["GeneratedTokens"]) for row in rows], dtype=np.int64)[order]
     return Recorded(Lengths(prompt, output, f"Azure 2023 {name}"), seconds[order] - seconds[order][0])
+
+
+def mooncake(*, rate: float, requests: int | None = None) -> Trace:
+    """Mooncake's conversation trace with its prefixes: the first so many requests, stretched to the
+    mean rate `rate`. Requests of one moment are spread over the time until the next: the trace has
+    its moments in seconds."""
+    text = (files(__package__) / "data" / MOONCAKE).read_text(encoding="utf-8")
+    rows = list(csv.DictReader(text.splitlines()))[:requests]
+    moments = np.array([int(row["timestamp"]) for row in rows]) / 1000.0
+    prompt = np.array([int(row["input_length"]) for row in rows], dtype=np.int64)
+    each, place, count = np.unique(moments, return_index=True, return_counts=True)
+    following = np.append(each[1:], each[-1] + 1.0)
+    spread = np.repeat((following - each) / count, count) * (np.arange(len(rows)) - np.repeat(place, count))
+    arrival = (moments + spread) * (
+        (len(rows) - 1) / max(float(moments[-1] - moments[0]), 1.0) / _positive("rate", rate)
+    )
+    return Trace(
+        ids=np.arange(len(rows)),
+        arrival_s=arrival,
+        prompt=prompt,
+        output=np.array([max(1, int(row["output_length"])) for row in rows], dtype=np.int64),
+        lengths="Mooncake conversation, as recorded",
+        arrivals=f"as recorded, time scaled to {rate:g} requests/s",
+        prefixes=tuple(
+            tuple(_unfold(row["hash_ids"]))[: tokens // MOONCAKE_BLOCK]
+            for row, tokens in zip(rows, prompt.tolist(), strict=True)
+        ),
+        prefix_tokens=MOONCAKE_BLOCK,
+    )
+
+
+def _unfold(ranges: str) -> Iterator[int]:
+    """The numbers that ranges such as `0-3 7` stand for."""
+    for part in ranges.split():
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
 
 
 def replay(recorded: Recorded, *, rate: float | None = None, seconds: float | None = None) -> Trace:

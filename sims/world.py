@@ -100,7 +100,8 @@ class _TraceArrivals:
         while self.row < len(self.arrivals) and self.arrivals[self.row] <= now:
             row = self.row
             self.row = row + 1
-            request = SimRequest(self.deployment.number, row, self.prompts[row], self.outputs[row])
+            prefix = self.deployment.trace.prefixes[row] if self.deployment.trace.prefixes else ()
+            request = SimRequest(self.deployment.number, row, self.prompts[row], self.outputs[row], prefix)
             self.world.accept(request, now)
         follow = self.world.take_following()
         if self.row < len(self.arrivals):

@@ -94,6 +94,8 @@ class RequestFacts(NamedTuple):
     `output_tokens`: the length of its answer, where that is known beforehand, as it is in a
     simulation; gateways do not know it. `id`: the same for all attempts of a request; None: nobody
     will tell of its end. `max_output_tokens`: that its answer may still have, where its client says.
+    `cached_tokens`: by replica in the order of the live state, tokens of its prompt whose KV that is
+    believed to hold; None: of none.
     """
 
     prompt_tokens: int
@@ -101,6 +103,7 @@ class RequestFacts(NamedTuple):
     output_tokens: int | None = None
     id: RequestId | None = None
     max_output_tokens: int | None = None
+    cached_tokens: NDArray[np.float64] | None = None
 
 
 @final
@@ -213,6 +216,9 @@ class RoutingSettings:
     closely in the long run, and take longer to answer to a change. `free_share`: times its share of
     those requests that a pair of replicas over a link may have before it counts as busier than its
     queues say. Higher values let idle replicas take more over thin links, which then fall behind.
+    `prefix_weight`: a token whose KV a replica holds counts for so many in its queue. Higher: prompts go
+    more to where their prefix is, and queues grow longer there before others take some; 0: prefixes do
+    not count.
 
     Of the policy `hetero`: `kv_pressure` is theta of Xiong et al., equation 7: a replica counts as
     e^(theta * u) times as slow while the share u of its KV cache is spoken for. Higher values share
@@ -229,6 +235,7 @@ class RoutingSettings:
     policy: str = "plan"
     remembered_requests: int = 128
     free_share: float = 1.5
+    prefix_weight: float = 4.0
     kv_pressure: float = 2.0
     length_predictor: str = "learned"
     max_pending_tokens: int = 8192
@@ -239,6 +246,8 @@ class RoutingSettings:
             raise PolicyError(f"routing.remembered_requests is {self.remembered_requests}; it must be at least 1")
         if not self.free_share >= 1.0:
             raise PolicyError(f"routing.free_share is {self.free_share}; it must be at least 1")
+        if not (isfinite(self.prefix_weight) and self.prefix_weight >= 0.0):
+            raise PolicyError(f"routing.prefix_weight is {self.prefix_weight}; it must be 0 or more")
         if not (isfinite(self.kv_pressure) and self.kv_pressure >= 0.0):
             raise PolicyError(f"routing.kv_pressure is {self.kv_pressure}; it must be 0 or more")
         if self.length_predictor not in LENGTH_PREDICTORS:

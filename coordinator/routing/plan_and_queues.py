@@ -46,7 +46,11 @@ class _Side(NamedTuple):
 
     def relative_queues(self, queues: Floats) -> Floats:
         """By route: the queue over the share of the requests, 1 for the mean of the side."""
-        return np.asarray(queues[self.replica] * self.inverse_share / queues[self.everyone].sum())
+        return self.relative_to(queues, queues)
+
+    def relative_to(self, queues: Floats, tokens: Floats) -> Floats:
+        """By route: so many tokens there, on the scale of `relative_queues`."""
+        return np.asarray(tokens[self.replica] * self.inverse_share / queues[self.everyone].sum())
 
 
 class RouteTable(NamedTuple):
@@ -92,7 +96,10 @@ class PlanAndQueues(RoutingPolicy):
         """See `RoutingPolicy`; depends on neither `now` nor `rng`."""
         table = self.table_without(request.excluded, loads)
         to_prefill, to_decode = self.guess_silent(loads)
-        cost = table.prefill.relative_queues(to_prefill + self._note_prompt(request.prompt_tokens))
+        to_prefill = to_prefill + self._note_prompt(request.prompt_tokens)
+        cost = table.prefill.relative_queues(to_prefill)
+        if request.cached_tokens is not None:
+            cost = cost - self._settings.prefix_weight * table.prefill.relative_to(to_prefill, request.cached_tokens)
         cost = cost + table.decode.relative_queues(to_decode + 1.0) + self.beyond_share()
         prefill, decode = table.prefill.replica, table.decode.replica
         full = loads.kv_free_tokens < request.prompt_tokens

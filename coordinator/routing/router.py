@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..plan import Plan
 from .interface import (
@@ -21,6 +23,7 @@ from .interface import (
 from .policies import NETWORK_POLICIES
 
 DEFAULT_SETTINGS: Final = RoutingSettings()
+NOTHING_CACHED: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 @final
@@ -82,17 +85,34 @@ class Router:
         request: RequestId | None = None,
         output_tokens: int | None = None,
         max_output_tokens: int | None = None,
+        cached_tokens: Mapping[str, int] = NOTHING_CACHED,
     ) -> Route:
         """The policy's choice for a request of so many tokens to prefill, without the boxes and
         replicas in `exclude`. Raises NoRoute where none is left. `output_tokens`: of its answer,
-        where that is known.
+        where that is known; `cached_tokens`: of the prompt, by replicas that are believed to hold their
+        KV.
 
         `end_request` is to be called when the `request` of that id has ended.
         """
         if prompt_tokens < 0:
             raise ValueError(f"prompt_tokens is {prompt_tokens}; it must not be negative")
-        facts = RequestFacts(prompt_tokens, exclude, output_tokens, id=request, max_output_tokens=max_output_tokens)
+        facts = RequestFacts(
+            prompt_tokens,
+            exclude,
+            output_tokens,
+            id=request,
+            max_output_tokens=max_output_tokens,
+            cached_tokens=self._in_order(cached_tokens, prompt_tokens) if cached_tokens else None,
+        )
         return self.policy.choose(facts, self.loads, now=now, rng=self._rng)
+
+    def _in_order(self, cached_tokens: Mapping[str, int], prompt_tokens: int) -> NDArray[np.float64]:
+        """By replica of the plan, at most all but the last token: that one is always computed."""
+        found = np.zeros(len(self.loads.ids))
+        for replica, tokens in cached_tokens.items():
+            if (at := self.loads.index.get(replica)) is not None:
+                found[at] = max(0, min(tokens, prompt_tokens - 1))
+        return found
 
     def end_request(self, request: RequestId, output_tokens: int | None) -> None:
         """A request has ended, with so many tokens of its answer; None: not with all of it."""

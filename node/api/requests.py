@@ -6,6 +6,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Final, final
 
 import trio
@@ -116,6 +117,8 @@ class ApiRequests:
             deadline_s=submit.deadline_s,
             detokenize=False,
             priority=submit.priority,
+            # as long as its client likes there
+            cache_salt=sha256(submit.cache_salt.encode()).hexdigest() if submit.cache_salt else "",
             **{field: getattr(submit.sampling, field) for field in _CARRIED},
         )
         try:

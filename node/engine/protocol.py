@@ -176,7 +176,8 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
     With `receive`, the first `receive_tokens` positions of KV are expected from another engine at these inlets, and
     are computed here as far as they do not arrive. All tickets of a request name the same transfer; each, its link.
     `awaits_first_token`: that engine computes the first token too. Once all KV is here, the request waits for
-    `SetFirstToken`, or for `AbortTransfer`, after which it computes its own.
+    `SetFirstToken`, or for `AbortTransfer`, after which it computes its own. Prefix caches are shared by requests of
+    one `cache_salt`.
     """
 
     request: str
@@ -187,6 +188,7 @@ class Submit(EngineMessage, frozen=True, kw_only=True, tag="submit"):
     receive: tuple[Inlet, ...] = ()
     receive_tokens: int = 0
     awaits_first_token: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         if self.sampling.answered >= max(1, len(self.prompt)):
@@ -351,6 +353,13 @@ class Step(EngineMessage, frozen=True, kw_only=True, tag="step"):
     iterations: Iterations | None = None
 
 
+class HeldBlocks(EngineMessage, frozen=True, kw_only=True, tag="held-blocks"):
+    """Names of prefixes (`coordinator.prefixes`) that are in the prefix cache, or are not any more, since last told."""
+
+    held: bytes = b""
+    lost: bytes = b""
+
+
 class Beat(EngineMessage, frozen=True, kw_only=True, tag="beat"):
     """The engine process lives."""
 
@@ -415,7 +424,9 @@ class LinkReport(EngineMessage, frozen=True, kw_only=True, tag="link"):
 
 
 ToEngine = Submit | SetFirstToken | Cancel | AbortTransfer | SetLinkPaths | CloseLink | LimitSteps | AskBeat | Stop
-FromEngine = EngineReady | Starting | StartFailed | EngineFailed | Step | TransferReport | LinkReport | Beat
+FromEngine = (
+    EngineReady | Starting | StartFailed | EngineFailed | Step | HeldBlocks | TransferReport | LinkReport | Beat
+)
 
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Generic, TypeVar, final
 
+from ...coordinator.prefixes.held import pack_names
 from ...coordinator.profile import StepSample
-from .protocol import EngineMessage, EngineStats, Iterations, NewTokens, Step
+from .protocol import EngineMessage, EngineStats, HeldBlocks, Iterations, NewTokens, Step
 
 INTERVAL_S: Final = 0.1
 SAMPLES_KEPT: Final = 4  # of steps with prefill in them, and as many of the others
@@ -103,6 +104,11 @@ class StepReporter:
         if outputs or iterations or stats != self._reported:
             self._reported = stats
             self._send(Step(outputs=tuple(outputs), stats=stats, iterations=iterations))
+
+    def tell_held(self, held: Sequence[int], lost: Sequence[int]) -> None:
+        """Tell the names of prefixes that are in the prefix cache, and those that are not any more."""
+        if held or lost:
+            self._send(HeldBlocks(held=pack_names(held), lost=pack_names(lost)))
 
 
 @final

@@ -106,6 +106,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
     prefilled_tokens: Count = 0
     decoded_tokens: Count = 0
+    cached_tokens: Count = 0  # of prompts: in the prefix cache, and not computed
     kv_sent: Annotated[dict[Name, KvTally], msgspec.Meta(max_length=MAX_TARGETS)] = {}
     refused_s: Figure = 0.0
 

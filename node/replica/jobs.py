@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...bootstrap import PeerId, RemoteError
 from .. import messages
-from ..engine.protocol import Iterations, Sampling
+from ..engine.protocol import Iterations, NewTokens, Sampling
 from ..links.path_selection import DIRECT
 from ..observing.costs import ShareClock
 from ..observing.event_log import Record
@@ -52,6 +52,24 @@ def first_token_of(sampling: Sampling) -> Sampling:
     # Limits must not contradict each other; an end token is as impossible when fewer than the least are wanted.
     least = min(sampling.min_tokens, sampling.answered + 1)
     return replace(sampling, max_tokens=1, min_tokens=least)
+
+
+def tokens_of(request: str, output: NewTokens, busy_s: float) -> messages.Tokens:
+    """What its gateway is told of new tokens of an answer, or of none to come."""
+    failed = "the engine gave the request up" if output.finish == "error" else ""
+    refused = (output.reason or "no reason given") if output.finish == "refused" else ""
+    return messages.Tokens(
+        request=request,
+        tokens=output.tokens,
+        finish=None if failed or refused else output.finish,
+        cached_tokens=output.cached_tokens,
+        failed=failed,
+        refused=refused,
+        busy_s=busy_s,
+        logprobs=output.logprobs,
+        prompt_logprobs=output.prompt_logprobs,
+        stop_reason=output.stop_reason,
+    )
 
 
 def split_attempt(request: str) -> tuple[str, int | None]:
@@ -128,6 +146,10 @@ class JobLog:
             prefilled_tokens=self.served.prefilled_tokens + iterations.prefill_tokens,
             decoded_tokens=self.served.decoded_tokens + iterations.decode_tokens,
         )
+
+    def note_cached(self, tokens: int) -> None:
+        """So many tokens of a prompt were in the prefix cache."""
+        self.served = replace(self.served, cached_tokens=self.served.cached_tokens + tokens)
 
     def _count_transfer(self, ended: TransferEnd) -> None:
         """Of many boxes, those are told of that were sent to last."""

@@ -20,9 +20,10 @@ from ..engine.agent_side.engine_link import EngineHandle, EngineLost
 from ..learning import Learner
 from ..observing.event_log import Record, ignore
 from ..observing.values import EventKind, Served
+from ..prefixes.telling import PrefixDesk
 from ..settings import WAN, NodeTuning
 from .hung import ReplicaWatch
-from .jobs import Job, JobLog, decode_id, first_token_of, prefill_id, refuse_known
+from .jobs import Job, JobLog, decode_id, first_token_of, prefill_id, refuse_known, tokens_of
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 from .slot_desk import SlotDesk
@@ -62,10 +63,12 @@ class Worker:
         self.stats: protocol.EngineStats | None = None
         self.learner = Learner(tuning.profile_interval_s)
         self.slots = SlotDesk()
+        self._prefixes = PrefixDesk(service)
         self.on_request: Callable[[], None] = lambda: None
         """Hears that there is one more in the engine."""
         messenger.handle(methods.DECODE_OPEN, self.open_decode)
         messenger.handle(methods.PREFILL_OPEN, self.open_prefill)
+        messenger.handle(methods.PREFIXES, self._prefixes.answer)
         messenger.on_notice(methods.REQUEST_STOP, self.stop_request)
         messenger.on_notice(methods.TRANSFER_STOP, self.stop_transfer)
         messenger.on_notice(methods.DECODE_FIRST, self.first_token)
@@ -99,6 +102,7 @@ class Worker:
         """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
         self._engine, self._pipes, self._migrates = engine, pipes, False
         self._transfers.use(place, engine.ready.dtype if engine.ready is not None else "")
+        self._prefixes.use(engine.ready)
         self._watch.forget()
         self._tell_hung()
         if self._step_tokens:
@@ -135,6 +139,7 @@ class Worker:
         """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
         self._engine, self._pipes = None, frozenset()
         self.stats = None
+        self._prefixes.use(None)
         self._watch.forget()
         self._tell_hung()
         self._transfers.engine_lost()
@@ -236,6 +241,7 @@ class Worker:
                     receive=inlets,
                     receive_tokens=body.receive_tokens if inlets else 0,
                     awaits_first_token=body.awaits_first_token and bool(inlets),
+                    cache_salt=body.cache_salt,
                 ),
             )
         except BaseException as error:
@@ -271,6 +277,7 @@ class Worker:
                     sampling=first_token_of(body.sampling) if body.sampling is not None else UNREAD_SAMPLING,
                     deadline_s=body.deadline_s,
                     send=outlets,
+                    cache_salt=body.cache_salt,
                 ),
             )
         except BaseException as error:
@@ -341,6 +348,8 @@ class Worker:
                     self._log.note_steps(iterations)
                 for output in outputs:
                     self._on_tokens(output)
+            case protocol.HeldBlocks():
+                self._prefixes.note(message)
             case protocol.TransferReport():
                 self._on_ended(self._transfers.on_report(message))
             case protocol.LinkReport():
@@ -358,29 +367,13 @@ class Worker:
             return
         if output.tokens and not job.tokens:
             self._log.note(EventKind.DECODE_FIRST_TOKEN, job, cached_tokens=output.cached_tokens)
+            if job.transfer is None:  # else they are those whose KV has come
+                self._log.note_cached(output.cached_tokens)
         job.tokens += len(output.tokens)
         if output.finish is not None:
             del self._decodes[request]
             self._log.note_end(EventKind.DECODE_ENDED, job, finish=output.finish, failed=output.reason or None)
-        failed = "the engine gave the request up" if output.finish == "error" else ""
-        refused = (output.reason or "no reason given") if output.finish == "refused" else ""
-        told = self._tell(
-            job.gateway,
-            methods.TOKENS,
-            messages.Tokens(
-                request=request,
-                tokens=output.tokens,
-                finish=None if failed or refused else output.finish,
-                cached_tokens=output.cached_tokens,
-                failed=failed,
-                refused=refused,
-                busy_s=self._log.busy_s(job),
-                logprobs=output.logprobs,
-                prompt_logprobs=output.prompt_logprobs,
-                stop_reason=output.stop_reason,
-            ),
-        )
-        if not told:
+        if not self._tell(job.gateway, methods.TOKENS, tokens_of(request, output, self._log.busy_s(job))):
             self._cancel_decode(request)  # an answer with a gap would be worse than none
 
     def _on_prefilled(self, request: str, output: protocol.NewTokens) -> None:
@@ -391,6 +384,7 @@ class Worker:
             job.tokens = len(output.tokens)
             self.slots.leave((job.gateway, request))  # what is left is the transfer of its KV
             self._log.note(EventKind.PREFILL_DONE, job)
+            self._log.note_cached(output.cached_tokens)
         if output.finish in ("deadline", "error", "refused"):
             self._end_prefill(request, f"prefill ended with {output.finish}", None)
         elif job is not None and job.wants_first_token and output.tokens:

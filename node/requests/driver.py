@@ -240,7 +240,7 @@ class RequestDriver:
             return request.machine.held(now)
         self._give_up_slot()
         try:
-            route = self._routes.find(wanted, now, request.live.left, request.token)
+            route = self._routes.find(wanted, now, request.live.left, request.token, request.live.prefix_names)
         except NoRoute as error:
             return request.machine.not_routed(str(error), now, is_hopeful=self._routes.is_hopeful)
         if route.splits_there and route.prefill is not None and request.live.may_split and not wanted.leaving:

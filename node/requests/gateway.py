@@ -29,6 +29,8 @@ from ..models.errors import PromptError
 from ..models.text import TextModel
 from ..observing.event_log import Record, ignore
 from ..observing.values import EventKind
+from ..prefixes.asking import PrefixWatch
+from ..prefixes.salts import CacheSalts
 from ..settings import ClientLimits
 from ..view import NetworkView, Queue, count_queues
 from .acceptance import check, check_arrival, check_length, prepare
@@ -75,7 +77,15 @@ class Gateway:
         self._nursery = nursery
         self._settings = settings
         self._limits = limits
-        self._routes = RouteFinder(view, model.service, routing, lambda: self._queues_and_waiting, lambda: self.demand)
+        self._prefixes = PrefixWatch(messenger, model.service, self._list_heads)
+        self._routes = RouteFinder(
+            view,
+            model.service,
+            routing,
+            lambda: self._queues_and_waiting,
+            lambda: self.demand,
+            self._prefixes.known,
+        )
         self._tokenizing: dict[tuple[PeerId, str], bool] = {}  # requests; whether their clients still want them
         self._requests: dict[tuple[PeerId, str], RequestDriver] = {}  # by client, and the id that it gave
         self._by_token: dict[str, RequestDriver] = {}  # by what the ids of their attempts begin with
@@ -97,6 +107,9 @@ class Gateway:
         self._draining = False
         self.refused = RefusalCounts()
         """Requests that had no place here."""
+        self.salts = CacheSalts()
+        """Says whose requests share cached prompts."""
+        nursery.start_soon(self._prefixes.run)
         self.record: Record = ignore
         """Tells the node's log."""
         self.on_request: Callable[[], None] = lambda: None
@@ -182,7 +195,8 @@ class Gateway:
             self._queue.check(client, len(so_far) + len(body.prompt_token_ids or ()), now, self._classes[kind])
             size, longest = check(body), self._view.max_model_len(self._model)
             check_length(body, size, len(so_far), self._text, longest)
-            tokenized = partial(self._prepare, key, body, so_far, longest)
+            self._prefixes.note_use(now)
+            tokenized = partial(self._prepare, key, body, so_far, longest, self._prefixes.known.index.block_sizes)
             live = await self._prompts.run(key, size + TOKEN_BYTES * len(so_far), tokenized)
             if live is None or not self._tokenizing[key]:
                 raise RemoteError("stopped", "the client wants no more of this request")
@@ -200,10 +214,22 @@ class Gateway:
         return messages.Generating(service=self._model.service, prompt_tokens=len(live.prompt), news_s=news_s)
 
     def _prepare(
-        self, key: tuple[PeerId, str], body: messages.Generate, so_far: tuple[int, ...], longest: int
+        self,
+        key: tuple[PeerId, str],
+        body: messages.Generate,
+        so_far: tuple[int, ...],
+        longest: int,
+        block_sizes: tuple[int, ...],
     ) -> LiveRequest | None:
-        """None for a request that its client has stopped while it waited."""
-        return prepare(body, so_far, self._model, self._text, longest) if self._tokenizing[key] else None
+        """None for a request that its client has stopped while it waited. Its prefixes are named here as well: of a
+        long prompt that takes milliseconds too."""
+        if not self._tokenizing[key]:
+            return None
+        live = prepare(body, so_far, self._model, self._text, longest)
+        live.cache_salt = self.salts.salt_for(key[0], body.cache_salt)
+        for size in block_sizes:
+            live.prefix_names(size)
+        return live
 
     def _admit(self, client: PeerId, live: LiveRequest, kind: PriorityClass, deadline: float) -> None:
         """Raise OverQuota for a request whose turn would come too late."""
@@ -279,13 +305,21 @@ class Gateway:
         key = request.client, request.id
         del self._requests[key], self._by_token[request.token]
         is_answered = request.live.finish is not None
-        self._routes.end_request(request.token, request.live.count if is_answered else None)
+        record = end.record
+        first_at = record.first_at if record is not None and record.attempts == 1 and record.tokens else None
+        self._routes.end_request(request.token, request.live.count if is_answered else None, first_at)
         if is_answered:
             self._meter.record_end(len(request.live.prompt), request.live.count)
         self._queue.remove(key, trio.current_time())
         if end.finish is None:
             self.on_stopped(request.client, request.describe_end(end))
         self._give_turns()
+
+    def _list_heads(self) -> list[PeerId]:
+        """Of the replicas that serve."""
+        plan, view = self._view.plan, self._view
+        replicas = plan.replicas if plan is not None else ()
+        return [PeerId(replica.head) for replica in replicas if view.serving(replica, self._model.service)]
 
     def _give_turns(self) -> None:
         """Give requests to engines for as long as there is room."""

@@ -7,6 +7,7 @@ from typing import Final, final
 
 import msgspec
 
+from ...coordinator.prefixes.naming import prefix_names
 from ...coordinator.requests.values import ShowTokens
 from ..engine.sampling import Sampling
 from ..messages import Generate
@@ -46,6 +47,9 @@ class LiveRequest:
     ) -> None:
         self.id = body.request
         self.prompt = prompt
+        self.cache_salt = ""
+        """Prefix caches are shared by requests of one salt. Set before names of prefixes are asked for."""
+        self._prefix_names: dict[int, Sequence[int]] = {}  # by tokens of a block
         self.tokens: list[int] = []
         self.finish: str | None = None
         self._max_tokens = max_tokens
@@ -86,6 +90,15 @@ class LiveRequest:
         """Whether one replica may prefill and another decode it. The prompt's logprobs are those of who computes all
         of it."""
         return self._sampling.prompt_logprobs is None
+
+    def prefix_names(self, block_tokens: int) -> Sequence[int]:
+        """The names of its prompt's prefixes in blocks of so many tokens; none where all of it has to be computed."""
+        if not self.may_split:
+            return ()
+        names = self._prefix_names.get(block_tokens)
+        if names is None:
+            names = self._prefix_names[block_tokens] = prefix_names(self.prompt, block_tokens, self.cache_salt)
+        return names
 
     def replay(self) -> tuple[tuple[int, ...], Sampling]:
         """What an engine is asked for now: the prompt with the tokens so far, and how many are

@@ -152,6 +152,7 @@ class OpenedRequest:
             codec=plan.codec,
             prefill=prefill.stages if prefill is not None else (),
             awaits_first_token=opening.first_token,
+            cache_salt=self.live.cache_salt,
         )
         return self._asked
 
@@ -166,6 +167,7 @@ class OpenedRequest:
             deadline_s=asked.deadline_s,
             slices=self._slices,
             sampling=asked.sampling if opening.first_token else None,
+            cache_salt=asked.cache_salt,
         )
 
     def telling(self, action: ShowTokens | PassFirstToken | CancelTransfer | CancelWork | EndRequest) -> Telling[Any]:

@@ -11,10 +11,13 @@ from ...bootstrap import PeerId
 from ...coordinator import Demand, NoRoute, Plan, Route, Router, RoutingSettings
 from ...coordinator.capacity import Links
 from ...coordinator.names import name_of
+from ...coordinator.prefixes.index import NamesOf
+from ...coordinator.prefixes.knowledge import PrefixKnowledge
 from ...coordinator.repair.damping import DampingSettings, FlapDamping
 from ...coordinator.requests.stalls import ExpectedTimes
 from ...coordinator.requests.values import FindRoute
 from ...coordinator.routing.profiles import ReplicaProfiles
+from ...coordinator.routing.router import NOTHING_CACHED
 from ..adverts import IS_DEAD, join_faults
 from ..messages import Advert
 from ..view import NetworkView, Queue
@@ -40,12 +43,14 @@ class RouteFinder:
         settings: RoutingSettings,
         queues: Callable[[], Mapping[PeerId, Queue]],
         demand: Callable[[], Demand | None] = _unknown_demand,
+        prefixes: PrefixKnowledge | None = None,
     ) -> None:
         self._view = view
         self._demand = demand
         self.service = service
         self._settings = settings
         self._queues = queues
+        self._prefixes = prefixes if prefixes is not None and settings.prefix_weight else None
         self._router: Router | None = None  # of the latest plan
         self._profiles: ReplicaProfiles | None = None  # likewise, for policies that ask for them
         self._stalls = FlapDamping(STALL_DAMPING)  # of heads of replicas
@@ -56,9 +61,27 @@ class RouteFinder:
         """Whether an engine is being started, so that waiting for a route makes sense."""
         return self._view.hopeful(self.service)
 
-    def find(self, wanted: FindRoute, now: float, left: int = 0, request: str | None = None) -> Route:
-        """The route for what the machine of this request wants; `left` tokens of its answer may still come. Raises
-        NoRoute."""
+    def find(
+        self,
+        wanted: FindRoute,
+        now: float,
+        left: int = 0,
+        request: str | None = None,
+        names_of: NamesOf | None = None,
+    ) -> Route:
+        """The route for what the machine of this request wants; `left` tokens of its answer may still come, `names_of`
+        has the names of its prefixes. Raises NoRoute."""
+        cached = self._prefixes.count_cached(names_of, now) if self._prefixes and names_of else NOTHING_CACHED
+        route = self._find(wanted, now, left, request, cached)
+        if self._prefixes is not None and self._router is not None and names_of is not None:
+            prefill = route.prefill or route.decode
+            queued = self._router.loads.prefill_tokens[self._router.loads.index[prefill]]
+            self._prefixes.note_route(
+                request, prefill, names_of, prompt_tokens=wanted.tokens, queued_tokens=int(queued), now=now
+            )
+        return route
+
+    def _find(self, wanted: FindRoute, now: float, left: int, request: str | None, cached: Mapping[str, int]) -> Route:
         view, plan = self._view, self._view.plan
         if plan is None or plan.service != self.service:
             raise NoRoute("the coordinator has made no plan for it yet")
@@ -82,7 +105,14 @@ class RouteFinder:
             self._profiles.update(
                 signs, lambda: view.boxes(self.service), lambda: Links(view.links()), self._router.loads.profiles
             )
-        route = partial(self._router.route, wanted.tokens, now=now, request=request, max_output_tokens=left or None)
+        route = partial(
+            self._router.route,
+            wanted.tokens,
+            now=now,
+            request=request,
+            max_output_tokens=left or None,
+            cached_tokens=cached,
+        )
         try:
             return self._note_sent(route(exclude=unusable | unsure | {wanted.leaving}), plan, wanted.tokens)
         except NoRoute as error:
@@ -100,10 +130,13 @@ class RouteFinder:
             self._view.note_sent(PeerId(first.head), tokens)
         return route
 
-    def end_request(self, request: str, output_tokens: int | None) -> None:
-        """A request has ended, with so many tokens of its answer; None: not with all of it."""
+    def end_request(self, request: str, output_tokens: int | None, first_token_at: float | None = None) -> None:
+        """A request has ended, with so many tokens of its answer; None: not with all of it. `first_token_at`: where it
+        had one route alone."""
         if self._router is not None:
             self._router.end_request(request, output_tokens)
+        if self._prefixes is not None:
+            self._prefixes.note_end(request, first_token_at)
 
     def expect(self, route: Route, tokens: int) -> ExpectedTimes:
         """The times of a route that has just been found for so many tokens: those that the plan was made for, after

@@ -4,6 +4,8 @@ A file of keys has one in each line, with what it may have:
 
     sk-8c1f...   name=alice requests_s=2 concurrent=8 tokens_min=60000
     sk-77ab...   # no limit but those of the gateway
+
+`cache=` names a prefix cache that keys share; without it each has its own.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key. `name` stands for it wherever people look."""
+    """A key. `name` stands for it wherever people look; `cache`: a prefix cache that it shares; "": it shares none."""
 
     name: str
     secret: str = field(repr=False)
     limits: KeyLimits = field(default_factory=KeyLimits)
+    cache: str = ""
 
 
 def parse_keys(lines: Iterable[str], what: str = "line") -> tuple[ApiKey, ...]:
@@ -66,12 +69,14 @@ def _parse_key(words: list[str], where: str) -> ApiKey:
         name, equals, value = fact.partition("=")
         if name == "name" and value and len(value) <= _NAME_CHARS and value.isprintable():
             key = replace(key, name=value)
+        elif name == "cache" and value and len(value) <= _NAME_CHARS and value.isprintable():
+            key = replace(key, cache=value)
         elif equals and name in ("requests_s", "concurrent", "tokens_min"):
             limit = _number(value, where, name)
             limits = replace(key.limits, **{name: limit if name == "requests_s" else int(limit)})  # type: ignore[arg-type]
             key = replace(key, limits=limits)
         else:
-            raise KeyFault(f"{where}: `{fact[:80]}` is none of name=, requests_s=, concurrent= and tokens_min=")
+            raise KeyFault(f"{where}: `{fact[:80]}` is none of name=, cache=, requests_s=, concurrent= and tokens_min=")
     return key
 
 

@@ -11,7 +11,8 @@ decoding sequence and spends what is left of the token budget on prompts, in ord
 last of them may get a chunk only. A prompt is admitted when the KV of all of it fits, and then has
 all of those blocks. When a decoding sequence needs a block and none is free, the one that joined
 last is preempted: it loses all of its blocks, goes to the front of the queue, and computes prompt
-and tokens again.
+and tokens again. With a prefix cache, what of an admitted prompt is cached is not computed; what is
+computed of prompts stays cached until others need its room.
 
 Steps that only decode are taken in one go, up to the next one in which something could change: a
 sequence ends, memory is full, or a sequence arrives that can be admitted. For a fixed batch their
@@ -33,6 +34,7 @@ from typing import Final, NamedTuple, final
 
 from ...coordinator.costs.rounds import PrefillChunk, round_s
 from ...coordinator.costs.step_times import DecodeLine, StepTimes, chunk_pairs
+from .prompt_cache import PromptCache
 from .sequence import DecodeBatch, Sequence
 from .values import EngineCounts, EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 
@@ -75,6 +77,7 @@ class Engine:
         if self.blocks < 1:
             raise SimEngineError(f"KV memory of {kv_tokens} tokens is less than a block of {settings.block_tokens}")
         self._free = self.blocks
+        self.prefixes = PromptCache(settings)
         self.settings = settings  # may be replaced between steps
         self._stages = stages
         self._record = record
@@ -195,7 +198,8 @@ class Engine:
         flying += [chunk.sequence for chunk in self._run_chunks]
         holders = {*self._awaiting_kv.values(), *self._to_decode, *self._to_prefill, *self._sending.values(), *flying}
         held = sum(sequence.blocks for sequence in holders)
-        held += sum(self._blocks_of(sequence.computed + self._batch.step) for sequence in self._batch)
+        held += sum(self._own_blocks(sequence, sequence.computed + self._batch.step) for sequence in self._batch)
+        held += self.prefixes.used_blocks
         if held + self._free != self.blocks or self._free < 0:
             raise SimEngineError(f"{held} blocks are held and {self._free} free; there are {self.blocks}")
 
@@ -289,7 +293,8 @@ class Engine:
             kind, tokens = ("mixed", _chunk_of(chunks)[0]) if chunks else ("decode", 0)
             self._record(StepRecord(self._run_start, now, kind, tokens, requests, steps))
         for sequence in batch.advance(steps):
-            self._free += self._blocks_of(sequence.computed)
+            sequence.blocks = self._own_blocks(sequence, sequence.computed)
+            self._free_blocks(sequence)
             signals.append(EngineSignal(SignalKind.DONE, sequence, now))
         self._run_end, self._run_chunks = inf, []
         self._complete_prefill(chunks, now, signals)
@@ -301,6 +306,7 @@ class Engine:
             if start + tokens < sequence.known:
                 continue
             self._prefilling -= 1
+            self.prefixes.insert(sequence)
             if sequence.sends_kv:
                 self._sending[sequence.key] = sequence
                 signals.append(EngineSignal(SignalKind.PREFILLED, sequence, now))
@@ -399,8 +405,10 @@ class Engine:
         if wanted > self._free or not (sequence.external or self._has_place()):
             return None
         self._queue.popleft()
-        self._take_blocks(wanted)
-        sequence.blocks = wanted
+        self._take_blocks(self.prefixes.use(sequence))
+        sequence.blocks = self._blocks_wanted(sequence)
+        self._take_blocks(sequence.blocks)
+        self.counts.cached_tokens += sequence.cached
         if sequence.external:
             self._awaiting_kv[sequence.key] = sequence
         else:
@@ -426,7 +434,7 @@ class Engine:
         while batch.blocks_for(1) > self._free:
             sequence = batch.last_joined()
             batch.leave(sequence)
-            sequence.blocks = self._blocks_of(sequence.computed)
+            sequence.blocks = self._own_blocks(sequence, sequence.computed)
             self._free_blocks(sequence)
             sequence.computed = 0
             self._queue.appendleft(sequence)
@@ -439,10 +447,15 @@ class Engine:
         held = self.blocks - self._free
         if held > self.counts.peak_blocks:
             self.counts.peak_blocks = held
+        self.prefixes.shrink(self._free)
 
     def _free_blocks(self, sequence: Sequence) -> None:
-        self._free += sequence.blocks
+        self._free += sequence.blocks + self.prefixes.leave(sequence)
         sequence.blocks = 0
+
+    def _own_blocks(self, sequence: Sequence, tokens: int) -> int:
+        """Blocks for the KV of so many of its tokens, beside those that belong to the prefix cache."""
+        return self._blocks_of(tokens) - self.prefixes.blocks_of_shared(sequence)
 
     def _blocks_of(self, tokens: int) -> int:
         return -(-tokens // self.settings.block_tokens)
@@ -450,13 +463,14 @@ class Engine:
     def _blocks_wanted(self, sequence: Sequence) -> int:
         """To be admitted; one that decodes at once takes the next token's block then."""
         pure = 0 < sequence.external >= sequence.known - 1
-        return self._blocks_of(sequence.external if pure else sequence.known)
+        return self._blocks_of(sequence.external if pure else sequence.known) - self.prefixes.count_shared(sequence)
 
     @staticmethod
     def _announce_prefill(chunks: list[_PromptChunk], end: float, signals: list[EngineSignal]) -> None:
         signals.extend(
-            EngineSignal(SignalKind.PREFILL_STEP, sequence, end, tokens)
-            for sequence, _, tokens in chunks
+            # what was cached is there at once, and is sent with what this step computes
+            EngineSignal(SignalKind.PREFILL_STEP, sequence, end, tokens + (start if start == sequence.cached else 0))
+            for sequence, start, tokens in chunks
             if sequence.sends_kv
         )
 

@@ -15,15 +15,25 @@ class Sequence:
     It has `known` tokens (the prompt, and those generated so far), the KV of `computed` of them,
     and `left` tokens to generate. `fresh`: none has been generated anywhere. `sends_kv`: this
     engine only prefills, and the KV is transferred to another one. `external` > 0: another engine
-    prefills the first so many tokens, whose KV is transferred to here.
+    prefills the first so many tokens, whose KV is transferred to here. `prefix`: the names of its
+    prompt's blocks, for a prefix cache.
     """
 
     __slots__ = (
-        "blocks", "computed", "ends_at", "external", "fresh", "key", "known", "left", "sends_kv", "turn"
+        "blocks", "cached", "computed", "ends_at", "external", "fresh", "key", "known", "left", "prefix", "sends_kv",
+        "shared", "turn", "uncached"
     )  # fmt: skip
 
     def __init__(
-        self, key: int, known: int, left: int, *, fresh: bool = True, sends_kv: bool = False, external: int = 0
+        self,
+        key: int,
+        known: int,
+        left: int,
+        *,
+        fresh: bool = True,
+        sends_kv: bool = False,
+        external: int = 0,
+        prefix: tuple[int, ...] = (),
     ) -> None:
         self.key = key
         self.known = known
@@ -31,8 +41,12 @@ class Sequence:
         self.fresh = fresh
         self.sends_kv = sends_kv
         self.external = external
+        self.prefix = prefix
         self.computed = 0
-        self.blocks = 0  # held; those of a decoding one follow from `computed`
+        self.cached = 0  # tokens of the prompt that were in the prefix cache
+        self.uncached = known  # tokens to prefill, as its replica counts them in its load
+        self.shared: list[int] = []  # blocks of the prefix cache that it uses
+        self.blocks = 0  # held beside those; those of a decoding one follow from `computed`
         self.ends_at = 0  # the batch's step that generates its last token
         self.turn = -1  # its place in the order of joining the batch; -1: not in it
 

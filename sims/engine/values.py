@@ -22,15 +22,20 @@ class SimEngineSettings:
     `max_batched_tokens`: token budget of a step (vLLM's max_num_batched_tokens); more prefills
     faster and makes the decode steps beside it longer. `max_sequences`: requests in a step
     (max_num_seqs); more raises throughput and the time of a decode step. `block_tokens`: KV memory
-    is given out in blocks of so many tokens (block_size); larger ones leave more of it unused."""
+    is given out in blocks of so many tokens (block_size); larger ones leave more of it unused. `prefix_blocks`: a
+    prefix cache (enable_prefix_caching) keeps prompts in pieces of so many blocks, of as many tokens
+    as those that the trace names; 0: none is kept."""
 
     max_batched_tokens: int = 2048
     max_sequences: int = 256
     block_tokens: int = 16
+    prefix_blocks: int = 0
 
     def __post_init__(self) -> None:
         if min(self.max_batched_tokens, self.max_sequences, self.block_tokens) < 1:
             raise SimEngineError("max_batched_tokens, max_sequences and block_tokens must be at least 1")
+        if self.prefix_blocks < 0:
+            raise SimEngineError(f"prefix_blocks is {self.prefix_blocks}; it must not be negative")
         if self.max_batched_tokens <= self.max_sequences:
             raise SimEngineError(
                 f"max_batched_tokens is {self.max_batched_tokens}: with {self.max_sequences} sequences decoding, no "
@@ -82,6 +87,7 @@ class EngineCounts:
     mixed_s: float = 0.0
     steps: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, that were in the prefix cache and not computed
     output_tokens: int = 0
     preemptions: int = 0
     peak_blocks: int = 0

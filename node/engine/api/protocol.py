@@ -78,6 +78,7 @@ class ApiSubmit(EngineMessage, frozen=True, kw_only=True, tag="api-submit"):
     sampling: Sampling
     deadline_s: float
     priority: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    cache_salt: str = ""
 
 
 class ApiCancel(EngineMessage, frozen=True, kw_only=True, tag="api-cancel"):

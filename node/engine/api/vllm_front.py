@@ -131,6 +131,7 @@ class NetworkCore(EngineCoreClient):
                 sampling=sampling,
                 deadline_s=exchange.deadline_s,
                 priority=request.priority,
+                cache_salt=request.cache_salt or "",
             )
         )
 

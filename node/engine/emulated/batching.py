@@ -12,7 +12,7 @@ filled in this order:
 2. Waiting requests, oldest first, while the token budget and the places last, all known tokens of
    the next one fit, and none has just been preempted. One whose KV another engine computes gets its
    blocks, if enough are left for the prompts that others still have to compute, and waits until the
-   KV has come.
+   KV has come. The others begin behind what is in the prefix cache of their prompts.
 
 The simulator (`sims/engine`) takes many steps at once in closed form and therefore has a scheduler
 of its own; a test runs both on random requests and compares them step by step.
@@ -21,10 +21,11 @@ of its own; a test runs both on random requests and compares them step by step.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
 from ....coordinator.costs.step_times import StepTimes, chunk_pairs
+from ....coordinator.prefixes.block_cache import BlockCache
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +39,11 @@ class BatchedRequest:
     sends_kv: bool = False  # its KV is being sent: its blocks stay until `Batcher.release_sent`
     generated: int = 0
     computed: int = 0  # tokens whose KV is here
-    blocks: int = 0
+    blocks: int = 0  # beside those of the prefix cache
     received: int = 0  # external tokens whose KV has come
+    prefix: tuple[int, ...] = ()  # the names of its prompt's blocks
+    shared: list[int] = field(default_factory=list)  # those of them in the prefix cache that it uses
+    cached: int = 0  # tokens that were in the prefix cache, when it was admitted or, before, when it came
 
     @property
     def known(self) -> int:
@@ -89,14 +93,18 @@ def step_s(times: StepTimes, scheduled: tuple[ScheduledTokens, ...]) -> float:
 
 @final
 class Batcher:
-    """An engine with `blocks` KV blocks; a step has at most `max_tokens` and `max_requests`."""
+    """An engine with `blocks` KV blocks; a step has at most `max_tokens` and `max_requests`. `prefixes`: of prompts
+    that have been computed."""
 
-    def __init__(self, *, blocks: int, block_size: int, max_tokens: int, max_requests: int) -> None:
+    def __init__(
+        self, *, blocks: int, block_size: int, max_tokens: int, max_requests: int, prefixes: BlockCache | None = None
+    ) -> None:
         self.blocks = blocks
         self.block_size = block_size
         self._max_tokens = self._step_tokens = max_tokens
         self._max_requests = max_requests
         self._free = blocks
+        self._prefixes = prefixes if prefixes is not None else BlockCache()
         self._running: list[BatchedRequest] = []
         self._waiting: deque[BatchedRequest] = deque()
         self._awaiting_kv: dict[str, BatchedRequest] = {}  # have blocks, and wait for external KV
@@ -120,7 +128,9 @@ class Batcher:
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens to be computed here, of the requests that have not generated any token."""
         everyone = (*self._running, *self._awaiting_kv.values(), *self._waiting)
-        return sum(sequence.prompt - sequence.external for sequence in everyone if not sequence.generated)
+        return sum(
+            sequence.prompt - max(sequence.external, sequence.cached) for sequence in everyone if not sequence.generated
+        )
 
     @property
     def decodes(self) -> int:
@@ -138,6 +148,8 @@ class Batcher:
 
     def add(self, sequence: BatchedRequest) -> None:
         """Queue a new request."""
+        if not sequence.external:
+            sequence.cached = self._prefixes.find(self._usable(sequence)).blocks * self.block_size
         self._waiting.append(sequence)
 
     def remove(self, request: str) -> None:
@@ -202,6 +214,10 @@ class Batcher:
             sequence = entry.sequence
             generates = entry.generates  # asked before `computed` and `known` change
             sequence.computed = entry.first + entry.tokens
+            if entry.first < sequence.prompt <= sequence.computed:
+                added = self._prefixes.insert(self._usable(sequence), len(sequence.shared))
+                sequence.shared += added
+                sequence.blocks -= len(added)
             if generates:
                 sequence.generated += 1
                 generated.append(sequence)
@@ -213,10 +229,11 @@ class Batcher:
     def check_integrity(self) -> None:
         """Raises AssertionError where blocks are lost, held twice or too few for a KV."""
         held = [*self._running, *self._awaiting_kv.values(), *self._waiting, *self._sending]
-        if self._free + sum(sequence.blocks for sequence in held) != self.blocks:
-            raise AssertionError(f"{self!r}, and {sum(sequence.blocks for sequence in held)} are held")
+        taken = self._prefixes.used + sum(sequence.blocks for sequence in held)
+        if self._free + taken != self.blocks or self._prefixes.unused > self._free:
+            raise AssertionError(f"{self!r}, and {taken} are held; {self._prefixes!r}")
         for sequence in held:
-            if sequence.computed > sequence.blocks * self.block_size:
+            if sequence.computed > (sequence.blocks + len(sequence.shared)) * self.block_size:
                 raise AssertionError(f"{sequence} has more KV than room for it")
 
     # ---- inside ---------------------------------------------------------------------------------------------
@@ -225,9 +242,13 @@ class Batcher:
         admitted = []
         while self._waiting and budget and len(self._running) < self._max_requests:
             sequence = self._waiting[0]
+            self._use_cached(sequence)
             count = min(budget, sequence.known - sequence.computed)
             positions = sequence.external or sequence.computed + count
             if not (self._can_admit(sequence) and self._reserve(sequence, positions)):
+                if not sequence.blocks:  # what is cached may be overwritten while it waits
+                    self._release(sequence)
+                    sequence.computed = 0
                 break
             if sequence.external:
                 self._awaiting_kv[sequence.request] = self._waiting.popleft()
@@ -237,6 +258,21 @@ class Batcher:
             scheduled.append(ScheduledTokens(sequence, sequence.computed, count))
             budget -= count
         return tuple(admitted)
+
+    def _usable(self, sequence: BatchedRequest) -> tuple[int, ...]:
+        """The blocks of its prompt that it need not compute where they are cached: the last token it always does."""
+        return sequence.prefix[: (sequence.known - 1) // self.block_size]
+
+    def _use_cached(self, sequence: BatchedRequest) -> None:
+        """It begins behind what is cached of its prompt, unless it has KV already or is to be given some."""
+        if sequence.external or sequence.computed:
+            return
+        names = self._usable(sequence)
+        found = self._prefixes.find(names)
+        self._prefixes.use(names[: found.blocks])
+        self._free -= found.unused
+        sequence.shared = list(names[: found.blocks])
+        sequence.computed = sequence.cached = found.blocks * self.block_size
 
     def _can_admit(self, sequence: BatchedRequest) -> bool:
         """Whether the blocks for all known tokens of a request are free, as vLLM requires."""
@@ -251,7 +287,7 @@ class Batcher:
 
     def _reclaim_from_waiting(self) -> BatchedRequest | None:
         """Take the blocks of the last waiting request with any; None if none has."""
-        holder = next((each for each in reversed(self._waiting) if each.blocks), None)
+        holder = next((each for each in reversed(self._waiting) if each.blocks or each.shared), None)
         if holder is not None:
             self._release(holder)
             holder.computed = 0
@@ -267,12 +303,13 @@ class Batcher:
 
     def _reserve(self, sequence: BatchedRequest, positions: int) -> bool:
         """Take blocks for so many tokens of it; False if too few are free."""
-        more = self._blocks(positions) - sequence.blocks
+        more = self._blocks(positions) - sequence.blocks - len(sequence.shared)
         if more > self._free:
             return False
         if more > 0:
             self._free -= more
             sequence.blocks += more
+            self._prefixes.shrink(self._free)
         return True
 
     def _blocks(self, positions: int) -> int:
@@ -280,15 +317,15 @@ class Batcher:
 
     def _missing_blocks(self, sequence: BatchedRequest) -> int:
         """Blocks for its known tokens that it does not have yet."""
-        return self._blocks(sequence.known) - sequence.blocks
+        return self._blocks(sequence.known) - sequence.blocks - len(sequence.shared)
 
     def _finish(self, sequence: BatchedRequest) -> None:
         """A request has ended; KV that is being sent stays, as with vLLM's delayed free."""
-        if sequence.sends_kv and sequence.blocks:
+        if sequence.sends_kv and (sequence.blocks or sequence.shared):
             self._sending.add(sequence)
         else:
             self._release(sequence)
 
     def _release(self, sequence: BatchedRequest) -> None:
-        self._free += sequence.blocks
-        sequence.blocks = 0
+        self._free += sequence.blocks + self._prefixes.leave(sequence.shared)
+        sequence.blocks, sequence.shared = 0, []

@@ -10,6 +10,9 @@ from typing import Final, Protocol, final
 
 from ....coordinator.costs.replica import Hop, ReplicaError, StageHardware, kv_capacity_tokens, replica_times
 from ....coordinator.costs.step_times import StepTimes
+from ....coordinator.prefixes.block_cache import BlockCache
+from ....coordinator.prefixes.held import choose_stride
+from ....coordinator.prefixes.naming import prefix_names
 from ....kvtransport.errors import TransferError
 from .. import protocol
 from ..stats import StepReporter, StepTotals, describe_step
@@ -126,8 +129,10 @@ class EmulatedEngine:
             emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib, partition=config.partition, hop=hop
         )
         block_size = config.block_size or BLOCK_SIZE
+        self._prefixes = BlockCache(choose_stride(capacity // block_size))
         self._batcher = Batcher(
             blocks=capacity // block_size,
+            prefixes=self._prefixes,
             block_size=block_size,
             max_tokens=config.max_batched_tokens,
             max_requests=config.max_requests,
@@ -243,7 +248,7 @@ class EmulatedEngine:
             live = self._requests[work.request]
             finish = "length" if work.is_done else None
             tokens, live.first_token = (*live.first_token, live.answer.next()), ()
-            outputs.append(protocol.NewTokens(work.request, tokens, finish, work.received))
+            outputs.append(protocol.NewTokens(work.request, tokens, finish, work.received or work.cached))
             if work.is_done:
                 del self._requests[work.request]
         scheduled = ((entry.first, entry.tokens) for entry in batch.scheduled)
@@ -296,7 +301,8 @@ class EmulatedEngine:
         max_tokens = min(sampling.max_tokens, self._longest - prompt)
         seed = sampling.seed or 0 if sampling.temperature > 0 else 0
         answer = EmulatedAnswer(submit.prompt, self._emulation.vocabulary, seed)
-        live = _Request(Work(submit.request, prompt, max_tokens), answer, now + submit.deadline_s)
+        names = prefix_names(submit.prompt, self._batcher.block_size, submit.cache_salt)
+        live = _Request(Work(submit.request, prompt, max_tokens, prefix=tuple(names)), answer, now + submit.deadline_s)
         if submit.send:
             sent = KvSent(live.work)
             live.sends, live.work.sends_kv = submit.send[0].ticket.transfer, True
@@ -322,6 +328,7 @@ class EmulatedEngine:
             if live.sends is not None and first < work.prompt:
                 # After a preemption tokens of the answer are computed again too: those are not sent.
                 last = min(first + count, work.prompt)
+                first = 0 if first == work.cached else first  # what was cached leaves with the first step
                 self._transfers.send_span(live.sends, ComputedSpan(first, last, began, ends, last == work.prompt))
 
     def _on_kv(self, request: str) -> None:
@@ -376,7 +383,10 @@ class EmulatedEngine:
     def _publish(self, outputs: list[protocol.NewTokens], now: float) -> None:
         if self.idle:
             self._batcher.check_integrity()
-        self._reporter.report(outputs, self._stats(), self._tally.take(now, at_once=self.idle))
+        iterations = self._tally.take(now, at_once=self.idle)
+        self._reporter.report(outputs, self._stats(), iterations)
+        if iterations is not None:
+            self._reporter.tell_held(*self._prefixes.take_changes())
 
     def _stats(self) -> protocol.EngineStats:
         batcher = self._batcher

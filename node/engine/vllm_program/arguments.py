@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
+from ....coordinator.prefixes.naming import HASH_ALGORITHM
 from .. import protocol
 from ..kv.connector import ConnectorSettings, transfer_config
 from ..pipeline.stage import pipeline_arguments
@@ -19,6 +20,9 @@ from .start_failures import explain_start_failure
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
+
+NAMED_ALIKE: Final = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "1"}
+"""In its events vLLM cuts block hashes to the 64 bits that prefixes go by in the network."""
 
 
 def build_engine(config: protocol.EngineConfig, switchboard: str) -> Any:
@@ -84,6 +88,8 @@ def _parallel_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
 def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
     """Fields of `EngineArgs` for this model on this device, without those that join the engine with others. Sets what
     vLLM reads from the environment, and how its process groups are made."""
+    from vllm.config import KVEventsConfig
+
     choices = choose_setup(
         device_kind(),
         dtype=config.dtype,
@@ -92,7 +98,8 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
         tp=config.tp,
         async_scheduling=config.async_scheduling,
     )
-    os.environ.update(choices.environment)
+    os.environ.update(choices.environment | NAMED_ALIKE)
+    os.environ.pop("PYTHONHASHSEED", None)  # vLLM would begin its block hashes with it, and others name prefixes so too
     share_device()
     return {
         **choices.arguments,
@@ -104,6 +111,8 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": HASH_ALGORITHM,
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
     }
 
 

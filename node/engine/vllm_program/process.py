@@ -14,6 +14,7 @@ from functools import partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Final, final
 
+from ....coordinator.prefixes.held import choose_stride
 from ...box.heap import return_freed_memory
 from .. import protocol
 from ..kv.connector import P2PConnector
@@ -35,6 +36,7 @@ from ..vllm.synchronisations import record_if_asked
 from ..vllm.weights import telling_weights
 from .arguments import build_engine, device_kind, eos_tokens, stage_config
 from .constraints import BACKEND, ConstraintSupport
+from .held_blocks import HeldBlockEvents
 from .logprobs import prompt_top_tokens, top_tokens
 from .sampling import structured_outputs, to_vllm
 
@@ -140,6 +142,8 @@ class EngineRunner:
         connector = self._scheduler.get_kv_connector()
         assert isinstance(connector, P2PConnector)
         self._transfers = connector.scheduler_side
+        cache = self._engine.vllm_config.cache_config
+        self._held = HeldBlockEvents(self._scheduler, choose_stride(cache.num_gpu_blocks or 0))
         self._step_tokens = int(self._scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, _RunningRequest] = {}
         self._eos = eos_tokens(self._engine.model_config)
@@ -273,6 +277,7 @@ class EngineRunner:
             structured._backend = BACKEND  # noqa: SLF001 (vLLM's own check would set it)
             asked.sampling_params.structured_outputs = structured
             self._constraints.announce(submit.request, sampling)
+        asked.cache_salt = submit.cache_salt or None
         request, wave = self._core.preprocess_add_request(asked)
         if answered:
             request.append_output_token_ids(list(answered))
@@ -280,7 +285,7 @@ class EngineRunner:
         self._requests[submit.request] = _RunningRequest(
             time.monotonic() + submit.deadline_s,
             submit.receive[0].ticket.transfer if submit.awaits_first_token else None,
-            len(submit.prompt) - (submit.receive_tokens if submit.receive else 0),
+            len(submit.prompt) - max(submit.receive_tokens if submit.receive else 0, self._held.count_cached(request)),
             frozenset(sampling.stop_token_ids),
             not submit.send,
         )
@@ -383,6 +388,8 @@ class EngineRunner:
             self._meter.pause()
         iterations = self._meter.tally.take(time.monotonic(), at_once=pausing)
         self._reporter.report(news, self._stats(), iterations)
+        if iterations is not None:
+            self._reporter.tell_held(*self._held.names.take())
 
     def _stats(self) -> protocol.EngineStats:
         running, waiting = self._scheduler.get_request_counts()

@@ -12,6 +12,7 @@ from typing import Literal
 
 import trio
 
+from p2pserve.coordinator.prefixes.held import unpack_names
 from p2pserve.kvtransport.routing.reslice import ShardLayout, reslice
 from p2pserve.kvtransport.wire.dial_path import DialPath as KvPath
 from p2pserve.kvtransport.wire.sockets import read_link_hello
@@ -56,6 +57,7 @@ class Engine:
     iterations: list[protocol.Iterations] = field(default_factory=list)
     starting: list[protocol.Starting] = field(default_factory=list)
     stats: protocol.EngineStats | None = None
+    held: set[int] = field(default_factory=set)  # names of prefixes in its cache
     _news: trio.Event = field(default_factory=trio.Event)
 
     def on_message(self, message: protocol.FromEngine) -> None:
@@ -81,6 +83,8 @@ class Engine:
                 self.reports[key] = message
             case protocol.LinkReport():
                 self.links.append(message)
+            case protocol.HeldBlocks(held=held, lost=lost):
+                self.held = (self.held - set(unpack_names(lost))) | set(unpack_names(held))
             case _:
                 raise AssertionError(f"not expected of a running engine: {message}")
         self._news.set()
@@ -121,6 +125,7 @@ class Engine:
         receive_tokens: int | None = None,
         sampling: protocol.Sampling | None = None,
         awaits_first_token: bool = False,
+        cache_salt: str = "",
     ) -> str:
         request = secrets.token_hex(4)
         send, receive = ((ways,) if isinstance(ways, Way) else ways for ways in (send, receive))
@@ -134,13 +139,14 @@ class Engine:
                 receive=tuple(way.inlet for way in receive),
                 receive_tokens=(len(prompt) if receive_tokens is None else receive_tokens) if receive else 0,
                 awaits_first_token=awaits_first_token,
+                cache_salt=cache_salt,
             )
         )
         return request
 
-    async def generate(self, prompt: tuple[int, ...], *, count: int = COUNT) -> Result:
+    async def generate(self, prompt: tuple[int, ...], *, count: int = COUNT, cache_salt: str = "") -> Result:
         """A request without any KV transfer."""
-        return await self.finished(self.submit(prompt, count=count))
+        return await self.finished(self.submit(prompt, count=count, cache_salt=cache_salt))
 
     @property
     def prefilled(self) -> int:

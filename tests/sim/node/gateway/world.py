@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import trio
 from trio.testing import MockClock
@@ -15,6 +15,7 @@ from p2pserve.bootstrap import PeerId, PeerLost, RemoteError, RequestTimeout, Ro
 from p2pserve.bootstrap.methods import Answer, AsyncHandler, Body, Method, Notice, NoticeHandler
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, RoutingSettings, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.prefixes.held import HeldPrefixes
 from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node import messages
@@ -22,6 +23,7 @@ from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.engine.protocol import KvSlice, WorkerRank
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
 from p2pserve.node.models.text import TextModel
+from p2pserve.node.prefixes.messages import PrefixAnswer, PrefixQuery
 from p2pserve.node.replica.slot_desk import SlotDesk
 from p2pserve.node.replica.splitting import SLOT_WAIT_S
 from p2pserve.node.requests.gateway import Gateway
@@ -123,6 +125,8 @@ class World:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     slots: defaultdict[PeerId, SlotDesk] = field(default_factory=lambda: defaultdict(SlotDesk))
     splits: dict[PeerId, Callable[[], Awaitable[int]]] = field(default_factory=dict)  # what prefill replicas say
+    held: dict[PeerId, HeldPrefixes] = field(default_factory=dict)  # by those that are asked; others are older
+    asked: list[tuple[PeerId, PrefixQuery]] = field(default_factory=list)  # of what they hold
 
     def __post_init__(self) -> None:
         self.gateway = Gateway(
@@ -143,9 +147,17 @@ class World:
         return PeerId("gateway")
 
     async def request(self, peer: PeerId, method: Method[Body, Answer], body: Body, timeout: float) -> Answer:
+        if isinstance(body, PrefixQuery):
+            return cast("Answer", self._answer_prefixes(peer, body))
         found = await self._request(peer, method.name, body, timeout=timeout)
         assert isinstance(found, method.answer)
         return found
+
+    def _answer_prefixes(self, peer: PeerId, query: PrefixQuery) -> PrefixAnswer:
+        self.asked.append((peer, query))
+        if peer not in self.held:
+            raise RemoteError("unknown_method", "prefixes")
+        return PrefixAnswer(news=self.held[peer].news_since(query.heard))
 
     def notify(self, peer: PeerId, notice: Notice[Body], body: Body) -> None:
         assert isinstance(body, messages.Message)

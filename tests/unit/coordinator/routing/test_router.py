@@ -333,3 +333,49 @@ def test_a_long_prompt_goes_where_a_short_one_would() -> None:
     router.report([load("p1", 0, 300), load("p2", 0, 100), load("d")])
     assert {router.route(100).prefill for _ in range(60)} == {"p2"}
     assert router.route(4000).prefill == "p2"
+
+
+# ---- prefixes ---------------------------------------------------------------------------------------------
+
+MANY = plan_of(dict.fromkeys("abcd", M), {(name, name): 0.25 for name in "abcd"})
+
+
+def decode_of(cached: Mapping[str, int], loads: Iterable[Load] = (), *, weight: float = 2.0, tokens: int = 1000) -> str:
+    router = Router(MANY, RoutingSettings(prefix_weight=weight))
+    router.report([*(load(name) for name in "abcd"), *loads])
+    return router.route(tokens, cached_tokens=cached).decode
+
+
+def test_a_request_goes_where_most_of_its_prompt_is_cached() -> None:
+    assert decode_of({}) == "a"
+    assert decode_of({"b": 200, "c": 800}) == "c"
+    assert decode_of({"c": 800, "nobody": 10_000}) == "c"
+
+
+def test_unless_too_much_waits_there() -> None:
+    assert decode_of({"c": 800}, [load("c", to_prefill=500)]) == "c"
+    assert decode_of({"c": 800}, [load("c", to_prefill=5000)]) == "a"
+
+
+def test_without_a_weight_prefixes_do_not_count() -> None:
+    assert decode_of({"c": 800}, weight=0.0) == "a"
+
+
+def test_what_a_replica_is_said_to_hold_counts_for_no_more_than_the_prompt() -> None:
+    """However much a replica claims, it draws no more than one prompt's worth of queue."""
+    for claimed in (999, 10**9):
+        assert decode_of({"d": claimed}, [load("d", to_prefill=1500)]) == "d"
+        assert decode_of({"d": claimed}, [load("d", to_prefill=9000)]) == "a"
+
+
+def test_a_split_request_goes_where_the_prefill_side_has_its_prefix() -> None:
+    router = Router(TWO_BY_TWO, RoutingSettings(prefix_weight=2.0))
+    router.report([load(name) for name in ("p1", "p2", "d1", "d2")])
+    assert router.route(1000, cached_tokens={"p2": 900}).prefill == "p2"
+    assert router.route(1000, cached_tokens={"d2": 900, "p1": 900}).prefill == "p1"
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan")])
+def test_a_prefix_weight_that_cannot_be_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match="prefix_weight"):
+        RoutingSettings(prefix_weight=weight)

@@ -68,6 +68,7 @@ TO_ENGINE: list[EngineMessage] = [
     protocol.AskBeat(),
 ]
 FROM_ENGINE: list[EngineMessage] = [
+    protocol.HeldBlocks(held=bytes(16), lost=bytes(8)),
     protocol.EngineReady(
         pid=1,
         engine="vllm 0.32.0",

@@ -106,8 +106,9 @@ class Bench:
         self.engine = EmulatedEngine(config, EMULATION, self.transfers, tell=self.said.append, wake=self.woken.append)
 
     def submit(self, request: str, length: int, count: int, **settings: object) -> tuple[int, ...]:
-        """Take in a request; returns its prompt."""
-        tokens = tuple(1 + (i * 7) % 800 for i in range(length))
+        """Take in a request, of its own prompt; returns that."""
+        first = sum(map(ord, request))
+        tokens = tuple(1 + (first + i * 7) % 800 for i in range(length))
         sampling = protocol.Sampling(max_tokens=count)
         submit = protocol.Submit(request=request, prompt=tokens, sampling=sampling, deadline_s=60.0)
         self.engine.handle(msgspec.structs.replace(submit, **settings), self.now)

@@ -1,0 +1,235 @@
+"""Prefix caches on Mooncake's conversation trace: what routes that follow them are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ....coordinator.costs.gpus import gpu_table
+from ....coordinator.costs.model_shape import model_shape
+from ....coordinator.plan import Pairing, Phase, Plan, Replica, Stage
+from ....coordinator.planning.model.cluster import Box, Cluster
+from ....coordinator.planning.model.workload import Service, Slo
+from ....coordinator.routing.interface import RoutingSettings
+from ...engine.values import SimEngineSettings
+from ...results.outcomes import attainment
+from ...scenario import ServiceRun, SimSettings
+from ...workloads import MOONCAKE_BLOCK, mooncake, workload_of
+from ...world import simulate
+from ..page import Page, PageTable, ResultRow
+from ..setting import TARGET, Scope
+
+MODEL: Final = "qwen2-7b"
+GPU: Final = "A100-SXM4-80GB"
+SLO: Final = Slo(ttft_s=30.0, tpot_s=0.1, target=TARGET)
+"""Mooncake's own deadlines for this trace."""
+BOXES: Final = (8, 16)
+ENGINE: Final = SimEngineSettings()
+BRACKET: Final = (0.5, 1.3)
+"""Requests per second and box between which the highest rate is looked for."""
+LOADS: Final = (0.5, 0.8, 1.0)
+"""Shares of what caches without routes by prefix carry."""
+QUICK_REQUESTS: Final = 300
+GATEWAYS: Final = 4
+
+COLD: Final = "no prefix cache"
+BLIND: Final = "caches, routes that do not know them"
+ROUTED: Final = "caches, routes by prefix"
+SPREAD: Final = ", 4 gateways"
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to serve: whether replicas cache prompts, whether routes follow that, and what it is compared with."""
+
+    cached: bool
+    routed: bool
+    gateways: int = 0
+    blind: str = BLIND
+
+
+WAYS: Final[Mapping[str, _Way]] = {
+    COLD: _Way(cached=False, routed=False),
+    BLIND: _Way(cached=True, routed=False),
+    ROUTED: _Way(cached=True, routed=True),
+    BLIND + SPREAD: _Way(cached=True, routed=False, gateways=GATEWAYS, blind=BLIND + SPREAD),
+    ROUTED + SPREAD: _Way(cached=True, routed=True, gateways=GATEWAYS, blind=BLIND + SPREAD),
+}
+
+
+class _Figures(NamedTuple):
+    """What is shown of one run: `cached` of prompt tokens; `computed`: by the box that computed most, over the mean."""
+
+    attained: float
+    ttft_mean_s: float
+    ttft_p90_s: float
+    tpot_p90_s: float
+    cached: float
+    computed: float
+
+
+class GoodputRow(ResultRow, frozen=True):
+    """What one way carries; `over_blind`: with as many gateways; `cached`: of prompt tokens, at that rate."""
+
+    boxes: int
+    way: str
+    requests_per_s: float
+    over_blind: float
+    cached: str
+
+
+class LatencyRow(ResultRow, frozen=True):
+    """First tokens of one way at one rate."""
+
+    boxes: int
+    requests_per_s: float
+    way: str
+    TTFT_mean_s: float
+    over_blind: float
+    TTFT_P90_s: float
+    TPOT_P90_ms: float
+    cached: str
+    most_computed_over_mean: float
+
+
+REMARKS: Final = """\
+- Routes that do not know of caches find what many prompts begin with, and a conversation's earlier
+  turns in one of n boxes. Routes by prefix find them where they are, as long as they are kept.
+- What goodput can gain is bounded by what is computed less. With caches that keep everything, 37 %
+  of this trace's prompt tokens need not be computed: at most 1.6 times the goodput of no caches at
+  all, if attention cost nothing, and less than that of blind ones. More boxes come closer to it,
+  since they keep more and blind routes find less. 1.5 times over blind caches, which was hoped for,
+  is not in this trace at these sizes.
+- At the rate that blind caches just carry, queues make the difference larger than that: their
+  first tokens wait for others' prompts.
+- Every box computes about as much as every other (the last column): a prefix that everybody has is
+  computed on several boxes, since queues count as well.
+- Answers are not in the trace's names, so none is kept; prompts are kept in pieces of 512 tokens,
+  because those have names.
+"""
+
+
+def prefixes(scope: Scope) -> Page:
+    """The page."""
+    requests = QUICK_REQUESTS if scope.halvings <= 1 else None
+    carried = {(boxes, way): _highest_rate(boxes, way, requests, scope.halvings) for boxes in BOXES for way in WAYS}
+    return Page(
+        name="prefixes",
+        title="Routes by prefix: Mooncake's conversations",
+        assumes=(
+            f"Mooncake's conversation trace ({requests or 'all 12,031'} requests, its order and its bursts, time "
+            f"scaled to the rate) on boxes of one {GPU} each, {MODEL} whole on each of them, every box prefilling and "
+            "decoding; step times by the roofline, vLLM's defaults, KV memory shared by running requests and cache "
+            f"(the longest unused goes first). Deadlines as Mooncake's: {SLO.ttft_s:g} s to the first token, "
+            f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The default policy "
+            "throughout; `routing.prefix_weight` is 0 where routes do not know of caches. One gateway that hears of "
+            f"all replicas at once, or {GATEWAYS}, which hear of them once a second and know their own requests at "
+            "once, as in the running network."
+        ),
+        tables=(
+            PageTable(
+                "Goodput",
+                [_goodput_row(boxes, way, carried, requests) for boxes in BOXES for way in WAYS],
+                f"The highest rate at which {TARGET:.0%} of requests meet both deadlines.",
+            ),
+            PageTable(
+                "First tokens at the same rate",
+                [
+                    _latency_row(boxes, way, share * carried[boxes, WAYS[way].blind], requests)
+                    for boxes in BOXES
+                    for share in LOADS
+                    for way in WAYS
+                    if WAYS[way].cached
+                ],
+                "At half, four fifths and all of what caches without routes by prefix carry.",
+            ),
+        ),
+        remarks=REMARKS,
+    )
+
+
+def _goodput_row(boxes: int, way: str, carried: Mapping[tuple[int, str], float], requests: int | None) -> GoodputRow:
+    rate = carried[boxes, way]
+    return GoodputRow(
+        boxes=boxes,
+        way=way,
+        requests_per_s=rate,
+        over_blind=rate / carried[boxes, WAYS[way].blind],
+        cached=f"{_run(boxes, way, rate, requests).cached:.1%}",
+    )
+
+
+def _latency_row(boxes: int, way: str, rate: float, requests: int | None) -> LatencyRow:
+    found, blind = _run(boxes, way, rate, requests), _run(boxes, WAYS[way].blind, rate, requests)
+    return LatencyRow(
+        boxes=boxes,
+        requests_per_s=rate,
+        way=way,
+        TTFT_mean_s=found.ttft_mean_s,
+        over_blind=found.ttft_mean_s / blind.ttft_mean_s,
+        TTFT_P90_s=found.ttft_p90_s,
+        TPOT_P90_ms=1e3 * found.tpot_p90_s,
+        cached=f"{found.cached:.1%}",
+        most_computed_over_mean=found.computed,
+    )
+
+
+def _highest_rate(boxes: int, way: str, requests: int | None, halvings: int) -> float:
+    low, high = (factor * boxes for factor in BRACKET)
+    for _ in range(halvings):
+        rate = (low + high) / 2
+        if _run(boxes, way, rate, requests).attained >= TARGET:
+            low = rate
+        else:
+            high = rate
+    return low
+
+
+@cache
+def _run(boxes: int, way: str, rate: float, requests: int | None) -> _Figures:
+    cluster, served, trace = _cluster(boxes), WAYS[way], mooncake(rate=rate, requests=requests)
+    model = model_shape(MODEL)
+    service = Service(name=MODEL, model=model, workload=workload_of(trace), slo=SLO)
+    pieces = MOONCAKE_BLOCK // ENGINE.block_tokens if served.cached else 0
+    weight = RoutingSettings().prefix_weight if served.routed else 0.0
+    settings = SimSettings(
+        engine=SimEngineSettings(prefix_blocks=pieces),
+        routing=RoutingSettings(prefix_weight=weight),
+        gateways=tuple(box.id for box in cluster.boxes[: served.gateways]),
+        report_s=1.0 if served.gateways else 0.0,
+    )
+    result = simulate(cluster, [ServiceRun(service=service, plan=_plan(boxes), trace=trace)], settings=settings)
+    outcomes = result.services[0].outcomes
+    computed = [replica.counts.prompt_tokens for replica in result.replicas]
+    return _Figures(
+        attained=attainment(outcomes, SLO),
+        ttft_mean_s=float(outcomes.ttft_s.mean()),
+        ttft_p90_s=float(np.percentile(outcomes.ttft_s, 90)),
+        tpot_p90_s=float(np.percentile(outcomes.tpot_s, 90)),
+        cached=sum(replica.counts.cached_tokens for replica in result.replicas) / float(trace.prompt.sum()),
+        computed=max(computed) / float(np.mean(computed)),
+    )
+
+
+def _cluster(boxes: int) -> Cluster:
+    apart = ~np.eye(boxes, dtype=bool)
+    return Cluster(
+        boxes=tuple(Box(id=f"box-{number}", gpu=gpu_table().find(GPU), gpus=1) for number in range(boxes)),
+        gbps=np.where(apart, 10.0, 0.0),
+        rtt_s=np.where(apart, 1e-3, 0.0),
+        usd_per_gb=np.zeros((boxes, boxes)),
+    )
+
+
+def _plan(boxes: int) -> Plan:
+    layers, names = model_shape(MODEL).layers, [f"box-{number}" for number in range(boxes)]
+    replicas = tuple(
+        Replica(id=name, phase=Phase.MIXED, stages=(Stage(peer=name, tp=1, first_layer=0, last_layer=layers),))
+        for name in names
+    )
+    pairings = tuple(Pairing(prefill=name, decode=name, weight=1.0 / boxes) for name in names)
+    return Plan(epoch=0, version=1, service=MODEL, replicas=replicas, pairings=pairings, codec="kv4", why=())
