@@ -39,7 +39,7 @@ from ..chaos.links import CALM, NEAR
 from ..simulating.changes import settings_with_network_times
 from .network import Happened, LiveRun, LoneRequest
 from .nodes import GATEWAY, MAX_REQUESTS, LiveSettings
-from .schedule import FaultKind, needs_links
+from .schedule import LiveFaultKind, needs_links
 
 CLIENT_MESSAGES: Final = 2  # the request, and its first token
 BLOCK_TOKENS: Final = 16  # of an emulated engine
@@ -192,10 +192,10 @@ def _measured_link(status: Status) -> tuple[float, float]:
 def _change_of(happened: Happened) -> Change:
     """What the simulator does for it. A node is there again when it has joined."""
     match happened.fault.kind:
-        case FaultKind.LOSE:
+        case LiveFaultKind.LOSE:
             return BoxLost(happened.began, *happened.peers)
-        case FaultKind.JOIN:
+        case LiveFaultKind.JOIN:
             return BoxJoined(happened.ended, *happened.peers)
-        case FaultKind.DEGRADE:
+        case LiveFaultKind.DEGRADE:
             one, other = happened.peers
             return LinksChanged(happened.ended, ((one, other), (other, one)), happened.fault.gbps)
