@@ -5,7 +5,7 @@
     simulated    the run itself: the same requests, the plans as they changed, what happened to nodes and links
     live         emulated nodes on this machine, asked by a client
 
-The planner has kept its promise where `expected` and `steady` agree, the simulator where `simulated` and `live` do.
+The planner estimates well where `expected` and `steady` agree, the simulator where `simulated` and `live` do.
 What differs between the last two is all that the simulator leaves out: gossip that lags and processes that wait for a
 core.
 """
@@ -42,13 +42,13 @@ Floats = NDArray[np.float64]
 
 TOLERANCE: Final = 0.05
 """Between live and simulated."""
-PROMISE_TOLERANCE: Final = 0.1
+ESTIMATE_TOLERANCE: Final = 0.1
 """Between what the planner expects and what the simulator finds."""
 STEADY_REQUESTS: Final = 4000
 PERCENTILES: Final = (50, 90, 99)
 SHOWN_ONLY: Final = ("e2e", "ttft_p99", "tpot_p99")
 """E2E follows from the others; of some hundred requests the 99th percentile is one of them."""
-PROMISED: Final = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s", "attainment")
+ESTIMATED: Final = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s", "attainment")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,27 +75,27 @@ class LiveTraffic:
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of all runs. `promise`: steady over expected, less 1; `difference`: live over simulated, less 1;
-    None where there is nothing to compare. `counts`, `is_promised`: whether they are held against a tolerance."""
+    """One figure of all runs. `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1;
+    None where there is nothing to compare. `counts`, `is_estimated`: whether they are held against a tolerance."""
 
     name: str
     expected: float | None
     steady: float | None
     simulated: float
     live: float
-    promise: float | None
+    estimate_error: float | None
     difference: float
     counts: bool
-    is_promised: bool
+    is_estimated: bool
 
 
 class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a comparison has found. Seconds, requests and tokens per second."""
 
     ok: bool
-    promise_ok: bool
+    estimate_ok: bool
     tolerance: float
-    promise_tolerance: float
+    estimate_tolerance: float
     emulated: str
     model: str
     lengths: str
@@ -172,10 +172,10 @@ def compare(
             steady=lasting,
             simulated=simulated[name],
             live=value,
-            promise=_difference(lasting, planned) if planned is not None and lasting is not None else None,
+            estimate_error=_difference(lasting, planned) if planned is not None and lasting is not None else None,
             difference=_difference(value, simulated[name]),
             counts=name.startswith("goodput") if has_faults else not name.startswith(SHOWN_ONLY),
-            is_promised=has_both and name in PROMISED,
+            is_estimated=has_both and name in ESTIMATED,
         )
 
     return tuple(figure(name, value) for name, value in live.items())
@@ -219,9 +219,11 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     cluster = network.cluster
     return LiveComparison(
         ok=all(abs(figure.difference) <= tolerance for figure in figures if figure.counts),
-        promise_ok=all(abs(figure.promise or 0.0) <= PROMISE_TOLERANCE for figure in figures if figure.is_promised),
+        estimate_ok=all(
+            abs(figure.estimate_error or 0.0) <= ESTIMATE_TOLERANCE for figure in figures if figure.is_estimated
+        ),
         tolerance=tolerance,
-        promise_tolerance=PROMISE_TOLERANCE,
+        estimate_tolerance=ESTIMATE_TOLERANCE,
         emulated=settings.describe(),
         model=network.service.model.name,
         lengths=trace.lengths,

@@ -26,12 +26,12 @@ from ..errors import UsageError
 from ..failures import explain
 from ..options.planning import SPECS
 from ..options.values import settings_of
-from .comparison import PROMISE_TOLERANCE, TOLERANCE, Figure, LiveComparison, LiveTraffic, run_comparison
+from .comparison import ESTIMATE_TOLERANCE, TOLERANCE, Figure, LiveComparison, LiveTraffic, run_comparison
 from .live_page import write_live_page
 from .network import Say
 from .nodes import MAX_REQUESTS, LiveSettings
 from .regroup_bench import CHANGES, PIPELINE, check_settings, print_bench, run_regroup_bench
-from .schedule import FaultKind, Schedule, check_schedule, parse_fault, read_schedule
+from .schedule import LiveFaultKind, Schedule, check_schedule, parse_fault, read_schedule
 from .simulated import service_of
 
 MAX_NODES: Final = 16
@@ -94,11 +94,21 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="PHASE",
         help="pin the nodes to these in turn (default: prefill, decode or mixed as the planner finds best)",
     )
-    faults = found.add_argument_group("what goes wrong, S seconds after the first request may come")
+    _add_faults(found)
+    _add_modes(found)
+    return found
+
+
+def _add_faults(parser: argparse.ArgumentParser) -> None:
+    faults = parser.add_argument_group("what goes wrong, S seconds after the first request may come")
     for kind, what, form in (
-        (FaultKind.LOSE, "the Nth node is lost", "N@S"),
-        (FaultKind.JOIN, "it is started again", "N@S"),
-        (FaultKind.DEGRADE, "so many Gb/s between two nodes (links are emulated then, which takes root)", "N:M=GBPS@S"),
+        (LiveFaultKind.LOSE, "the Nth node is lost", "N@S"),
+        (LiveFaultKind.JOIN, "it is started again", "N@S"),
+        (
+            LiveFaultKind.DEGRADE,
+            "so many Gb/s between two nodes (links are emulated then, which takes root)",
+            "N:M=GBPS@S",
+        ),
     ):
         faults.add_argument(f"--{kind}", action="append", default=[], metavar=form, help=f"{what}; may be repeated")
     faults.add_argument(
@@ -110,6 +120,10 @@ def build_parser() -> argparse.ArgumentParser:
         default="killed",
         help="how nodes are lost: killed (default), or stopped",
     )
+
+
+def _add_modes(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--regroup",
         nargs="?",
@@ -132,11 +146,10 @@ def build_parser() -> argparse.ArgumentParser:
         default=TOLERANCE,
         metavar="SHARE",
         help=f"between live and simulated (default: {TOLERANCE:g}); between the planner's estimate and the simulator "
-        f"it is always {PROMISE_TOLERANCE:g}",
+        f"it is always {ESTIMATE_TOLERANCE:g}",
     )
     add("--format", choices=("table", "json"), default="table", help="default: table")
     add("--debug", action="store_true", help="show tracebacks and the log")
-    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -171,7 +184,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps(msgspec.to_builtins(found)))
     else:
         show(found)
-    return 0 if found.ok and found.promise_ok else 1
+    return 0 if found.ok and found.estimate_ok else 1
 
 
 def _regroup(settings: LiveSettings, traffic: LiveTraffic, arguments: argparse.Namespace) -> int:
@@ -213,7 +226,7 @@ def check_run(settings: LiveSettings, traffic: LiveTraffic) -> None:
 
 def _schedule_of(arguments: argparse.Namespace) -> Schedule:
     """Raises UsageError."""
-    given = [parse_fault(kind, text) for kind in FaultKind for text in vars(arguments)[kind.value]]
+    given = [parse_fault(kind, text) for kind in LiveFaultKind for text in vars(arguments)[kind.value]]
     read = read_schedule(arguments.schedule) if arguments.schedule is not None else ()
     return tuple(sorted([*given, *read]))
 
@@ -221,15 +234,15 @@ def _schedule_of(arguments: argparse.Namespace) -> Schedule:
 def table_of(found: LiveComparison) -> Table:
     """For people: a line for each figure."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    has_promise = any(figure.steady is not None for figure in found.figures)
-    columns = ("", "expected", "steady", "ratio") if has_promise else ("",)
+    has_estimate = any(figure.steady is not None for figure in found.figures)
+    columns = ("", "expected", "steady", "ratio") if has_estimate else ("",)
     for name in (*columns, "simulated", "live (emulated)", "ratio"):
         table.add_column(name, justify="right" if name else "left")
     for figure in found.figures:
         cells = [figure.name.removesuffix("_tokens_s").removesuffix("_requests_s").removesuffix("_s").replace("_", " ")]
-        if has_promise:
+        if has_estimate:
             cells += [_value(figure, figure.expected), _value(figure, figure.steady)]
-            cells.append(_ratio(figure.promise, figure.is_promised, found.promise_tolerance))
+            cells.append(_ratio(figure.estimate_error, figure.is_estimated, found.estimate_tolerance))
         cells += [_value(figure, figure.simulated), _value(figure, figure.live)]
         cells.append(_ratio(figure.difference, figure.counts, found.tolerance))
         table.add_row(*cells)
@@ -270,9 +283,9 @@ def verdicts(found: LiveComparison) -> list[str]:
     what = ", ".join(name.upper() if name in ("ttft", "tpot") else name for name in counted)
     verdict = "agree" if found.ok else "do not agree"
     lines = [f"live and simulated {verdict} within {found.tolerance:.0%} on {what}"]
-    if any(figure.is_promised for figure in found.figures):
-        kept = "agree" if found.promise_ok else "do not agree"
-        within = f"within {found.promise_tolerance:.0%}"
+    if any(figure.is_estimated for figure in found.figures):
+        kept = "agree" if found.estimate_ok else "do not agree"
+        within = f"within {found.estimate_tolerance:.0%}"
         lines.append(f"expected and simulated {kept} {within} on TTFT and TPOT (p50, p90) and attainment")
     return lines
 

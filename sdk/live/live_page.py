@@ -1,4 +1,4 @@
-"""`docs/results/live.md`: what was planned, simulated and really happened, with eight emulated boxes of unequal GPUs.
+"""The results page `live`: what was planned, simulated and really happened, with eight emulated boxes of unequal GPUs.
 
 Two workloads at two deadlines, and one run in which things go wrong; ten minutes.
 """
@@ -14,7 +14,7 @@ from ...coordinator.costs.gpus import Specs
 from ...sims.experiments.page import Page, PageTable, ResultRow, write_index, write_page
 from ...sims.workloads import azure
 from .comparison import (
-    PROMISE_TOLERANCE,
+    ESTIMATE_TOLERANCE,
     STEADY_REQUESTS,
     TOLERANCE,
     Figure,
@@ -24,7 +24,7 @@ from .comparison import (
 )
 from .network import Say
 from .nodes import LiveSettings
-from .schedule import FaultKind, Schedule, ScheduledFault
+from .schedule import LiveFaultKind, Schedule, ScheduledFault
 
 NAME: Final = "live"
 COMMAND: Final = "python -m p2pserve.sdk.live_comparison --page docs/results"
@@ -33,10 +33,10 @@ CARDS: Final = ("2xA40", "2xRTX A6000", "4xRTX A5000", "4xRTX 3090 Ti")
 NODES: Final = 8
 LOAD: Final = 0.7
 SCHEDULE: Final[Schedule] = (
-    ScheduledFault(15.0, FaultKind.LOSE, (3,)),
-    ScheduledFault(20.0, FaultKind.LOSE, (6,)),
-    ScheduledFault(30.0, FaultKind.DEGRADE, (1, 4), 0.05),
-    ScheduledFault(45.0, FaultKind.JOIN, (3,)),
+    ScheduledFault(15.0, LiveFaultKind.LOSE, (3,)),
+    ScheduledFault(20.0, LiveFaultKind.LOSE, (6,)),
+    ScheduledFault(30.0, LiveFaultKind.DEGRADE, (1, 4), 0.05),
+    ScheduledFault(45.0, LiveFaultKind.JOIN, (3,)),
 )
 
 
@@ -127,7 +127,7 @@ def write_live_page(folder: Path, say: Say) -> tuple[Page, bool]:
     page = build_page(list(zip(CALM_PARTS, calm, strict=True)), (FAULTY_PART, faulty))
     write_page(page, folder)
     write_index(folder)
-    return page, all(each.ok and each.promise_ok for each in found)
+    return page, all(each.ok and each.estimate_ok for each in found)
 
 
 def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[PagePart, LiveComparison]) -> Page:
@@ -171,8 +171,8 @@ them; *live* is what a client saw."""
 
 
 def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
-    has_promise = any(figure.is_promised for figure in found.figures)
-    kept = _verdict(found.promise_ok, PROMISE_TOLERANCE) if has_promise else "not compared"
+    has_estimate = any(figure.is_estimated for figure in found.figures)
+    kept = _verdict(found.estimate_ok, ESTIMATE_TOLERANCE) if has_estimate else "not compared"
     return LiveRunRow(
         workload=part.workload + (", with faults" if part.schedule else ""),
         deadlines=part.slo,
@@ -199,7 +199,7 @@ def _figure_row(part: PagePart, found: LiveComparison, figure: Figure) -> LiveFi
         figure=_LABELS[figure.name],
         expected=figure.expected,
         simulated_long=figure.steady,
-        long_over_expected=None if figure.promise is None else 1.0 + figure.promise,
+        long_over_expected=None if figure.estimate_error is None else 1.0 + figure.estimate_error,
         simulated=figure.simulated,
         live=figure.live,
         live_over_simulated=1.0 + figure.difference,
@@ -230,8 +230,8 @@ def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
     """What of it agrees, by its own figures."""
     live = [figure for each in calm for figure in each.figures if figure.counts]
     near = [figure for figure in live if abs(figure.difference) <= TOLERANCE]
-    promised = [figure for each in calm for figure in each.figures if figure.is_promised]
-    kept = [figure for figure in promised if abs(figure.promise or 0.0) <= PROMISE_TOLERANCE]
+    estimated = [figure for each in calm for figure in each.figures if figure.is_estimated]
+    kept = [figure for figure in estimated if abs(figure.estimate_error or 0.0) <= ESTIMATE_TOLERANCE]
     worst = max(live, key=lambda figure: abs(figure.difference))
     goodput = next(figure for figure in faulty.figures if figure.name.startswith("goodput"))
     late = sum(each.late for each in (*calm, faulty))
@@ -239,7 +239,7 @@ def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
 - Live and simulated are within {TOLERANCE:.0%} in {len(near)} of {len(live)} figures (the 99th percentile is shown and
 not held against it: of so few requests it is one of them); the furthest is {worst.name.replace("_", " ")} at
 {1.0 + worst.difference:.3f}.
-- Expected and simulated are within {PROMISE_TOLERANCE:.0%} in {len(kept)} of {len(promised)} figures: TTFT and TPOT at
+- Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT at
 the 50th and 90th percentile, and attainment.
 - With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated.
 - What a live first token is late by is the time that its request takes through the processes of client, gateway, two

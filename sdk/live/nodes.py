@@ -16,7 +16,7 @@ from ...coordinator import Phase
 from ..chaos.links import ChaosLinks, open_links
 from ..demo.box import ON_LOOPBACK, DemoBox, NodeGreeting
 from ..errors import DemoFailed
-from .schedule import FaultKind, Schedule, ScheduledFault, needs_links
+from .schedule import LiveFaultKind, Schedule, ScheduledFault, needs_links
 
 JOIN_S: Final = 60.0
 MAX_REQUESTS: Final = 64  # of an engine at once
@@ -112,13 +112,13 @@ class LiveNodes:
     async def carry_out(self, fault: ScheduledFault) -> None:
         """Do to them what is planned. Raises DemoFailed."""
         match fault.kind:
-            case FaultKind.JOIN:
+            case LiveFaultKind.JOIN:
                 await self.join(fault.nodes[0])
-            case FaultKind.DEGRADE:
+            case LiveFaultKind.DEGRADE:
                 assert self._links is not None
                 one, other = fault.nodes
                 await self._links.carry(one, other, fault.gbps)
-            case FaultKind.LOSE:
+            case LiveFaultKind.LOSE:
                 end = self._box.stop_node if self._settings.loss == "silent" else self._box.kill_node
                 end(self.peers[fault.nodes[0]])
 

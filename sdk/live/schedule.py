@@ -25,7 +25,7 @@ EXAMPLES: Final = {
 }
 
 
-class FaultKind(StrEnum):
+class LiveFaultKind(StrEnum):
     """What happens to nodes, or to the links between two."""
 
     LOSE = "lose"
@@ -38,12 +38,12 @@ class ScheduledFault:
     """`at` seconds after the first request may come; `nodes` by their numbers, from 1 on; `gbps`: of links."""
 
     at: float
-    kind: FaultKind
+    kind: LiveFaultKind
     nodes: tuple[int, ...]
     gbps: float = 0.0
 
     def __str__(self) -> str:
-        rate = f"={self.gbps:g}" if self.kind is FaultKind.DEGRADE else ""
+        rate = f"={self.gbps:g}" if self.kind is LiveFaultKind.DEGRADE else ""
         return f"{self.kind} {':'.join(map(str, self.nodes))}{rate}@{self.at:g}"
 
 
@@ -66,7 +66,7 @@ def read_schedule(path: Path) -> Schedule:
         if len(words) != len(("lose", "3@20")) or words[0] not in EXAMPLES:
             raise UsageError(f"schedule: line {number} of {path} is not like `lose 3@20`, `join 3@50` or `degrade ...`")
         try:
-            faults.append(parse_fault(FaultKind(words[0]), words[1]))
+            faults.append(parse_fault(LiveFaultKind(words[0]), words[1]))
         except UsageError as error:
             raise UsageError(f"schedule: line {number} of {path}: {error}") from None
     if len(faults) > MAX_FAULTS:
@@ -74,11 +74,11 @@ def read_schedule(path: Path) -> Schedule:
     return tuple(sorted(faults))
 
 
-def parse_fault(kind: FaultKind, text: str) -> ScheduledFault:
+def parse_fault(kind: LiveFaultKind, text: str) -> ScheduledFault:
     """Of the words behind its kind. Raises UsageError."""
     what, _, at = text.partition("@")
     ends, equals, rate = what.partition("=")
-    has_rate = kind is FaultKind.DEGRADE
+    has_rate = kind is LiveFaultKind.DEGRADE
     try:
         nodes = tuple(int(number) for number in ends.split(":"))
         found = ScheduledFault(float(at), kind, nodes, float(rate) if has_rate else 0.0)
@@ -97,13 +97,13 @@ def check_schedule(schedule: Iterable[ScheduledFault], nodes: int) -> None:
         unknown = [number for number in fault.nodes if not 1 <= number <= nodes]
         if unknown:
             raise UsageError(f"{fault.kind}: there is no node {unknown[0]}; they have the numbers 1 to {nodes}")
-        if fault.kind is FaultKind.LOSE:
+        if fault.kind is LiveFaultKind.LOSE:
             if not running >= set(fault.nodes):
                 raise UsageError(f"lose: node {fault.nodes[0]} is lost twice, and not started in between")
             running -= set(fault.nodes)
             if not running:
                 raise UsageError("lose: one node has to be left")
-        elif fault.kind is FaultKind.JOIN:
+        elif fault.kind is LiveFaultKind.JOIN:
             if running >= set(fault.nodes):
                 raise UsageError(f"join: node {fault.nodes[0]} is running at {fault.at:g} s")
             running |= set(fault.nodes)
@@ -111,8 +111,8 @@ def check_schedule(schedule: Iterable[ScheduledFault], nodes: int) -> None:
 
 def needs_links(schedule: Sequence[ScheduledFault]) -> bool:
     """Whether links change, which loopback's cannot."""
-    return any(fault.kind is FaultKind.DEGRADE for fault in schedule)
+    return any(fault.kind is LiveFaultKind.DEGRADE for fault in schedule)
 
 
-def _refuse(kind: FaultKind, text: str) -> NoReturn:
+def _refuse(kind: LiveFaultKind, text: str) -> NoReturn:
     raise UsageError(f"{kind}: {text!r} is not like {EXAMPLES[kind]}") from None

@@ -13,6 +13,7 @@ from ...coordinator import Phase, Plan, Replica, Stage
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.planning.model.cluster import Box, Cluster
 from ...coordinator.planning.model.cluster_file import card_link_gbps
+from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.slo import SloScale, read_slo, slo_by
 from ...coordinator.planning.model.workload import Service, Slo, Workload
 from ...kernels.codecs import codec_named
@@ -23,12 +24,14 @@ from ...node.engine.emulated.model import emulated_model, parse_cards
 from ...node.messages import Status
 from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace
+from ...sims.replanning import Replanner, ReplanSettings
 from ...sims.scenario import (
     BoxJoined,
     BoxLost,
     Change,
     LinksChanged,
     PlanChange,
+    Replan,
     ServiceRun,
     SimSettings,
     roofline_model,
@@ -39,7 +42,7 @@ from ..chaos.links import CALM, NEAR
 from ..simulating.changes import settings_with_network_times
 from .network import Happened, LiveRun, LoneRequest
 from .nodes import GATEWAY, MAX_REQUESTS, LiveSettings
-from .schedule import FaultKind, needs_links
+from .schedule import LiveFaultKind, needs_links
 
 CLIENT_MESSAGES: Final = 2  # the request, and its first token
 BLOCK_TOKENS: Final = 16  # of an emulated engine
@@ -60,7 +63,18 @@ class SimulatedNetwork:
     message_s: float = 0.0  # that the processes at both ends of a message take
     client_s: float = 0.0  # the round trip from the clients to their gateways
 
-    def run(self, trace: Trace, plans: Sequence[tuple[float, Plan]], happened: Sequence[Happened] = ()) -> Outcomes:
+    def predict(self, trace: Trace, plan: Plan, happened: Sequence[Happened]) -> Outcomes:
+        """Serve the trace by this plan, and by those that the simulated coordinator makes when something happens."""
+        problem = Problem(cluster=self.cluster, services=(self.service,), pinned={})
+        return self.run(trace, [(0.0, plan)], happened, Replanner(problem, ReplanSettings()))
+
+    def run(
+        self,
+        trace: Trace,
+        plans: Sequence[tuple[float, Plan]],
+        happened: Sequence[Happened] = (),
+        replan: Replan | None = None,
+    ) -> Outcomes:
         """Serve the trace by the plans as they changed. Each node has the whole model, so it keeps its engine whatever
         its phase."""
         engine = SimEngineSettings(
@@ -73,7 +87,7 @@ class SimulatedNetwork:
         (_, first), *later = plans
         run = ServiceRun(service=self.service, plan=first, trace=trace)
         changes = [*(PlanChange(at, 0, plan) for at, plan in later), *map(_change_of, happened)]
-        found = simulate(self.cluster, [run], settings=settings, changes=changes).services[0].outcomes
+        found = simulate(self.cluster, [run], settings=settings, changes=changes, replan=replan).services[0].outcomes
         seen_s = self.client_s + CLIENT_MESSAGES * self.message_s  # later by what lies between client and gateway
         return Outcomes(trace=trace, ttft_s=found.ttft_s + seen_s, e2e_s=found.e2e_s + seen_s)
 
@@ -192,10 +206,10 @@ def _measured_link(status: Status) -> tuple[float, float]:
 def _change_of(happened: Happened) -> Change:
     """What the simulator does for it. A node is there again when it has joined."""
     match happened.fault.kind:
-        case FaultKind.LOSE:
+        case LiveFaultKind.LOSE:
             return BoxLost(happened.began, *happened.peers)
-        case FaultKind.JOIN:
+        case LiveFaultKind.JOIN:
             return BoxJoined(happened.ended, *happened.peers)
-        case FaultKind.DEGRADE:
+        case LiveFaultKind.DEGRADE:
             one, other = happened.peers
             return LinksChanged(happened.ended, ((one, other), (other, one)), happened.fault.gbps)

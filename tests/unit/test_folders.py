@@ -35,7 +35,7 @@ FOLDER_FLOORS: dict[str, tuple[str, ...]] = {
         "dev",
     ),
     "node/engine": ("vllm", "transfers", "kv", "pipeline", "emulated", "trials", "vllm_program", "gpucheck", "dev"),
-    "sdk": ("options", "explaining", "actions", "simulating", "seeing", "demo", "live", "chaos", "rent", "commands"),
+    "sdk": ("options", "explaining", "actions", "simulating", "seeing", "demo", "chaos", "live", "rent", "commands"),
     "sims": ("engine", "policies", "results", "splitwise", "experiments", "wan"),
     "sims/wan": ("kv",),
 }

@@ -53,6 +53,22 @@ def test_what_engines_measure_is_in_no_table() -> None:
         gpu_table().find("A40", Specs.ENGINE)
 
 
+def test_an_imagined_card_has_a_part_of_the_rates_of_a_real_one() -> None:
+    card, slow = TABLE.find("X1-8GB"), TABLE.find(" x1 / 4 ")
+    assert (slow.name, slow.memory_gbps, slow.tflops, slow.memory_gib) == ("X1-8GB/4", 500.5 / 4, 15.0, 8.0)
+    assert TABLE.find(slow.name) == slow
+    measured = gpu_table().find("A40/2", Specs.MEASURED)
+    assert efficiency_of(measured) == efficiency_of(gpu_table().find("A40", Specs.MEASURED))
+    assert efficiency_of(measured) != efficiency_of(gpu_table().find("A40"))
+    assert (card.name, card.tflops) == ("X1-8GB", 60.0)
+
+
+@pytest.mark.parametrize("divisor", ["", "1", "0.5", "-2", "nan", "inf", "101", "x", "2/2"])
+def test_rates_are_divided_by_a_number_above_1(divisor: str) -> None:
+    with pytest.raises(GpuError, match=f"GPU 'X1-8GB': '{divisor}' is no number above 1 to divide its rates by"):
+        TABLE.find(f"x1/{divisor}")
+
+
 def test_measured_figures_are_dense_ones_with_their_own_factors() -> None:
     dense, measured = (gpu_table().find("A40", specs) for specs in (Specs.DENSE, Specs.MEASURED))
     assert (measured.tflops, measured.memory_gbps) == (dense.tflops, dense.memory_gbps)

@@ -88,3 +88,12 @@ def test_a_plan_of_a_later_epoch_silences_the_coordinator_and_one_of_its_own_doe
     for epoch, is_silent in ((4, True), (3, False), (2, False)):
         view.plan = msgspec.structs.replace(plan, epoch=epoch)
         assert (Coordinator(OWN, "raw").next(view, (OWN, 3), 0.0) is None) is is_silent
+
+
+def test_a_node_plans_for_the_deadlines_that_it_was_given() -> None:
+    view = view_of("x", "x")
+    once, thrice, fixed = (
+        settled(Coordinator(OWN, "raw", slo=slo), view, 3).deadlines for slo in ("1x", "3x", "ttft=2,tpot=0.5")
+    )
+    assert (thrice.ttft_s, thrice.tpot_s) == (pytest.approx(3 * once.ttft_s), pytest.approx(3 * once.tpot_s))
+    assert (fixed.ttft_s, fixed.tpot_s, fixed.e2e_s) == (2.0, 0.5, 0.0)

@@ -105,6 +105,7 @@ TOKENLESS = "127.0.0.1:1"
         (["join", "--bootstrap", TOKENLESS, "--drain-s", "nan"], "--drain-s"),
         (["join", "--bootstrap", TOKENLESS, "--ends-at", "2001-01-01T00:00"], "--ends-at"),
         (["bootstrap", "--codec", "zip"], "--codec"),
+        (["join", "--slo", "soon"], "--slo"),
         (["generate", "--bootstrap", TOKENLESS], "prompt"),
         (["generate", "--bootstrap", TOKENLESS, ""], "prompt"),
         (["generate", "--bootstrap", TOKENLESS, "bad \udcff"], "prompt"),

@@ -18,7 +18,7 @@ from p2pserve.sdk.live.comparison import LiveTraffic, compare, figures_of, plan_
 from p2pserve.sdk.live.comparison_command import main
 from p2pserve.sdk.live.network import Happened, LiveRun, LoneRequest
 from p2pserve.sdk.live.nodes import LiveSettings
-from p2pserve.sdk.live.schedule import FaultKind, ScheduledFault
+from p2pserve.sdk.live.schedule import LiveFaultKind, ScheduledFault
 from p2pserve.sdk.live.simulated import LOOPBACK_GBPS, cluster_of, kv_bits, service_of, with_deadlines_in_seconds
 from p2pserve.sims.records import Outcomes, Trace
 from p2pserve.sims.workloads import Lengths, workload_of
@@ -74,9 +74,9 @@ def test_differences_are_of_the_simulated_and_of_the_expected_figure() -> None:
     assert figures["throughput_tokens_s"].difference < 0
     shown = [name for name, figure in figures.items() if not figure.counts]
     assert shown == ["ttft_p99_s", "tpot_p99_s", "e2e_mean_s", "e2e_p50_s", "e2e_p90_s", "e2e_p99_s"]
-    assert figures["ttft_p50_s"].promise == pytest.approx(0.25)
-    assert [name for name, figure in figures.items() if figure.is_promised] == ["ttft_p50_s", "attainment"]
-    assert figures["tpot_p50_s"].promise is None
+    assert figures["ttft_p50_s"].estimate_error == pytest.approx(0.25)
+    assert [name for name, figure in figures.items() if figure.is_estimated] == ["ttft_p50_s", "attainment"]
+    assert figures["tpot_p50_s"].estimate_error is None
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
@@ -85,7 +85,7 @@ def test_the_simulator_loses_the_nodes_that_the_network_lost(is_silent: bool) ->
     whole = network.run(TRACE, plans)
     delays = []
     for number, peer in NUMBERS.items():
-        fault = ScheduledFault(4.3, FaultKind.LOSE, (number,))
+        fault = ScheduledFault(4.3, LiveFaultKind.LOSE, (number,))
         found = network.run(TRACE, plans, [Happened(fault, 4.3, 4.3, (peer,))])
         delays.append((found.e2e_s - whole.e2e_s).max())
     assert max(delays) > (1.5 if is_silent else 0.05)  # one of the two had a request then
@@ -94,8 +94,8 @@ def test_the_simulator_loses_the_nodes_that_the_network_lost(is_silent: bool) ->
 
 def test_the_simulator_starts_nodes_again_that_the_network_started() -> None:
     """All requests wait until one node has joined: 3 s after it was started."""
-    lost = [Happened(ScheduledFault(0.5, FaultKind.LOSE, (n,)), 0.5, 0.5, (peer,)) for n, peer in NUMBERS.items()]
-    joined = Happened(ScheduledFault(6.0, FaultKind.JOIN, (2,)), 6.0, 9.0, ("q",))
+    lost = [Happened(ScheduledFault(0.5, LiveFaultKind.LOSE, (n,)), 0.5, 0.5, (peer,)) for n, peer in NUMBERS.items()]
+    joined = Happened(ScheduledFault(6.0, LiveFaultKind.JOIN, (2,)), 6.0, 9.0, ("q",))
     found = network_of(5.0).run(TRACE, [(0.0, mixed_plan())], [*lost, joined])
     assert found.completed.all()
     assert (TRACE.arrival_s + found.ttft_s).min() > 9.0
@@ -103,7 +103,7 @@ def test_the_simulator_starts_nodes_again_that_the_network_started() -> None:
 
 def test_the_simulator_degrades_the_links_that_the_network_degraded() -> None:
     network, plans = network_of(5.0), [(0.0, plan())]
-    fault = ScheduledFault(3.0, FaultKind.DEGRADE, (1, 2), 0.001)
+    fault = ScheduledFault(3.0, LiveFaultKind.DEGRADE, (1, 2), 0.001)
     before, after = network.run(TRACE, plans), network.run(TRACE, plans, [Happened(fault, 3.0, 3.0, ("p", "q"))])
     assert after.e2e_s[0] == before.e2e_s[0]
     assert after.e2e_s[2] > before.e2e_s[2] + 1.0

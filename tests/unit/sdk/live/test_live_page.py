@@ -28,14 +28,14 @@ def figure(name: str, live: float, *, counts: bool = True, expected: float | Non
     """Of which 1.0 was simulated."""
     return Figure(
         name=name, expected=expected, steady=1.0, simulated=1.0, live=live, difference=live - 1.0, counts=counts,
-        promise=None if expected is None else 1.0 / expected - 1.0, is_promised=expected is not None,
+        estimate_error=None if expected is None else 1.0 / expected - 1.0, is_estimated=expected is not None,
     )  # fmt: skip
 
 
 def comparison(*figures: Figure) -> LiveComparison:
     return LiveComparison(
-        ok=all(abs(each.difference) <= 0.05 for each in figures), promise_ok=True, tolerance=0.05,
-        promise_tolerance=0.1, emulated="8 emulated nodes", model="m", lengths="l", arrivals="a", requests=10, lead=2,
+        ok=all(abs(each.difference) <= 0.05 for each in figures), estimate_ok=True, tolerance=0.05,
+        estimate_tolerance=0.1, emulated="8 emulated nodes", model="m", lengths="l", arrivals="a", requests=10, lead=2,
         rate=0.7, load=0.7, deadlines=Deadlines(), phases={"prefill": 3, "decode": 5}, plans=1,
         schedule=("lose 3@20",), figures=figures, failed=0, median_request_ttft_difference=0.0,
         median_request_e2e_difference=0.0, link_gbps=1.0, link_rtt_s=0.004, message_s=0.002,

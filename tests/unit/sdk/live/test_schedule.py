@@ -6,7 +6,7 @@ import pytest
 
 from p2pserve.sdk.errors import UsageError
 from p2pserve.sdk.live.schedule import (
-    FaultKind,
+    LiveFaultKind,
     ScheduledFault,
     check_schedule,
     needs_links,
@@ -14,9 +14,9 @@ from p2pserve.sdk.live.schedule import (
     read_schedule,
 )
 
-LOSE = ScheduledFault(20.0, FaultKind.LOSE, (3,))
-JOIN = ScheduledFault(50.0, FaultKind.JOIN, (3,))
-DEGRADE = ScheduledFault(30.0, FaultKind.DEGRADE, (1, 2), 0.05)
+LOSE = ScheduledFault(20.0, LiveFaultKind.LOSE, (3,))
+JOIN = ScheduledFault(50.0, LiveFaultKind.JOIN, (3,))
+DEGRADE = ScheduledFault(30.0, LiveFaultKind.DEGRADE, (1, 2), 0.05)
 
 
 def test_a_file_has_a_fault_in_each_line(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_a_file_has_a_fault_in_each_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", [LOSE, JOIN, DEGRADE])
 def test_a_fault_reads_as_it_is_written(fault: ScheduledFault) -> None:
     kind, _, words = str(fault).partition(" ")
-    assert parse_fault(FaultKind(kind), words) == fault
+    assert parse_fault(LiveFaultKind(kind), words) == fault
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_fault_reads_as_it_is_written(fault: ScheduledFault) -> None:
 )
 def test_what_is_no_fault_is_refused(kind: str, text: str) -> None:
     with pytest.raises(UsageError, match=f"{kind}: '{text}' is not like"):
-        parse_fault(FaultKind(kind), text)
+        parse_fault(LiveFaultKind(kind), text)
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,16 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_nodes_are_lost_and_started_in_turn() -> None:
-    check_schedule((JOIN, LOSE, ScheduledFault(60.0, FaultKind.LOSE, (3,))), 8)
+    check_schedule((JOIN, LOSE, ScheduledFault(60.0, LiveFaultKind.LOSE, (3,))), 8)
 
 
 @pytest.mark.parametrize(
     ("faults", "nodes", "words"),
     [
         ((LOSE,), 2, "there is no node 3"),
-        ((LOSE, ScheduledFault(25.0, FaultKind.LOSE, (3,))), 8, "is lost twice"),
+        ((LOSE, ScheduledFault(25.0, LiveFaultKind.LOSE, (3,))), 8, "is lost twice"),
         ((JOIN,), 8, "node 3 is running at 50 s"),
-        ((ScheduledFault(1.0, FaultKind.LOSE, (1,)),), 1, "one node has to be left"),
+        ((ScheduledFault(1.0, LiveFaultKind.LOSE, (1,)),), 1, "one node has to be left"),
     ],
 )
 def test_a_schedule_that_cannot_be_carried_out(faults: tuple[ScheduledFault, ...], nodes: int, words: str) -> None:

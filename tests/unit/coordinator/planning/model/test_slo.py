@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.costs.model_shape import ModelShape, model_shape
-from p2pserve.coordinator.planning.model.slo import lone_a100s, parse_slo
+from p2pserve.coordinator.plan import Deadlines
+from p2pserve.coordinator.planning.model.slo import lone_a100s, parse_slo, slo_of_deadlines
 from p2pserve.coordinator.planning.model.workload import Slo, Workload, WorkloadError
 
 LLAMA = model_shape("llama-30b")
@@ -48,3 +49,8 @@ def test_what_is_no_deadline_is_said_in_one_line(text: str) -> None:
     with pytest.raises(WorkloadError, match=r"^slo[:.]") as caught:
         parse_slo(text, LLAMA, workload())
     assert "\n" not in str(caught.value)
+
+
+def test_the_deadlines_of_a_plan_are_an_objective_where_it_has_any() -> None:
+    assert slo_of_deadlines(Deadlines(ttft_s=2.0)) == Slo(ttft_s=2.0, tpot_s=inf, e2e_s=inf)
+    assert slo_of_deadlines(Deadlines()) is None
