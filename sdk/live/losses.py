@@ -328,8 +328,7 @@ async def run_losses(settings: LossSettings, parts: Sequence[str], say: Say) -> 
             lost.append(await lose())
             one = lost[-1]
             say(f"{name}: gap {one.longest_gap_s:.2f} s, ttft {one.ttft_s:.2f} s; {'; '.join(one.figures.recovered)}")
-        again = sum(each.figures.transfer is not None for each in lost)
-        note(name, {**_summarise(lost), "with_kv": again})
+        note(name, _summarise(lost))
 
     async with open_box(watch_memory=False) as box:
         await box.start_fork_server(len(PHASES) + SPARE * settings.times, backend="emulated")
