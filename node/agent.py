@@ -446,8 +446,10 @@ class Node:
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""
         self.showing.follow_plan()
-        if self._division is not None and self._leaves_at is None:
-            self._division.follow(self._joined.view.plan, time.time())
+        plan, leader = self._joined.view.plan, self._joined.leader
+        if self._division is not None and self._leaves_at is None and plan is not None and leader is not None:
+            # A plan that an earlier run of this node followed may want what is over.
+            self._division.follow(plan if plan.epoch == leader[1] else None, time.time())
         if self._serving is not None:
             self._serving.gateway.network_changed()
             # A box that drains, or soon will, keeps its place in a replica until it has no request: it, and then all,

@@ -36,6 +36,7 @@ from ..errors import DemoFailed
 KV_CACHE_MIB = 64
 MEMORY_INTERVAL_S = 1.0
 LEAVE_S = 8.0
+DRAIN_S = 2.0
 GONE_S = 2.0
 LOG_LINE = 300  # characters of a log's last line that go into an error
 ON_LOOPBACK = "127.0.0.1:0"
@@ -119,12 +120,14 @@ class DemoBox:
                 nursery.start_soon(join, number)
         return peers
 
-    async def join(self, number: int, token: str, options: list[str]) -> NodeGreeting:
-        """Start a node with these `p2pserve join` options; no other has this number."""
+    async def join(self, number: int, token: str, options: list[str], *, drain_s: float = DRAIN_S) -> NodeGreeting:
+        """Start a node with these `p2pserve join` options; no other has this number. `drain_s`: for its requests to
+        finish when it leaves."""
         with self.take_channel() as channel:
             descriptor = channel.fileno()
             arguments = ["join", *options, "--engine-channel", str(descriptor)]
-            child = await self._start_node(f"node {number}", arguments, {"P2PSERVE_BOOTSTRAP": token}, (descriptor,))
+            environment = {"P2PSERVE_BOOTSTRAP": token}
+            child = await self._start_node(f"node {number}", arguments, environment, (descriptor,), drain_s=drain_s)
         return await self._greeting(child)
 
     async def start_elsewhere(
@@ -236,10 +239,11 @@ class DemoBox:
         *,
         listen: str = ON_LOOPBACK,
         inside: Inside = list,
+        drain_s: float = DRAIN_S,
     ) -> _DemoProcess:
         home = self.home / name.replace(" ", "-")
         command = [sys.executable, "-m", "p2pserve.sdk.cli", *arguments, "--home", str(home)]
-        command += ["--listen", listen, "--format", "json", "--drain-s", "2"]
+        command += ["--listen", listen, "--format", "json", "--drain-s", f"{drain_s:g}"]
         environment = {**node_environment(), **environment}
         return await self._start(name, inside(command), environment, home.with_suffix(".log"), descriptors)
 

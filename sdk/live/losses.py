@@ -5,8 +5,9 @@
 Starts emulated nodes on this machine: one that prefills, which is the gateway, and two that decode. In the middle of an
 answer it kills the box that decodes (SIGKILL) or stops it (SIGSTOP): the longest gap between two tokens. Kills
 or stops the box that prefills, just before a request: the seconds to its first token. `gateway`: the box is the gateway
-of a client of the SDK. `engine`: only the engine process
-is stopped. `busy` streams beside three busy loops, and counts the answers that were moved to another box without need.
+of a client of the SDK. `engine`: only the engine process is stopped. `leaves`: the box that decodes is told to leave
+(SIGTERM) and sends its KV to the box that goes on; beside `decode killed`, where prompt and answer are computed again.
+`busy` streams beside three busy loops, and counts the answers that were moved to another box without need.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ..requests import TextDelta, new_request_id
 from ..session import Session, open_session
 
 Say = Callable[[str], None]
-PARTS: Final = ("decode", "prefill", "gateway", "engine", "busy")
+PARTS: Final = ("decode", "prefill", "gateway", "engine", "leaves", "busy")
 PHASES: Final = (Phase.PREFILL, Phase.DECODE, Phase.DECODE)
 WHOLE_S: Final = 60.0
 POLL_S: Final = 0.1
@@ -56,7 +57,8 @@ Figures = dict[str, float | int]
 
 class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Boxes with these emulated GPUs. Tokens of prompts and answers; each loss is measured `times` times. `lost_at`:
-    tokens of the answer that have come when its box is lost; `streams` beside busy loops, one after the other."""
+    tokens of the answer that have come when its box is lost; `drain_s`: for so long a box that leaves may finish it,
+    and its last third is to pass it on; `streams` beside busy loops, one after the other."""
 
     cards: str = "1xA40"
     model: str = "qwen2.5-14b"
@@ -65,6 +67,7 @@ class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
     lost_at: int = 40
     times: int = 5
     streams: int = 10
+    drain_s: float = 6.0
 
 
 class Streamed(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,8 +186,9 @@ class _LossRun:
         for peer in await self._peers(Phase.DECODE):
             await self._asker.stream(peer, self._settings)
 
-    async def lose_decode(self, *, hung: bool, engine_only: bool = False) -> Streamed:
-        """Lose the box that decodes an answer, and start another one. The gateway is the box that prefills."""
+    async def lose_decode(self, number: signal.Signals, *, engine_only: bool = False) -> Streamed:
+        """Lose the box that decodes an answer by this signal, and start another one. The gateway is the box that
+        prefills."""
         gateway, reached = (await self._peers(Phase.PREFILL))[0], trio.Event()
         victims: list[NodeStatus] = []
 
@@ -193,7 +197,7 @@ class _LossRun:
             while not victims:
                 running = [node for node in await self._nodes_of(Phase.DECODE) if _is_running(node)]
                 victims.extend(running[:1])
-            self._lose(victims[0], hung=hung, engine_only=engine_only)
+            self._lose(victims[0], number, engine_only=engine_only)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(lose)
@@ -204,16 +208,16 @@ class _LossRun:
         await self._replace(victims[0])
         return found
 
-    async def lose_prefill(self, *, hung: bool, engine_only: bool = False) -> Streamed:
+    async def lose_prefill(self, number: signal.Signals, *, engine_only: bool = False) -> Streamed:
         """Lose the box that prefills, just before a request."""
         gateway, _ = await self._peers(Phase.DECODE)
         victim = await self._node((await self._peers(Phase.PREFILL))[0])
-        self._lose(victim, hung=hung, engine_only=engine_only)
+        self._lose(victim, number, engine_only=engine_only)
         found = await self._asker.stream(gateway, self._settings)
         await self._replace(victim)
         return found
 
-    async def lose_gateway(self, session: Session, *, hung: bool) -> Streamed:
+    async def lose_gateway(self, session: Session, number: signal.Signals) -> Streamed:
         """Lose the box that is the gateway of an answer."""
         settings, arrivals = self._settings, Arrivals(self._settings.lost_at)
         victims: list[NodeStatus] = []
@@ -222,7 +226,7 @@ class _LossRun:
         def take(delta: TextDelta) -> None:
             if arrivals.take(len(delta.tokens), trio.current_time()):
                 victims.append(nodes[next(iter(session.asked))])
-                self._lose(victims[0], hung=hung, engine_only=False)
+                self._lose(victims[0], number, engine_only=False)
 
         body = Generate(request=new_request_id(), prompt=" y" * settings.prompt, max_tokens=settings.output)
         arrivals.began = trio.current_time()
@@ -235,13 +239,14 @@ class _LossRun:
         gateway, _ = await self._peers(Phase.DECODE)
         return [await self._asker.stream(gateway, self._settings) for _ in range(count)]
 
-    def _lose(self, victim: NodeStatus, *, hung: bool, engine_only: bool) -> None:
+    def _lose(self, victim: NodeStatus, number: signal.Signals, *, engine_only: bool) -> None:
         agent, engine = self._pids(victim)
-        number = signal.SIGSTOP if hung else signal.SIGKILL
         if engine_only:
             self._box.signal(engine, number)
             return
         self._box.signal(agent, number)
+        if number is signal.SIGTERM:
+            return  # it needs its engine to the end
         with suppress(DemoFailed):  # it may have ended with its agent
             self._box.signal(engine, number)
 
@@ -265,7 +270,7 @@ class _LossRun:
         self._nodes += 1
         settings = self._settings
         options = ["--emulate", settings.cards, "--model", settings.model, "--codec", "kv4", "--phase", phase.value]
-        await self._box.join(self._nodes, self._token, options)
+        await self._box.join(self._nodes, self._token, options, drain_s=settings.drain_s)
 
     async def _whole(self) -> None:
         """Wait until all boxes are in one plan, which all of them follow."""
@@ -337,18 +342,20 @@ async def run_losses(settings: LossSettings, parts: Sequence[str], say: Say) -> 
                     streams = await run.undisturbed(settings.streams)
                 moved = sum(each.figures.attempts > 1 or bool(each.figures.recovered) for each in streams)
                 note("busy", {**_summarise(streams), "moved": moved})
-            for manner in ("stopped", "killed"):
-                hung = manner == "stopped"
+            if "leaves" in parts:
+                await measure("decode leaves", partial(run.lose_decode, signal.SIGTERM))
+            for manner, number in (("stopped", signal.SIGSTOP), ("killed", signal.SIGKILL)):
                 if "decode" in parts:
-                    await measure(f"decode {manner}", partial(run.lose_decode, hung=hung))
+                    await measure(f"decode {manner}", partial(run.lose_decode, number))
                 if "prefill" in parts:
-                    await measure(f"prefill {manner}", partial(run.lose_prefill, hung=hung))
+                    await measure(f"prefill {manner}", partial(run.lose_prefill, number))
                 if "gateway" in parts:
                     async with open_session(bootstrap.tokens["client"], None, WHOLE_S) as session:
-                        await measure(f"gateway {manner}", partial(run.lose_gateway, session, hung=hung))
+                        await measure(f"gateway {manner}", partial(run.lose_gateway, session, number))
             if "engine" in parts:
-                await measure("decode engine stopped", partial(run.lose_decode, hung=True, engine_only=True))
-                await measure("prefill engine stopped", partial(run.lose_prefill, hung=True, engine_only=True))
+                stop = signal.SIGSTOP
+                await measure("decode engine stopped", partial(run.lose_decode, stop, engine_only=True))
+                await measure("prefill engine stopped", partial(run.lose_prefill, stop, engine_only=True))
     return found
 
 
