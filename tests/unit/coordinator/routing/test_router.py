@@ -333,3 +333,15 @@ def test_a_long_prompt_goes_where_a_short_one_would() -> None:
     router.report([load("p1", 0, 300), load("p2", 0, 100), load("d")])
     assert {router.route(100).prefill for _ in range(60)} == {"p2"}
     assert router.route(4000).prefill == "p2"
+
+
+def test_what_this_gateway_has_sent_since_a_report_counts_once_for_each_gateway() -> None:
+    plan = plan_of({"a": Phase.MIXED, "b": Phase.MIXED}, {("a", "a"): 0.5, ("b", "b"): 0.5})
+    loads = [msgspec.structs.replace(load("a", 1, 300), sent_tokens=300), load("b", 2, 500)]
+
+    def route(gateways: float) -> str:
+        router = Router(plan)
+        router.report(loads, gateways)
+        return router.route(100).decode
+
+    assert (route(1.0), route(4.0)) == ("a", "b"), "four gateways have sent about 1,200 to a"
