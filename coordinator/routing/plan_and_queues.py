@@ -13,6 +13,12 @@ short ones. Splitwise also has pools that machines move
 between; plans have phases. A side whose free KV cannot hold the prompt comes after all others: the
 request would wait there.
 
+Other gateways' requests are heard of a second late. Until then each gateway takes the others for as
+busy as itself: what it has sent to a replica since that reported counts once for each gateway. Else
+all of them send to the replica whose queue was the shortest at the latest report: with four
+gateways, 15 prompt and 25 token machines and 180 requests/s, TTFT at p50 was 0.91 s so, and 0.41 s
+with it (llama2-70b on DGX-H100, conversations, simulated).
+
 Queues of replicas say nothing of the links between them. Two that are idle may be joined by a thin
 one, to which the plan gives a request in a hundred: a pair whose KV leaves its boxes, and that had
 more than `free_share` times its share of the latest requests, counts for that much more. At 60 % of
@@ -95,7 +101,7 @@ class PlanAndQueues(RoutingPolicy):
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
         """See `RoutingPolicy`; depends on neither `now` nor `rng`."""
         table = self.table_without(request.excluded, loads)
-        to_prefill, to_decode = self.guess_silent(loads)
+        to_prefill, to_decode = self.guess_queues(loads)
         to_prefill = to_prefill + self._note_prompt(request.prompt_tokens)
         cost = table.prefill.relative_queues(to_prefill)
         if request.cached_tokens is not None:
@@ -129,11 +135,13 @@ class PlanAndQueues(RoutingPolicy):
         self._sent *= 1.0 - 1.0 / self._settings.remembered_requests
         self._sent[self._table.pairs[route]] += 1.0
 
-    def guess_silent(self, loads: ReplicaLoads) -> tuple[Floats, Floats]:
-        """Tokens to prefill and requests, by replica; of those that have reported nothing, as of the busiest."""
-        if not loads.is_silent.any():
-            return loads.prefill_tokens, loads.outstanding
-        return self._with_guesses(loads.prefill_tokens, loads), self._with_guesses(loads.outstanding, loads)
+    def guess_queues(self, loads: ReplicaLoads) -> tuple[Floats, Floats]:
+        """Tokens to prefill and requests, by replica; of those that have reported nothing, as of the busiest. Other
+        gateways are taken for as busy as this one until the next report."""
+        to_prefill, to_decode = loads.prefill_tokens + loads.sent_tokens * (loads.gateways - 1.0), loads.outstanding
+        if loads.is_silent.any():
+            to_prefill, to_decode = self._with_guesses(to_prefill, loads), self._with_guesses(to_decode, loads)
+        return to_prefill, to_decode
 
     def _note_prompt(self, tokens: int) -> float:
         """The mean prompt of the latest requests, this one included."""

@@ -197,7 +197,7 @@ class PredictedTimes(RoutingPolicy):
         return self._shares
 
     def _forecast(self, prompt: int, output: float, speeds: _Speeds, loads: ReplicaLoads, shares: _Shares) -> _Forecast:
-        tokens, requests = self._queues.guess_silent(loads)
+        tokens, requests = self._queues.guess_queues(loads)
         # Who takes long is met more often: what a batch holds is more than half of a mean answer for each request.
         held = self.mean_prompt + self.mean_output
         room = np.clip(speeds.kv_tokens / held, 1.0, MOST_REQUESTS)

@@ -95,9 +95,7 @@ class RouteFinder:
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._settings, earlier=self._router)
             self._profiles = ReplicaProfiles(plan) if self._router.needs_profiles else None
-        lends = self._router.policy.lends_replicas
-        gateways = view.gateways_like(self._demand(), self.service) if lends else 1.0
-        self._router.report(view.loads(self._queues()), gateways)
+        self._router.report(view.loads(self._queues()), view.gateways_like(self._demand(), self.service))
         prices = (sum(view.usd_per_hour(peer) for peer in replica.peers) for replica in plan.replicas)
         self._router.loads.usd_per_hour[:] = list(prices)
         if self._profiles is not None:

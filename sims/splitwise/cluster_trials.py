@@ -73,17 +73,14 @@ class DrawnTraces:
     """Poisson arrivals for `seconds`, with lengths drawn from `lengths`; one trace for each rate."""
 
     def __init__(self, lengths: Sequence[tuple[int, int]], *, source: str, seconds: float, seed: int) -> None:
+        prompts, outputs = np.mean(lengths, axis=0)
+        self.mean_lengths = float(prompts), float(outputs)
+        """Tokens of prompts and of answers."""
         self.seconds = seconds
         self._lengths = lengths
         self._source = source
         self._seed = seed
         self._made: dict[float, Trace] = {}
-
-    @property
-    def mean_lengths(self) -> tuple[float, float]:
-        """Tokens of prompts and of answers."""
-        prompts, outputs = np.mean(self._lengths, axis=0)
-        return float(prompts), float(outputs)
 
     @property
     def most_rate(self) -> float:

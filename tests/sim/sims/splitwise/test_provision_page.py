@@ -6,27 +6,57 @@ import pytest
 
 from p2pserve.sims.experiments.setting import Scope
 from p2pserve.sims.experiments.splitwise import provision as experiment
-from p2pserve.sims.experiments.splitwise.kv_second_token import second_token_rows
+from p2pserve.sims.experiments.splitwise.kv_second_token import H100, second_token_rows, visible_rows
+from p2pserve.sims.experiments.splitwise.provision import ProvisionRow
 
 
 def test_layer_by_layer_hides_what_serialised_kv_costs_the_second_token() -> None:
-    alone, layers, serial = second_token_rows(6)
-    assert alone.TTFT_ms == pytest.approx(layers.TTFT_ms) == pytest.approx(serial.TTFT_ms)
-    assert alone.visible_kv_ms == 0.0
-    assert layers.second_token_ms - alone.second_token_ms == pytest.approx(layers.visible_kv_ms, abs=0.1)
-    assert serial.second_token_ms - alone.second_token_ms == pytest.approx(serial.visible_kv_ms, abs=0.1)
-    assert 0.0 < 20 * layers.visible_kv_ms < serial.visible_kv_ms
+    rows = second_token_rows(6)
+    assert [(row.model, row.gbps) for row in rows[::4]] == [
+        ("bloom-176b", 3200),
+        ("llama2-70b", 3200),
+        ("llama2-70b", 400),
+    ]
+    for at in range(0, len(rows), 4):
+        alone, bytes_alone, layers, serial = rows[at : at + 4]
+        assert alone.visible_kv_ms == 0.0
+        for row in (bytes_alone, layers, serial):
+            assert row.TTFT_ms == pytest.approx(alone.TTFT_ms)
+            assert row.second_token_ms - alone.second_token_ms == pytest.approx(row.visible_kv_ms, abs=0.1)
+        assert 0.0 < 20 * bytes_alone.visible_kv_ms < serial.visible_kv_ms
+    bloom = rows[:4]
+    assert bloom[1].visible_kv_ms < bloom[2].visible_kv_ms <= bloom[1].visible_kv_ms + 1e3 * H100.sync_s
+    assert bloom[2].visible_kv_ms < bloom[3].visible_kv_ms
+
+
+def test_what_is_left_of_serialised_kv_grows_with_the_prompt_and_short_prompts_are_sent_so() -> None:
+    """By hand: BLOOM-176B has 2 x 70 x 14,336 x 2 bytes a token, and eight cards of 400 Gb/s move 400 GB/s."""
+    rows = {row.prompt: row for row in visible_rows((256, 512, 1024)) if row.machines == "DGX-H100"}
+    for prompt, row in rows.items():
+        assert row.serialised_ms == pytest.approx(1e3 * prompt * 2 * 70 * 14336 * 2 / 400e9, abs=0.1)
+        assert row.layer_by_layer_ms == pytest.approx(5.0, abs=0.3)
+    assert rows[256].chosen_ms == rows[256].serialised_ms
+    assert rows[512].chosen_ms == rows[512].layer_by_layer_ms
+    assert rows[1024].chosen_ms == rows[1024].layer_by_layer_ms
 
 
 def test_the_page_has_each_design_beside_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment, "KV_PROMPTS", 3)
+    monkeypatch.setattr(experiment, "MODES", ("measured",))
     page = experiment.provision(Scope(seconds=2.0))
     tables = {table.title: table for table in page.tables}
-    assert list(tables) == ["Figure 12", "Figures 15 and 17a", "Figure 18b", "Figures 13 and 14"]
-    rows = [row for row in tables["Figures 15 and 17a"].rows if isinstance(row, experiment.ProvisionRow)]
-    assert [row.design for row in rows] == 2 * ["baseA", "baseH", "AA", "HH", "HHcap", "HA"]
-    assert all(row.kw <= 224.001 for row in rows), "none has more power than 40 DGX-H100"
+    titles = ["Figure 12", "Figures 15 and 17a", "Figure 17b", "Figure 18a", "Figure 18b", "Figure 13", "Figure 14"]
+    assert list(tables) == titles
+    found = {title: [row for row in tables[title].rows if isinstance(row, ProvisionRow)] for title in titles}
+    for title in titles[1:5]:
+        assert [row.design for row in found[title]] == ["baseA", "baseH", "AA", "HH", "HHcap", "HA"]
+    assert all(row.kw <= 224.001 for row in found["Figures 15 and 17a"]), "none has more power than 40 DGX-H100"
+    assert all(row.usd_per_h <= 1520.001 for row in found["Figure 17b"]), "none costs more"
+    for by_power, by_cost in zip(found["Figure 18a"], found["Figure 18b"], strict=True):
+        assert by_power.kw <= by_cost.kw * 1.001
+        assert by_cost.usd_per_h <= by_power.usd_per_h * 1.001
     assert "2 s" in page.assumes
     text = page.markdown()
     assert "27P, 3T" in text
+    assert "![" in text
     assert "## What agrees, what does not, and why" in text

@@ -20,6 +20,7 @@ from p2pserve.sims.splitwise import (
     write_trace,
 )
 from p2pserve.sims.splitwise.__main__ import main
+from p2pserve.sims.splitwise.machine import BatchLimits
 from p2pserve.sims.splitwise.reference import axis_cases, compare, released_cases
 
 RELEASED = {case.name: case for case in released_cases()}
@@ -46,6 +47,18 @@ def test_a_row_of_the_public_simulator(row: str) -> None:
     # The tolerance is for others; here the very same things happen, so that only the printed digits differ.
     assert comparison.worst[1] < 1e-5, comparison.worst
     assert comparison.figures["events"] == RELEASED[row].figures["events"]
+
+
+def test_how_much_a_machine_batches_is_a_setting() -> None:
+    """Four prompts of 1,024 tokens at once on one machine: in pairs, or one by one."""
+    trace = replace(few(5), arrival_s=np.array([0.0, 0.001, 0.001, 0.001, 0.001]))
+
+    def first_tokens(tokens: int) -> int:
+        limits = BatchLimits(tokens=tokens)
+        found = run_setup("baseH", "llama2-70b", "conv", trace, mode="measured", machines=(1, 0), limits=limits)
+        return len(set((trace.arrival_s + found.outcomes.ttft_s).round(9)))
+
+    assert (first_tokens(2048), first_tokens(1024)) == (3, 5)
 
 
 def test_there_are_48_rows_and_16() -> None:

@@ -1,0 +1,54 @@
+"""The page of Splitwise's pools under load, cut short: its tables, curves and pictures."""
+
+from __future__ import annotations
+
+import pytest
+
+from p2pserve.sims.experiments.setting import Scope
+from p2pserve.sims.experiments.splitwise import equal_options
+from p2pserve.sims.experiments.splitwise import pools as experiment
+from p2pserve.sims.experiments.splitwise.equal_options import EqualRow, name_missed
+from p2pserve.sims.experiments.splitwise.pools import BatchedRow, LoadRow, MovedRow
+
+DESIGNS = ["baseA", "baseH", "AA", "HH", "HHcap", "HA"]
+
+
+def test_missed_slos_are_named_by_metric() -> None:
+    assert name_missed(["ttft_p90", "ttft_p99", "e2e_p50"]) == "TTFT 90/99, E2E 50"
+    assert name_missed([]) == "none"
+
+
+def test_the_page_has_every_design_at_every_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment, "RATES", (70.0, 130.0))
+    monkeypatch.setattr(experiment, "LLAMA_RATES", (70.0,))
+    monkeypatch.setattr(experiment, "BATCH_RATE", 150.0)
+    monkeypatch.setattr(equal_options, "RATES", (70.0,))
+    page = experiment.pools(Scope(seconds=2.0))
+    tables = {table.title: table for table in page.tables}
+    assert list(tables) == ["Figure 15", "Figure 16", "Figure 19", "Batch jobs (V-F)", "Equal options"]
+
+    loads = [row for row in tables["Figure 15"].rows if isinstance(row, LoadRow)]
+    assert [row.design for row in loads] == 4 * DESIGNS
+    assert all(len(row.slowdowns) == 2 and len(row.slowdowns[0]) == 9 for row in loads)
+
+    batched = [row for row in tables["Figure 16"].rows if isinstance(row, BatchedRow)]
+    assert [row.pool for row in batched] == 4 * ["baseH", "HH prompt", "HH token"]
+    for row in batched:
+        assert row.tokens == sorted(row.tokens)
+        assert row.shares == sorted(row.shares)
+        assert row.shares[-1] == pytest.approx(1.0)
+
+    moved = [row for row in tables["Figure 19"].rows if isinstance(row, MovedRow)]
+    assert [row.design for row in moved if row.made_for == "coding"] == 2 * DESIGNS
+    assert {row.of_the_cluster_made_for_it for row in moved if row.made_for == "conversation"} <= {"+0%", ""}
+
+    equal = [row for row in tables["Equal options"].rows if isinstance(row, EqualRow)]
+    assert len(equal) == len(equal_options.SYSTEMS)
+    assert {row.alone for row in equal if "T" not in row.machines} == {"100%"}
+
+    files = [picture.file for picture in page.pictures]
+    assert len(files) == len(set(files)) == 7
+    for picture in page.pictures:
+        names = [set(curves.lines) for panels in picture.panels for curves in panels]
+        assert all(each == names[0] for each in names), "one legend is for all"
+    assert len(page.markdown().splitlines()) > 80
