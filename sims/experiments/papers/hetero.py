@@ -137,7 +137,7 @@ class ScheduleRow(ResultRow, frozen=True):
     p99_s: float
 
 
-class LatencyRow(ResultRow, frozen=True):
+class EqualOptionsRow(ResultRow, frozen=True):
     """Tokens per second, prompts and answers, and what requests saw: seconds to the first token,
     milliseconds from token to token, and seconds in all; medians and the slowest in a hundred."""
 
@@ -326,7 +326,7 @@ def schedule_rows(system: ServingSystem, count: int) -> tuple[ScheduleRow, ...]:
 
 
 @cache
-def latency_rows(system: ServingSystem, count: int) -> tuple[LatencyRow, ...]:
+def latency_rows(system: ServingSystem, count: int) -> tuple[EqualOptionsRow, ...]:
     """Every policy at every rate with equal options, and the paper's also by four gateways."""
     rows = []
     for rate in RATES:
@@ -342,7 +342,7 @@ def latency_rows(system: ServingSystem, count: int) -> tuple[LatencyRow, ...]:
                 np.nanquantile(seconds, (0.5, 0.99)) for seconds in (outcomes.ttft_s, outcomes.tpot_s, outcomes.e2e_s)
             )
             rows.append(
-                LatencyRow(
+                EqualOptionsRow(
                     link=system.link, rate=f"{rate:g}" if rate < inf else AT_ONCE, policy=name, tokens_s=found,
                     over_rr=100.0 * (found / base - 1.0), ttft_p50_s=float(ttft), ttft_p99_s=float(ttft_p99),
                     tpot_p50_ms=1e3 * float(tpot), tpot_p99_ms=1e3 * float(tpot_p99), p50_s=float(e2e),
@@ -419,7 +419,7 @@ def _picture(*systems: Sequence[ScheduleRow]) -> Picture:
     return Picture("hetero", "tokens/s over the rate of requests, by policy, on two systems", tuple(panels))
 
 
-def _latency_picture(*systems: Sequence[LatencyRow]) -> Picture:
+def _latency_picture(*systems: Sequence[EqualOptionsRow]) -> Picture:
     """The slowest in a hundred by rate, with NVLink. What comes at once waits for minutes: it would
     hide the rest."""
     panels = []

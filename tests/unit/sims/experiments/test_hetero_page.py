@@ -29,7 +29,7 @@ from p2pserve.sims.experiments.papers.hetero import (
     TWO_MACHINES,
     V100,
     DegreeRow,
-    LatencyRow,
+    EqualOptionsRow,
     ScheduleRow,
     ServingSystem,
     degree_rows,
@@ -127,7 +127,7 @@ def test_what_the_page_says_of_two_instances() -> None:
 
 def test_what_the_page_says_of_equal_options() -> None:
     pair, five = (
-        {(row.link, row.rate, row.policy): row for row in read_rows(RESULTS, "hetero", title, LatencyRow)}
+        {(row.link, row.rate, row.policy): row for row in read_rows(RESULTS, "hetero", title, EqualOptionsRow)}
         for title in (EQUAL_TWO, EQUAL_FIVE)
     )
     assert len(pair) == len(five) == len(LINKS) * 4 * (len(POLICIES) + 1)
