@@ -442,10 +442,9 @@ def _latency_picture(*systems: Sequence[EqualOptionsRow]) -> Picture:
 
 LATENCY_AXES: Final = {"ttft_p99_s": "TTFT P99, s", "tpot_p99_ms": "TPOT P99, ms", "p99_s": "end to end P99, s"}
 
-EQUAL_NOTE: Final = (
-    "Every engine computes 512 tokens a step at most, of at most 256 requests, chunks of prompts beside decodes. "
-    "Whoever predicts lengths learns them from answers that have ended."
-)
+EQUAL_NOTE: Final = """\
+Every engine computes 512 tokens a step at most, of at most 256 requests, chunks of prompts beside
+decodes. Whoever predicts lengths learns them from answers that have ended."""
 
 REMARKS: Final = """\
 - Agrees, with NVLink: where one of two instances is far stronger, taking turns is the worst, worse
