@@ -208,7 +208,7 @@ def _explain_measured(peer: str, costs: MeasuredCosts, workload: Workload) -> st
         )
         if told is not None and modelled is not None
     ]
-    return f"{peer} counts by its engine's own steps: {' and '.join(factors)} as its cards are taken for"
+    return f"{peer} counts by its engine's own steps: {' and '.join(factors)} as its hardware is taken for"
 
 
 def _select_boxes(offered: list[BoxView], why: list[str]) -> list[BoxView]:

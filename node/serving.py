@@ -116,6 +116,7 @@ class Serving:
         network.on_hung(self._peer_hung)
         nursery.start_soon(self.host.run)
         nursery.start_soon(self.api.run)
+        self.host.worker.learner.on_change = self._on_speed
         self._is_used = trio.Event()
         self.gateway.on_request = self.host.worker.on_request = self._note_request
         nursery.start_soon(self._expect_answers, network, settings.tuning)
@@ -226,6 +227,11 @@ class Serving:
             kv_tokens=engine.kv_tokens or None,
             starts=engine.starts or None,
         )
+
+    def _on_speed(self, factor: float) -> None:
+        """Steps of the engine take so many times as long as before, whatever they compute."""
+        self._record(EventKind.ENGINE_SPEED, slower=round(factor, 3))
+        self._say(f"the engine's steps take {factor:.2f} times as long as before: routes and plans follow")
 
     def _on_engine(self, engine: messages.EngineAdvert) -> None:
         before, self.engine = self.engine, engine

@@ -66,6 +66,8 @@ class BoxEngineSettings:
     emulate: str | None = None  # of the emulated engine: the GPUs that it models, like 4xA40
     emulate_specs: str = Specs.DENSE  # the column of the GPU table that counts for them
     emulate_load_gb_s: float = 0.0  # GB/s that its weights are read at whenever it starts; 0: in no time
+    emulate_throttle: tuple[float, float] | None = None
+    """So many seconds after its first step, steps take so many times as long; None: it stays as fast as its cards."""
     fitting: FittingSettings = field(default_factory=FittingSettings)
     sweep_s: float = 0.0
     """For so long the box's first engine is measured before it takes requests; 0: not at all. Longer: a better profile

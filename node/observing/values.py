@@ -52,6 +52,7 @@ class EventKind(StrEnum):
     PLAN_OBJECTED = "plan.objected"
     PHASE_CHANGED = "phase.changed"
     ENGINE_STATE = "engine.state"
+    ENGINE_SPEED = "engine.speed"
     LINK_MEASURED = "link.measured"
     LINK_FAILED = "link.failed"
     PATHS_CHANGED = "link.paths"

@@ -35,6 +35,7 @@ from .prefetch import Prefetch
 from .splitting import PromptSplitter
 from .stages import Stages, with_limits
 from .supervisor import Supervisor
+from .sweep import EngineSweep
 from .worker import Worker
 
 MOVE_POLL_S: Final = 0.05
@@ -152,8 +153,8 @@ class Host:
             tuning=tuning,
             # Elsewhere the API process is started when somebody asks, which may be never.
             open_server=partial(open_fork_server, serves_api=settings.http is not None and served_by_vllm),
-            sweep_s=settings.engine.sweep_s,
         )
+        self._supervisor.sweep = EngineSweep(self.worker.learner, settings.engine.sweep_s)
         self._supervisor.waits_for = describe_wait(served.share, info.layers)
         if self._alone is not None:
             self._supervisor.config_of_stage = configs.of_stage

@@ -53,9 +53,7 @@ class Supervisor:
         on_change: Callable[[EngineAdvert], None],
         tuning: NodeTuning = WAN,
         open_server: OpenForkServer = open_fork_server,
-        sweep_s: float = 0.0,
     ) -> None:
-        """`sweep_s`: for so long the first engine is measured before it gets requests; 0: not at all."""
         self._config = config
         self._worker = worker
         self._stages = stages
@@ -67,9 +65,10 @@ class Supervisor:
         """What the box needs as long as it has no place, for people."""
         self.config_of_stage: Callable[[int], protocol.EngineConfig] = lambda layers: config
         """The settings of a stage with so many layers."""
+        self.sweep = EngineSweep(worker.learner, 0.0)
+        """By which the first engine is measured before it gets requests."""
         self._tuning = tuning
         self._open_server = open_server
-        self._sweep = EngineSweep(worker.learner, sweep_s)
         self._place: Place | None = None
         self._life = trio.CancelScope()  # of one engine process, from its preparation to its end
         self._changed = trio.Event()
@@ -189,8 +188,9 @@ class Supervisor:
             link = self._link = await server.start_engine(
                 config, self._on_message, lambda said: self._tell_starting(state, workers.take(said))
             )
-            if place.is_head and not self._sweep.is_over:  # later engines of this box are waited for by requests
-                await self._sweep.run(link, config.max_requests, say)
+            if place.is_head and not self.sweep.is_over:  # later engines of this box are waited for by requests
+                say("measures how fast it is")
+                await self.sweep.run(link, config.max_requests)
             self._worker.use(link, place, frozenset(end.ticket.link for end in pipes))
             return await self._serve(link, place, call)
         except (EngineStartError, ModelError) as error:
@@ -227,7 +227,7 @@ class Supervisor:
         return f"the engine process {how}"
 
     def _on_message(self, message: protocol.FromEngine) -> None:
-        if not self._sweep.take(message):
+        if not self.sweep.take(message):
             self._worker.on_engine_message(message)
 
     def tell_beside(self, detail: str) -> None:

@@ -9,7 +9,7 @@ what is learned are the engine's own steps: any engine can be swept.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, final
 
 import trio
@@ -48,6 +48,7 @@ class EngineSweep:
         self.is_over = limit_s <= 0.0
         self._running = False
         self._counts = False  # not while it warms up
+        self._is_late = False  # the time is over
         self._open: set[str] = set()
         self._news = trio.Event()
         self._numbers = 0
@@ -63,13 +64,13 @@ class EngineSweep:
         if message.iterations is not None and self._counts:
             self._learner.add(message.iterations)
         self._open -= {output.request for output in message.outputs if output.finish is not None}
-        if not self._open:
+        # What the last steps were like may be told after their tokens.
+        if not self._open and (message.iterations is not None or self._is_late):
             self._news.set()
         return True
 
-    async def run(self, engine: EngineHandle, max_requests: int, say: Callable[[str], None]) -> None:
-        """Sweep until all batches are done, the time is over, or the engine is gone; then fit. `say` hears how far it
-        is."""
+    async def run(self, engine: EngineHandle, max_requests: int) -> None:
+        """Sweep until all batches are done, the time is over, or the engine is gone; then fit."""
         self.is_over = True
         ready = engine.ready
         batches = choose_batches(ready, max_requests) if ready is not None else []
@@ -80,22 +81,19 @@ class EngineSweep:
             with trio.move_on_after(self._limit_s):
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._stop_with, engine, nursery.cancel_scope)
-                    await self._run_batches(engine, ready, batches, say)
+                    await self._run_batches(engine, ready, batches)
                     nursery.cancel_scope.cancel()
             await self._cancel_open(engine)
         finally:
             self._running = False
         await self._learner.refit()
 
-    async def _run_batches(
-        self, engine: EngineHandle, ready: protocol.EngineReady, batches: list[SweepBatch], say: Callable[[str], None]
-    ) -> None:
+    async def _run_batches(self, engine: EngineHandle, ready: protocol.EngineReady, batches: list[SweepBatch]) -> None:
         # The first steps of an engine take longer than those that follow, so the first batch is done twice.
         for number, batch in enumerate([batches[0], *batches]):
             if not engine.running:
                 return
             self._counts = number > 0
-            say(f"measures how fast it is: batch {max(1, number)} of {len(batches)}")
             self._news = trio.Event()
             for submit in self._make_requests(batch, ready):
                 self._open.add(submit.request)
@@ -124,6 +122,6 @@ class EngineSweep:
         for request in self._open:
             engine.send(protocol.Cancel(request=request))
         with trio.move_on_after(CANCEL_S):
-            self._news = trio.Event()
+            self._news, self._is_late = trio.Event(), True
             self._open.clear()
             await self._news.wait()  # its next step says that it goes on without

@@ -34,6 +34,9 @@ NARROW = ("node", "phase", "state", "hardware", "reqs", "tok/s", "$/h")
 NUMBERS = frozenset({"reqs", "req/s", "tok/s", "$/h"})
 GONE = frozenset({"dead", "left"})
 
+SPEED_AT = (8, 256)
+"""Requests and their length at which engines are compared."""
+
 MODEL_COLUMNS = ("model", "name", "boxes", "ready", "tokens", "KV tokens")
 CLIENT = Role.CLIENT.value
 WIDE = 200  # columns for a table that goes to a file: nothing is cut off
@@ -86,7 +89,8 @@ def print_status(status: Status, console: Console | None = None, *, wide: bool =
     console = console or open_console()
     console.print(status_table(status, COLUMNS if wide else NARROW))
     boxes = (*gone_lines(status), *ending_lines(status), *closed_lines(status), *engine_lines(status))
-    print_prose((*boxes, *plan_lines(status), *worth_lines(status), *key_lines(status)), console)
+    speeds = speed_lines(status) if wide else []
+    print_prose((*boxes, *speeds, *plan_lines(status), *worth_lines(status), *key_lines(status)), console)
 
 
 def status_table(status: Status, columns: Sequence[str] = COLUMNS) -> Table:
@@ -255,6 +259,27 @@ def now_line(status: Status) -> str:
     if usd:
         parts.append(f"${usd:.2f}/h")
     return f"now: {', '.join(parts)}"
+
+
+def speed_lines(status: Status) -> list[str]:
+    """One line for each box whose engine has told what its steps take."""
+    found = []
+    for node in status.nodes:
+        profile = node.advert.profile if node.advert is not None else None
+        fits = {"prefill": profile.prefill, "decode": profile.decode} if profile is not None else {}
+        parts = [
+            f"{phase} {_seconds(fit.cost.seconds(*SPEED_AT))} (fitted to {fit.samples} steps, {fit.error:.0%} off)"
+            for phase, fit in fits.items()
+            if fit is not None
+        ]
+        if parts:
+            at = f"a step of {SPEED_AT[0]} requests of {SPEED_AT[1]} tokens"
+            found.append(f"speed of {name_of(node.peer)}, {at}: {', '.join(parts)}")
+    return found
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1.0 else f"{1e3 * value:.3g} ms"
 
 
 def worth_lines(status: Status) -> list[str]:

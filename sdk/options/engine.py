@@ -11,7 +11,7 @@ from ...node.engine.backends import BACKENDS
 from ...node.engine.emulated.backend import EMULATED
 from .command import combine, option
 from .shared import price_options
-from .values import FIGURE, POSITIVE
+from .values import FIGURE, POSITIVE, THROTTLE
 
 
 def _chosen(ctx: click.Context, parameter: click.Parameter, engine: str | None) -> str:
@@ -107,6 +107,13 @@ engine_options: Final = combine(
         default=0.0,
         metavar="N",
         help="GB/s that weights are read at whenever the engine starts (default: in no time)",
+    ),
+    _engine(
+        "--emulate-throttle",
+        type=THROTTLE,
+        metavar="S:FACTOR",
+        help="so many seconds after its first step, steps of the emulated engine take so many times as long, like "
+        "60:1.5 (default: never)",
     ),
     _engine(
         "--sweep-s",

@@ -86,6 +86,20 @@ def duration(text: str) -> float:
     return value
 
 
+def throttle(text: str) -> tuple[float, float]:
+    """`60:1.5`: after 60 s steps take 1.5 times as long."""
+    after, colon, factor = text.partition(":")
+    try:
+        after_s, slower = float(after), float(factor)
+    except ValueError:
+        after_s, slower = -1.0, 0.0
+    if not (colon and 0.0 <= after_s < 1e6 and 0.0 < slower <= 1e3):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no throttling; write seconds and how many times as long steps take from then on, like 60:1.5"
+        )
+    return after_s, slower
+
+
 class UnixMoment(float):
     """Unix seconds that are shown as the time that they are."""
 
@@ -205,6 +219,7 @@ ABOVE_ZERO = Parsed("number", above_zero, float)
 DURATION = Parsed("time from now", duration)
 AGE = Parsed("length of time", duration)
 MOMENT = Parsed("time", moment)
+THROTTLE = Parsed("throttling", throttle)
 OWN_NODE = Parsed("node", own_node)
 REPLICAS = Parsed("number of nodes", replicas, int, (AUTO,))
 FILE = click.Path(path_type=Path)

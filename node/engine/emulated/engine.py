@@ -148,6 +148,7 @@ class EmulatedEngine:
         self._batch: Batch | None = None
         self._ends: float | None = None  # modelled end of the step under way, or of the last one
         self._ended: float | None = None  # when the last step really ended
+        self._first_began: float | None = None  # the first step of all
 
     def __repr__(self) -> str:
         return f"<EmulatedEngine {self.name} {self._batcher}>"
@@ -231,11 +232,17 @@ class EmulatedEngine:
         if now - began > CATCH_UP_S:
             _log.warning("this machine is too slow: steps are %.2f s behind those of %s", now - began, self.name)
             began = now
-        self._batch, self._ends = batch, began + step_s(self._times, batch.scheduled)
+        self._batch, self._ends = batch, began + self._slower(began) * step_s(self._times, batch.scheduled)
         if self._ended is None:
             self._ended = began
         self._send(batch, began, self._ends)
         return self._ends
+
+    def _slower(self, now: float) -> float:
+        """How many times as long steps take now as its cards would take: some throttle after a while."""
+        self._first_began = now if self._first_began is None else self._first_began
+        throttling = self._emulation.throttling
+        return throttling.factor if throttling is not None and now >= self._first_began + throttling.after_s else 1.0
 
     def end_step(self, now: float) -> None:
         """The step has ended: report its tokens."""

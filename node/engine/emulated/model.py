@@ -23,7 +23,7 @@ from ...models import BUNDLED, ModelError, ModelInfo, Report, WeightSizes, read_
 from ...models.text import TextModel
 from ...settings import BoxEngineSettings
 from ..backend import ServedModel
-from ..protocol import Emulation
+from ..protocol import Emulation, Throttling
 from .engine import EmulationError, model_capacity
 
 MAX_CARDS: Final = 64
@@ -111,8 +111,18 @@ def inspect_model(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> Se
         model=model,
         text=TextModel(model.folder),
         share=Share(model.info.layers, tp, limits, knobs.kv_cache_mib),
-        options=msgspec.to_builtins(msgspec.structs.replace(model.emulation, load_gb_s=knobs.emulate_load_gb_s)),
+        options=msgspec.to_builtins(
+            msgspec.structs.replace(
+                model.emulation,
+                load_gb_s=knobs.emulate_load_gb_s,
+                throttling=_throttling(knobs.emulate_throttle),
+            )
+        ),
     )
+
+
+def _throttling(wanted: tuple[float, float] | None) -> Throttling | None:
+    return None if wanted is None else Throttling(after_s=wanted[0], factor=wanted[1])
 
 
 def _choose_tp(hardware: Hardware, wanted: int | None, model: ModelInfo) -> int:

@@ -21,6 +21,7 @@ from ....coordinator.planning.model.cluster_file import NVLINK_SHARE, PCIE_GBPS
 from ....coordinator.planning.model.workload import Service, Workload
 from ....coordinator.profile import ReplicaProfile
 from ....coordinator.routing.interface import RoutingSettings
+from ...engine.values import SimEngineSettings
 from ...policies import HETERO, LEAST_TOKENS, MEMORY, PLAN, ROUND_ROBIN, SINGLE, WEIGHTED_ROUND_ROBIN
 from ...records import Trace
 from ...results.outcomes import SimResult
@@ -32,6 +33,8 @@ from ..setting import Scope
 DEGREES: Final = "5.1, degrees of tensor parallelism"
 TWO_INSTANCES: Final = "5.2, t=4 and t=1 on V100"
 TWO_MACHINES: Final = "5.3, four of t=2 on V100 and one of t=1 on A800"
+EQUAL_TWO: Final = "5.2 again, equal options for all"
+EQUAL_FIVE: Final = "5.3 again, equal options for all"
 
 V100: Final = "V100-SXM2-32GB"
 A800: Final = "A100-PCIE-80GB"  # an A800 but for its NVLink, which one card does not use
@@ -60,6 +63,19 @@ POLICIES: Final[Mapping[str, str]] = {
 AT_ONCE: Final = "at once"
 GATEWAYS: Final = 4
 SPREAD: Final = "OS, 4 gateways"
+
+
+class EngineOptions(NamedTuple):
+    """What all engines of a run batch by, and how the lengths of answers are predicted: tokens of a step, chunks of
+    prompts beside decodes; requests of a step; a `LENGTH_PREDICTORS`."""
+
+    step_tokens: int = 2048
+    requests: int = 256
+    predictor: str = "sampled"
+
+
+PAPER: Final = EngineOptions()
+EQUAL: Final = EngineOptions(step_tokens=512, predictor="learned")
 
 
 class Instances(NamedTuple):
@@ -121,6 +137,23 @@ class ScheduleRow(ResultRow, frozen=True):
     p99_s: float
 
 
+class EqualOptionsRow(ResultRow, frozen=True):
+    """Tokens per second, prompts and answers, and what requests saw: seconds to the first token,
+    milliseconds from token to token, and seconds in all; medians and the slowest in a hundred."""
+
+    link: str
+    rate: str
+    policy: str
+    tokens_s: float
+    over_rr: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    p50_s: float
+    p99_s: float
+
+
 @cache
 def draw_lengths(count: int, seed: int) -> tuple[RequestLengths, ...]:
     """In place of ShareGPT: exponential lengths, independent of each other."""
@@ -159,6 +192,7 @@ def run_system(
     rate: float = inf,
     seed: int = 0,
     gateways: int = 0,
+    options: EngineOptions = PAPER,
 ) -> SimResult:
     """All requests on the system's instances, arriving at `rate` as Poisson has it, or at once."""
     boxes, replicas, models = [], [], {}
@@ -192,7 +226,8 @@ def run_system(
         service=Service(name="s", model=model_shape(system.model), workload=workload), plan=plan, trace=trace
     )
     settings = SimSettings(
-        routing=RoutingSettings(policy=policy, length_predictor="sampled"), seed=seed,
+        engine=SimEngineSettings(max_batched_tokens=options.step_tokens, max_sequences=options.requests),
+        routing=RoutingSettings(policy=policy, length_predictor=options.predictor), seed=seed,
         gateways=tuple(f"gateway{number}" for number in range(gateways)), report_s=1.0 if gateways else 0.0,
     )  # fmt: skip
     size = len(boxes)
@@ -290,12 +325,42 @@ def schedule_rows(system: ServingSystem, count: int) -> tuple[ScheduleRow, ...]:
     return tuple(rows)
 
 
+@cache
+def latency_rows(system: ServingSystem, count: int) -> tuple[EqualOptionsRow, ...]:
+    """Every policy at every rate with equal options, and the paper's also by four gateways."""
+    rows = []
+    for rate in RATES:
+        base = 0.0
+        for name, policy in [*POLICIES.items(), (SPREAD, HETERO)]:
+            result = run_system(
+                system, draw_lengths(count, 0), policy=policy, rate=rate, options=EQUAL,
+                gateways=GATEWAYS if name == SPREAD else 0,
+            )  # fmt: skip
+            found, outcomes = tokens_s(result), result.services[0].outcomes
+            base = base or found
+            (ttft, ttft_p99), (tpot, tpot_p99), (e2e, e2e_p99) = (
+                np.nanquantile(seconds, (0.5, 0.99)) for seconds in (outcomes.ttft_s, outcomes.tpot_s, outcomes.e2e_s)
+            )
+            rows.append(
+                EqualOptionsRow(
+                    link=system.link, rate=f"{rate:g}" if rate < inf else AT_ONCE, policy=name, tokens_s=found,
+                    over_rr=100.0 * (found / base - 1.0), ttft_p50_s=float(ttft), ttft_p99_s=float(ttft_p99),
+                    tpot_p50_ms=1e3 * float(tpot), tpot_p99_ms=1e3 * float(tpot_p99), p50_s=float(e2e),
+                    p99_s=float(e2e_p99),
+                )
+            )  # fmt: skip
+    return tuple(rows)
+
+
 def hetero(scope: Scope) -> Page:
     """The page. The paper's counts of requests, or a few with `--quick`."""
     is_whole = scope.seconds >= Scope().seconds
     samples, estimated, count = (1000, 200, 4000) if is_whole else (40, 40, 200)
     pairs, fives = (
         [row for link in LINKS for row in schedule_rows(make(link), count)] for make in (make_pair, make_five)
+    )
+    equal_pairs, equal_fives = (
+        [row for link in LINKS for row in latency_rows(make(link), count)] for make in (make_pair, make_five)
     )
     return Page(
         name="hetero",
@@ -327,9 +392,11 @@ def hetero(scope: Scope) -> Page:
                 "WRR weighs 4 to 1; SI is t=4 alone.",
             ),
             PageTable(TWO_MACHINES, fives, "WRR weighs by GPUs, 2 to 1. SI is one instance of t=2."),
+            PageTable(EQUAL_TWO, equal_pairs, EQUAL_NOTE),
+            PageTable(EQUAL_FIVE, equal_fives, EQUAL_NOTE),
         ),
         remarks=REMARKS,
-        pictures=(_picture(pairs, fives),),
+        pictures=(_picture(pairs, fives), _latency_picture(equal_pairs, equal_fives)),
     )
 
 
@@ -352,6 +419,33 @@ def _picture(*systems: Sequence[ScheduleRow]) -> Picture:
     return Picture("hetero", "tokens/s over the rate of requests, by policy, on two systems", tuple(panels))
 
 
+def _latency_picture(*systems: Sequence[EqualOptionsRow]) -> Picture:
+    """The slowest in a hundred by rate, with NVLink. What comes at once waits for minutes: it would
+    hide the rest."""
+    panels = []
+    for field, label in LATENCY_AXES.items():
+        curves = []
+        for rows, title in zip(systems, ("t=4, t=1", "t=2 x4, A800"), strict=True):
+            shown = [row for row in rows if row.link == NVLINK and row.rate != AT_ONCE]
+            lines = {
+                name: (
+                    [float(row.rate) for row in shown if row.policy == name],
+                    [float(getattr(row, field)) for row in shown if row.policy == name],
+                )
+                for name in (*POLICIES, SPREAD)
+            }
+            curves.append(Curves(f"requests/s, {title}", label, lines, log_y=True))
+        panels.append(tuple(curves))
+    about = "TTFT, TPOT and end to end of the slowest in a hundred over the rate of requests, equal options, NVLink"
+    return Picture("hetero-latency", about, tuple(panels))
+
+
+LATENCY_AXES: Final = {"ttft_p99_s": "TTFT P99, s", "tpot_p99_ms": "TPOT P99, ms", "p99_s": "end to end P99, s"}
+
+EQUAL_NOTE: Final = """\
+Every engine computes 512 tokens a step at most, of at most 256 requests, chunks of prompts beside
+decodes. Whoever predicts lengths learns them from answers that have ended."""
+
 REMARKS: Final = """\
 - Agrees, with NVLink: where one of two instances is far stronger, taking turns is the worst, worse
   than leaving the weak one alone, and the paper's scheduler (OS) carries most: at once 87 % over
@@ -372,6 +466,15 @@ REMARKS: Final = """\
   batches wait for their longest answer (the paper, too, estimates far below what it measures).
 - In part, 5.3: OS is ahead of round robin by 4 to 11 % at once, where the paper has 33.6 % at 16
   requests/s. At 16 ours keep up under every policy but one instance alone.
+- With equal options throughput says the same up to 24 requests/s, and latency more. With NVLink at
+  24 requests/s the slowest in a hundred of 5.2 wait 0.11 s for their first token under OS, 0.14
+  under `plan` and SI, 0.15 under WRR, 0.22 under MB, 0.23 under `tokens`, and 1.06 s under round
+  robin, which fills the weak instance: there a token takes 108 ms at P99, under SI, OS, `plan` and
+  WRR 26.8 to 31.1. In 5.3 all but SI are within 0.19 to 0.28 s and 35 to 42 ms, OS by four gateways
+  the last of them.
+- At once, OS loses with learned lengths: 63 % over round robin instead of 87 %, below MB. Nothing
+  has ended when the last request is placed, so that nothing has been learned; drawing from a known
+  distribution, as the paper does, is of help there.
 - Theta of 2 is not the best here. At once, every request is placed before any ends, so that memory
   decides more than speed. With 0.5 instead, the two instances carry 15,526 instead of 14,841 tokens/s
   with NVLink and 6,773 instead of 5,789 over PCIe; with 0 it is 12,319 and 7,461.

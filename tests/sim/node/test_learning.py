@@ -79,12 +79,9 @@ def test_another_speed_is_fitted_at_once(autojump_clock: MockClock) -> None:
         for _ in range(4):
             learner.add(iterations(*decode_steps()))
         slower = [msgspec.structs.replace(step, seconds=1.5 * step.seconds) for step in decode_steps()]
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(learner.run)
-            for _ in range(2 * LATEST // len(slower)):
-                learner.add(iterations(*slower))
-            await trio.sleep(60.0)
-            nursery.cancel_scope.cancel()
+        for _ in range(2 * LATEST // len(slower)):
+            learner.add(iterations(*slower))
+        await learn(learner, 60.0)
         assert told == [pytest.approx(1.5, rel=0.02)]
         found = learner.profile
         assert found is not None

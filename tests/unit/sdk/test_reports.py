@@ -9,7 +9,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from p2pserve.coordinator import Demand, Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator import (
+    Demand,
+    LatencyProfile,
+    Pairing,
+    Phase,
+    PhaseCost,
+    PhaseFit,
+    Plan,
+    Replica,
+    Stage,
+)
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.names import name_of
@@ -31,6 +41,7 @@ from p2pserve.sdk.actions.status_view import (
     plan_lines,
     print_models,
     print_status,
+    speed_lines,
 )
 from p2pserve.sdk.demo.demo import describe_timeout, run_demo
 from p2pserve.sdk.demo.report import (
@@ -126,6 +137,19 @@ def test_nodes_that_are_gone_have_a_line_with_their_age() -> None:
     page = io.StringIO()
     print_status(found, Console(file=page, width=80))
     assert page.getvalue().count("solar-deer") == 1
+
+
+def test_what_engines_measured_of_themselves_is_shown_with_all_columns() -> None:
+    prefill = PhaseFit(cost=PhaseCost(token_s=1e-4, step_s=0.01), samples=17, error=0.04)
+    decode = PhaseFit(cost=PhaseCost(request_s=1e-3, step_s=1.0), samples=21, error=0.002)
+    measured = node(FIRST, advert=advert(profile=LatencyProfile(prefill=prefill, decode=decode)))
+    found = status(measured, node(SECOND, advert=advert(profile=LatencyProfile())), node("third", advert=advert()))
+    figures = "prefill 215 ms (fitted to 17 steps, 4% off), decode 1.01 s (fitted to 21 steps, 0% off)"
+    assert speed_lines(found) == [f"speed of {name_of(FIRST)}, a step of 8 requests of 256 tokens: {figures}"]
+    for wide in (False, True):
+        page = io.StringIO()
+        print_status(found, Console(file=page, width=300), wide=wide)
+        assert ("speed of" in page.getvalue()) == wide
 
 
 def test_who_would_serve_is_named_with_the_reason_why_not() -> None:

@@ -12,9 +12,11 @@ from p2pserve.node.settings import BoxEngineSettings, BoxLinkSettings
 from p2pserve.sdk.demo.demo import DemoSettings
 from p2pserve.sdk.live.comparison_command import build_parser
 from p2pserve.sdk.live.nodes import LiveSettings
-from p2pserve.sdk.options.values import duration, moment, settings_of
+from p2pserve.sdk.options.values import duration, moment, settings_of, throttle
 
 from .parsing import parse
+
+JOINING = ["join", "--bootstrap", "token"]
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,25 @@ def test_values_are_listed_and_replace_the_environment(
 def test_a_time_is_utc_unless_it_names_a_zone(text: str) -> None:
     assert datetime.fromtimestamp(moment(text), UTC).isoformat() == "2999-12-01T12:00:00+00:00"
     assert str(moment(text)) == "2999-12-01T12:00 UTC"
+
+
+def test_throttling_is_a_time_and_a_factor() -> None:
+    assert throttle("60:1.5") == (60.0, 1.5)
+    assert settings_of(BoxEngineSettings, parse([*JOINING, "--emulate-throttle", "0:2"])).emulate_throttle == (0.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "60", "60:", ":1.5", "-1:1.5", "60:0", "60:-2", "60:1e9", "nan:1.5", "60:nan", "a:b"]
+)
+def test_what_is_no_throttling_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=r"like 60:1\.5"):
+        throttle(text)
+
+
+@pytest.mark.parametrize(("given", "seconds"), [([], 3.0), (["--sweep-s", "0"], 0.0), (["--sweep-s", "2.5"], 2.5)])
+def test_how_long_an_engine_is_measured(given: list[str], seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("P2PSERVE_JOIN_SWEEP_S")
+    assert settings_of(BoxEngineSettings, parse([*JOINING, *given])).sweep_s == seconds
 
 
 def test_a_time_may_be_given_from_now() -> None:
@@ -81,7 +102,7 @@ def test_options_become_the_settings_of_the_same_name() -> None:
     assert box == BoxFigures(up_gbps=2.0, up_usd_per_gb=0.1, down_usd_per_gb=0.2, relay_gbps=0.0)
     assert settings_of(BoxLinkSettings, JOIN) == BoxLinkSettings(site="here", usd_per_s=3.0)
     engine = BoxEngineSettings(
-        backend="emulated", max_batched_tokens=1024, tp=2, emulate="4xA40", emulate_specs="dense"
+        backend="emulated", max_batched_tokens=1024, tp=2, emulate="4xA40", emulate_specs="dense", sweep_s=3.0
     )
     assert settings_of(BoxEngineSettings, JOIN) == engine
 

@@ -14,6 +14,8 @@ from p2pserve.sims.experiments.page import read_rows
 from p2pserve.sims.experiments.papers.hetero import (
     AT_ONCE,
     DEGREES,
+    EQUAL_FIVE,
+    EQUAL_TWO,
     LINKS,
     LONGEST,
     NVLINK,
@@ -27,12 +29,14 @@ from p2pserve.sims.experiments.papers.hetero import (
     TWO_MACHINES,
     V100,
     DegreeRow,
+    EqualOptionsRow,
     ScheduleRow,
     ServingSystem,
     degree_rows,
     draw_lengths,
     instance_model,
     last_over_first,
+    latency_rows,
     link_gbps,
     make_five,
     make_pair,
@@ -119,6 +123,39 @@ def test_what_the_page_says_of_two_instances() -> None:
     assert round(found[PCIE, AT_ONCE, "WRR"].over_rr) == -31
     assert round(found[PCIE, AT_ONCE, "OS"].over_rr) == -27
     assert found[PCIE, AT_ONCE, "OS"].to_first == pytest.approx(0.69, abs=0.005)
+
+
+def test_what_the_page_says_of_equal_options() -> None:
+    pair, five = (
+        {(row.link, row.rate, row.policy): row for row in read_rows(RESULTS, "hetero", title, EqualOptionsRow)}
+        for title in (EQUAL_TWO, EQUAL_FIVE)
+    )
+    assert len(pair) == len(five) == len(LINKS) * 4 * (len(POLICIES) + 1)
+    waits = {"OS": 0.11, "plan": 0.14, "SI": 0.14, "WRR": 0.15, "MB": 0.22, "tokens": 0.23, "RR": 1.06}
+    for policy, ttft_s in waits.items():
+        assert round(pair[NVLINK, "24", policy].ttft_p99_s, 2) == ttft_s
+    assert round(pair[NVLINK, "24", "RR"].tpot_p99_ms) == 108
+    steady = [pair[NVLINK, "24", policy].tpot_p99_ms for policy in ("SI", "OS", "plan", "WRR")]
+    assert (round(min(steady), 1), round(max(steady), 1)) == (26.8, 31.1)
+    busy = [row for (link, rate, policy), row in five.items() if (link, rate) == (NVLINK, "24") and policy != "SI"]
+    last = max(busy, key=lambda row: row.ttft_p99_s)
+    assert last.policy == SPREAD
+    assert 0.19 <= min(row.ttft_p99_s for row in busy) <= last.ttft_p99_s <= 0.285
+    assert 34.5 <= min(row.tpot_p99_ms for row in busy) <= max(row.tpot_p99_ms for row in busy) <= 42.0
+    assert round(pair[NVLINK, AT_ONCE, "OS"].over_rr) == 63
+    assert pair[NVLINK, AT_ONCE, "OS"].tokens_s < pair[NVLINK, AT_ONCE, "MB"].tokens_s
+
+
+def test_what_all_see_is_measured_with_equal_options() -> None:
+    rows = latency_rows(make_pair(NVLINK), 60)
+    assert {(row.rate, row.policy) for row in rows} == {
+        (rate, policy) for rate in ("8", "16", "24", AT_ONCE) for policy in (*POLICIES, SPREAD)
+    }
+    for row in rows:
+        assert 0.0 < row.ttft_p50_s <= row.ttft_p99_s <= row.p99_s
+        assert 0.0 < row.tpot_p50_ms <= row.tpot_p99_ms
+        assert row.p50_s <= row.p99_s
+        assert row.policy != "RR" or row.over_rr == 0.0
 
 
 def test_what_the_page_says_of_two_machines_and_of_four_gateways() -> None:

@@ -97,13 +97,13 @@ class FakeTransfers:
 class Bench:
     """An engine, its clock, and what it has said."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self, emulation: protocol.Emulation = EMULATION, **settings: object) -> None:
         self.now = 100.0
         self.transfers = FakeTransfers()
         self.said: list[protocol.EngineMessage] = []
         self.woken: list[KvEnded | KvSent] = []
         config = msgspec.structs.replace(protocol.EngineConfig(model="small", backend="emulated"), **settings)
-        self.engine = EmulatedEngine(config, EMULATION, self.transfers, tell=self.said.append, wake=self.woken.append)
+        self.engine = EmulatedEngine(config, emulation, self.transfers, tell=self.said.append, wake=self.woken.append)
 
     def submit(self, request: str, length: int, count: int, **settings: object) -> tuple[int, ...]:
         """Take in a request, of its own prompt; returns that."""
@@ -133,6 +133,21 @@ class Bench:
         told = [output for word in self.said if isinstance(word, protocol.Step) for output in word.outputs]
         self.said.clear()
         return told
+
+
+def test_a_card_that_throttles_takes_longer_from_then_on_and_its_steps_say_so() -> None:
+    plain, throttling = Bench(), protocol.Throttling(after_s=0.05, factor=1.5)
+    slow = Bench(msgspec.structs.replace(EMULATION, throttling=throttling))
+    for bench in (plain, slow):
+        bench.submit("r", 16, 40)
+    before = after = 0
+    while (expected := plain.step()) is not None:
+        factor = 1.0 if slow.now < 100.05 else 1.5
+        assert slow.step() == pytest.approx(factor * expected)
+        before, after = before + (factor == 1.0), after + (factor == 1.5)
+    assert min(before, after) > 3
+    steps = [word.iterations for word in slow.said if isinstance(word, protocol.Step) and word.iterations is not None]
+    assert max(each.longest_s for each in steps) > 1.2 * min(each.seconds / each.steps for each in steps[1:])
 
 
 def test_an_answer_takes_as_long_as_the_model_says_and_ends_with_its_length() -> None:

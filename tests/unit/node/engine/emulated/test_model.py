@@ -65,3 +65,11 @@ def test_a_box_offers_what_its_cards_hold() -> None:
         here = emulated_hardware(parse_cards(changed.emulate or ""), HARDWARE)
         with pytest.raises(NodeError, match=words):
             inspect_model("llama-30b", here, changed)
+
+
+def test_throttling_is_told_to_the_engine() -> None:
+    box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
+    plain = BoxEngineSettings(backend="emulated", emulate="4xA40")
+    assert inspect_model("llama-30b", box, plain).options["throttling"] is None
+    slower = replace(plain, emulate_throttle=(60.0, 1.5))
+    assert inspect_model("llama-30b", box, slower).options["throttling"] == {"after_s": 60.0, "factor": 1.5}
