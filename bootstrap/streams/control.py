@@ -411,22 +411,27 @@ class ControlStream:
         # The frame, which may have megabytes, is of no use once it is decoded; its handler may run for long.
         del request
         answer: Reply | Failure
+        # Served until there is room for the answer: who asks on and reads nothing has no more answers waiting here.
         try:
-            answer = Reply(number, msgspec.Raw(await serving))
-        except RemoteError as error:
-            answer = Failure(number, error.code, error.message, min(error.retry_after_s or 0.0, _MAX_RETRY_S))
-        except ProtocolError as error:
-            self._offences += 1
-            answer = Failure(number, "malformed", str(error))
+            try:
+                answer = Reply(number, msgspec.Raw(await serving))
+            except RemoteError as error:
+                answer = Failure(number, error.code, error.message, min(error.retry_after_s or 0.0, _MAX_RETRY_S))
+            except ProtocolError as error:
+                self._offences += 1
+                answer = Failure(number, "malformed", str(error))
+            await self._send_answer(answer, method)
         finally:
             self._serving -= 1
+
+    async def _send_answer(self, answer: Reply | Failure, method: str) -> None:
         try:
             await self.connection.send(_encoder.encode(answer))
             self._sent += 1
         except PeerLost:
             _log.debug("%s was gone before it got the answer to %r", self.peer, method)
         except ProtocolError as error:  # its own answer exceeds a frame: whoever waits should hear why
-            await self.connection.send(_encoder.encode(Failure(number, "too_large", str(error))))
+            await self.connection.send(_encoder.encode(Failure(answer.id, "too_large", str(error))))
 
     def _answer(self, message: Failure | ControlPong) -> None:
         try:

@@ -4,7 +4,8 @@ peeked at and never consumed."""
 import errno
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Final, NoReturn
 
 import trio
@@ -127,14 +128,27 @@ def _refuse(stream: trio.SocketStream) -> None:
 
 async def _peek(sock: trio.socket.SocketType, within_s: float) -> bytes:
     """The first bytes, unconsumed: a data socket's whole head, or enough to rule it out."""
-    with trio.move_on_after(within_s):
+    with trio.move_on_after(within_s), wake_for(sock, DATA_HEAD_BYTES):
         while True:
+            await trio.lowlevel.wait_readable(sock)
             head = await sock.recv(DATA_HEAD_BYTES, socket.MSG_PEEK)
             compared = min(len(head), len(DATA_PREFIX))
             if len(head) in (0, DATA_HEAD_BYTES) or head[:compared] != DATA_PREFIX[:compared]:
                 return head
-            await trio.sleep(_PEEK_RETRY_SECONDS)  # part of the head is here already, so recv would not wait
+            await trio.sleep(_PEEK_RETRY_SECONDS)  # where the kernel wakes for less all the same
     return b""
+
+
+@contextmanager
+def wake_for(sock: socket.socket | trio.socket.SocketType, size: int) -> Iterator[None]:
+    """Whoever waits for this socket is woken for so many bytes at once, or for its end: one who sends them one by one,
+    and there may be hundreds, wakes nobody."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # it may be closed
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
 
 async def _open_listener(listen: Address) -> trio.SocketListener:

@@ -27,6 +27,9 @@ _SYN, _ACK, _FIN, _RST = 1, 2, 4, 8
 _FIRST_WINDOW: Final = 256 * 1024
 _WINDOW: Final = 16 * 1024 * 1024  # the most that py-libp2p's own muxer takes
 _MAX_ANSWERS: Final = 16 * 1024  # a thousand pings that wait to be answered
+_SLOWEST_BYTES_S: Final = 16 * 1024
+"""At which a peer may read what it is sent, on top of the time in which it takes anything at all. Lower lets slower
+links be members, and whoever reads byte by byte hold what waits for it (16 MiB at most) for longer."""
 _MAX_BODY: Final = 65519 - _HEADER.size  # with its header it fits one Noise message
 
 
@@ -224,11 +227,15 @@ class OneStream:
         return data
 
     async def write(self, data: bytes) -> None:
-        """Send data. Raises PeerLost when the other side takes nothing for five seconds."""
-        sent = 0
+        """Send data. Raises PeerLost when the other side takes nothing for five seconds, or all of it so slowly that
+        what waits here would be held for long."""
+        sent, ends_at = 0, trio.current_time() + self.stalled_s + len(data) / _SLOWEST_BYTES_S
         while sent < len(data):
             if not self._frames.credit:
                 await self._wait_for_credit()
+            if trio.current_time() > ends_at:
+                self._end()
+                raise PeerLost(f"the peer reads less than {_SLOWEST_BYTES_S} bytes per second")
             body = data[sent : sent + min(self._frames.credit, _MAX_BODY)]
             await self._write(self._frames.data(body))
             sent += len(body)

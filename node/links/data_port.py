@@ -22,6 +22,7 @@ import trio
 from ...bootstrap import Address, NetworkError, PeerId, RemoteError, Role
 from ...bootstrap.addresses import may_be_relayed_to
 from ...bootstrap.methods import Messenger
+from ...bootstrap.streams.shared_port import wake_for
 from ...bootstrap.streams.strangers import Origin, Strangers
 from ...kvtransport.errors import TransferError
 from ...kvtransport.link.relay import Relay
@@ -229,15 +230,16 @@ async def read_hello(connection: socket.socket, size: int, poll_s: float = WAN.h
     """Exactly the first `size` bytes, without a thread: strangers may connect and say nothing. The socket blocks again
     afterwards. Raises OSError when the connection ends before."""
     connection.setblocking(False)
-    while True:
-        await trio.lowlevel.wait_readable(connection)
-        ended = _ended(connection)  # before the look: what comes between the two is seen
-        seen = len(connection.recv(size, socket.MSG_PEEK))
-        if seen == size:
-            break
-        if seen == 0 or ended:
-            raise ConnectionResetError("the connection ended before its hello was complete")
-        await trio.sleep(poll_s)  # readable, but not all of it yet: the kernel has no word for that
+    with wake_for(connection, size):
+        while True:
+            await trio.lowlevel.wait_readable(connection)
+            ended = _ended(connection)  # before the look: what comes between the two is seen
+            seen = len(connection.recv(size, socket.MSG_PEEK))
+            if seen == size:
+                break
+            if seen == 0 or ended:
+                raise ConnectionResetError("the connection ended before its hello was complete")
+            await trio.sleep(poll_s)  # where the kernel wakes for less all the same, as it does for pairs of sockets
     data = connection.recv(size)
     connection.setblocking(True)
     return data

@@ -13,7 +13,7 @@ import trio
 
 from p2pserve.bootstrap import Address, PeerLost, Unreachable
 from p2pserve.bootstrap.streams.framed import FramedConnection
-from p2pserve.bootstrap.streams.shared_port import DataSocketHandler
+from p2pserve.bootstrap.streams.shared_port import DataSocketHandler, wake_for
 from p2pserve.bootstrap.streams.strangers import Origin, StrangerLimits
 from p2pserve.bootstrap.streams.yamux import OneStream
 
@@ -61,6 +61,34 @@ def test_a_data_socket_is_passed_on_intact(pieces: list[bytes]) -> None:
     run(main)
 
 
+def test_whoever_waits_for_a_head_is_not_woken_for_each_of_its_bytes() -> None:
+    async def main() -> None:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            socket.create_connection(listener.getsockname()) as far,
+            listener.accept()[0] as near,
+        ):
+            near.setblocking(False)
+
+            def send_by_byte() -> None:
+                far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for _ in range(40):
+                    far.sendall(b"x")
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.to_thread.run_sync, send_by_byte)
+                with wake_for(near, 40):
+                    await trio.lowlevel.wait_readable(near)
+                    assert len(near.recv(100)) == 40
+            assert near.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
+            with wake_for(near, 40):
+                far.sendall(b"x")
+                far.close()
+                await trio.lowlevel.wait_readable(near)  # the end wakes, too
+
+    run(main)
+
+
 def test_garbage_scanners_and_hang_ups_do_not_disturb() -> None:
     async def main() -> None:
         rng = random.Random(0)
@@ -104,7 +132,7 @@ def test_who_opens_no_control_stream_is_dropped() -> None:
             place = Multiaddr(f"/ip4/{address.host}/tcp/{address.port}")
             idle = await dialling.swarm.dial_addr(place, ID.from_base58(listening.peer_id))
             silent = await trio.open_tcp_stream(address.host, address.port)
-            await silent.send_all(b"x")
+            await silent.send_all(b"x" * len(DATA_HEAD))
             with pytest.raises(PeerLost):
                 await cast(OneStream, idle.muxed_conn).read()
             await until(lambda: idle.is_closed)
