@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from ....coordinator.requests.admission import DEFAULT_RULES, AdmissionSettings, ClassRules, PriorityClass
+from ....coordinator.requests.admission import PriorityClass
 from ....coordinator.routing.interface import RoutingSettings
-from ...admission import draw_classes
+from ...admission import AT_DEADLINE, draw_classes
 from ...policies import PLAN
 from ...records import Trace
 from ...results.outcomes import ServiceOutcome
@@ -28,17 +28,6 @@ URGENT, BATCH = 0.2, 0.3
 GATEWAYS: Final = 4
 REPORT_S: Final = 1.0
 TRIAL_SEED: Final = 1000
-
-AT_DEADLINE: Final = AdmissionSettings(
-    rules={
-        kind: ClassRules(
-            lateness=10.0 if kind is PriorityClass.BATCH else 1.0, least_s=0.0, queue_share=rules.queue_share,
-            weight=rules.weight, cost=rules.cost,
-        )
-        for kind, rules in DEFAULT_RULES.items()
-    }
-)  # fmt: skip
-"""Who would miss the plan's deadline for the first token is refused; batch requests may take ten times as long."""
 
 WAYS: Final[Mapping[str, SimAdmission | None]] = {
     "none": None,
