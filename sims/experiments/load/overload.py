@@ -36,7 +36,7 @@ WAYS: Final[Mapping[str, SimAdmission | None]] = {
 }
 
 
-class LoadRow(ResultRow, frozen=True):
+class OverloadRow(ResultRow, frozen=True):
     """`load`: of the capacity; `goodput_s`: requests per second that met all deadlines, `in_time_pct` of all and
     `of_admitted_pct` of those that were not refused; the 99th percentile is of these."""
 
@@ -94,14 +94,14 @@ def _percent(part: float, whole: float) -> float:
     return 100.0 * part / whole if whole else 0.0
 
 
-def load_row(scope: Scope, load: float, way: str, gateways: int = 1) -> LoadRow:
+def load_row(scope: Scope, load: float, way: str, gateways: int = 1) -> OverloadRow:
     """All seeds together."""
     runs = [run_load(scope, seed, load, WAYS[way], gateways) for seed in scope.seeds]
     count = sum(len(each.outcomes.trace) for each in runs)
     met = sum(int(each.met().sum()) for each in runs)
     refused = sum(int(each.not_admitted.sum()) for each in runs)
     ttft_s = np.concatenate([each.outcomes.ttft_s for each in runs])
-    return LoadRow(
+    return OverloadRow(
         load=load, rate=load * capacity(scope), admission=way, gateways=gateways,
         goodput_s=met / (scope.seconds * len(runs)), in_time_pct=_percent(met, count),
         of_admitted_pct=_percent(met, count - refused), refused_pct=_percent(refused, count),
