@@ -32,8 +32,8 @@ class GenerateOptions(TypedDict, total=False):
     stop: end before this text, or the first of these.
     deadline_s: give up when the answer is not complete after this many seconds (default 300).
     service: which of several models of the network; the name that `status` shows.
-    priority: lower is handled earlier; below 0 urgent, above 0 batch (default 0). By it a busy network chooses what waits
-        and what it refuses.
+    priority: lower is handled earlier: below 0 urgent, above 0 batch (default 0). A busy network chooses by it what
+        waits and what it refuses.
 
     The rest is as in vLLM's `SamplingParams`.
     min_p: only tokens that are so likely, as a part of the likeliest one's probability; 0 switches it off.

@@ -7,18 +7,36 @@ its first token on, since no tokens are told before its end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Final, final
 
 import numpy as np
 
-from ..coordinator.requests.admission import Expected, PriorityClass, find_refusal
+from ..coordinator.requests.admission import (
+    DEFAULT_RULES,
+    AdmissionSettings,
+    ClassRules,
+    Expected,
+    PriorityClass,
+    find_refusal,
+)
 from ..coordinator.requests.fair_queue import FairQueue, OverQuota, QueueClass, Quota, ServiceRoom
 from ..coordinator.requests.retry_times import RetrySettings
 from .deployment import Deployment
 from .scenario import SimAdmission, SimSettings
 from .serving import SimRequest
 
-CLIENT = "all"
+CLIENT: Final = "all"
+
+AT_DEADLINE: Final = AdmissionSettings(
+    rules={
+        kind: ClassRules(
+            lateness=10.0 if kind is PriorityClass.BATCH else 1.0, least_s=0.0, queue_share=rules.queue_share,
+            weight=rules.weight, cost=rules.cost,
+        )
+        for kind, rules in DEFAULT_RULES.items()
+    }
+)  # fmt: skip
+"""Who would miss the plan's deadline for the first token is refused; batch requests may take ten times as long."""
 
 
 @final

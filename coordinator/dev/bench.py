@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
@@ -50,11 +51,12 @@ from ..planning.upper.scorer import never
 from ..planning.upper.search import SearchResult, search
 from ..planning.upper.settings import SearchSettings
 from ..repair.urgency import REPAIR_S, PlanFigures, find_urgent_news
+from ..routing.policies import NETWORK_POLICIES
 from .bench_clusters import bench_problem
 from .maxflow import compute_bound, max_flow, one_pipeline, place
 from .maxflow_helix import CLUSTER_32, LAYERS, LINK_TOKENS_S, helix_kinds
 from .repair_cases import RepairCase, repair_cases, running_network
-from .route_cases import route_rows
+from .route_cases import REPLICAS, make_plan, make_router
 
 PARTS: Final = ("plan", "light", "flow", "repair", "route")
 SIZES: Final = (16, 24, 32, 128, 1024)
@@ -65,6 +67,9 @@ LIGHT_LOAD: Final = 0.6
 
 LIGHT_RUNS: Final = 5
 REPAIR_RUNS: Final = 3
+ROUTE_ROUNDS: Final = 7
+DECISIONS: Final = 200
+"""Of a round."""
 
 SEEDS: Final = 5
 MANY_GPUS: Final = 32
@@ -112,7 +117,7 @@ def run(sizes: Sequence[int], tell: Callable[[str], None], parts: Sequence[str] 
         report["repair"] = _repair_rows()
     if "route" in parts:
         tell("routing requests")
-        report["route"] = route_rows()
+        report["route"] = _route_rows()
     return report
 
 
@@ -217,6 +222,28 @@ def _plan_for(figures: PlanFigures, previous: Plan | None, spent: Callable[[], b
     )  # fmt: skip
     assert plan is not None
     return plan
+
+
+def _route_rows() -> list[Row]:
+    """By policy and kind of plan, the CPU time of a decision."""
+    rows = []
+    for policy, is_split in product(NETWORK_POLICIES, (False, True)):
+        plan = make_plan(is_split=is_split)
+        router = make_router(policy, plan)
+        rounds = []
+        for _ in range(ROUTE_ROUNDS):
+            began = time.process_time()
+            for number in range(DECISIONS):
+                router.route(256 + number, request=number)
+                router.end_request(number, 128)
+            rounds.append((time.process_time() - began) / DECISIONS)
+        rows.append({
+            "policy": policy,
+            "replicas": REPLICAS,
+            "pairs": len(plan.pairings),
+            "microseconds": round(1e6 * statistics.median(rounds), 1),
+        })  # fmt: skip
+    return rows
 
 
 def _flow_row() -> Row:

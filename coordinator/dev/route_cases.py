@@ -1,23 +1,18 @@
-"""How long a gateway takes to choose a route, among replicas as a large network has them."""
+"""Routers that choose among replicas as a large network has them, to be timed."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from itertools import product
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from ..plan import Pairing, Phase, Plan, Replica, Stage
 from ..profile import PhaseCost, ReplicaProfile
 from ..routing.interface import RoutingSettings
-from ..routing.policies import NETWORK_POLICIES
 from ..routing.router import Router
 
 REPLICAS: Final = 100
-ROUNDS: Final = 7
-DECISIONS: Final = 200
 
 
 def make_plan(*, is_split: bool) -> Plan:
@@ -53,25 +48,3 @@ def make_router(policy: str, plan: Plan) -> Router:
             kv_tokens=100_000,
         )
     return router
-
-
-def route_rows() -> list[dict[str, Any]]:
-    """By policy and kind of plan."""
-    rows = []
-    for policy, is_split in product(NETWORK_POLICIES, (False, True)):
-        plan = make_plan(is_split=is_split)
-        router = make_router(policy, plan)
-        rounds = []
-        for _ in range(ROUNDS):
-            began = time.process_time()
-            for number in range(DECISIONS):
-                router.route(256 + number, request=number)
-                router.end_request(number, 128)
-            rounds.append((time.process_time() - began) / DECISIONS)
-        rows.append({
-            "policy": policy,
-            "replicas": REPLICAS,
-            "pairs": len(plan.pairings),
-            "microseconds": round(1e6 * statistics.median(rounds), 1),
-        })  # fmt: skip
-    return rows

@@ -105,14 +105,14 @@ class Expected(NamedTuple):
     left_s: float
 
 
-class Refusal(NamedTuple):
+class AdmissionRefusal(NamedTuple):
     """`text`: a line for the client. `retry_after_s`: when the queue will be short enough."""
 
     text: str
     retry_after_s: float
 
 
-def find_refusal(kind: PriorityClass, expected: Expected, settings: AdmissionSettings) -> Refusal | None:
+def find_refusal(kind: PriorityClass, expected: Expected, settings: AdmissionSettings) -> AdmissionRefusal | None:
     """Why a request of this class must not wait here; None: it may."""
     limit_s = min(settings.rules[kind].limit_s(expected.ttft_s), expected.left_s)
     first_s = expected.start_s + expected.prefill_s
@@ -120,7 +120,9 @@ def find_refusal(kind: PriorityClass, expected: Expected, settings: AdmissionSet
         return None
     retry_after_s = min(MOST_RETRY_S, expected.start_s, first_s - limit_s)
     whose = "its deadline is" if limit_s == expected.left_s else f"{kind.label} requests may wait"
-    return Refusal(f"its first token would take {_seconds(first_s)}, and {whose} {limit_s:.3g} s", retry_after_s)
+    return AdmissionRefusal(
+        f"its first token would take {_seconds(first_s)}, and {whose} {limit_s:.3g} s", retry_after_s
+    )
 
 
 def _seconds(value: float) -> str:

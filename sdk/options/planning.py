@@ -15,6 +15,8 @@ from .values import ABOVE_ZERO, COUNT, FIGURE, FILE, POSITIVE, Parsed
 CHANGES: Final = "What changes meanwhile"
 """A section of the help."""
 
+ADMISSIONS: Final = ("none", "network", "deadline")
+
 SPECS: Final = ("measured", "dense", "thunderserve-table1")
 
 
@@ -140,6 +142,31 @@ sim_options: Final = combine(
         default="plan",
         help=f"who chooses replicas: {', '.join(NETWORK_POLICIES)} as on the network, or to compare with, "
         f"{', '.join(SIMULATED_POLICIES[len(NETWORK_POLICIES) :])} (default: plan)",
+        section="Engines and network",
+    ),
+    option(
+        "--admission",
+        type=click.Choice(ADMISSIONS),
+        metavar="HOW",
+        default="none",
+        help="what gateways do with more than can be served: none (default) gives all to engines at once, network has "
+        "them wait and refuses some, as gateways do; deadline refuses who would miss the deadline for the first token",
+        section="Engines and network",
+    ),
+    option(
+        "--urgent",
+        type=FIGURE,
+        metavar="SHARE",
+        default=0.0,
+        help="of requests that are urgent, with --admission (default: 0)",
+        section="Engines and network",
+    ),
+    option(
+        "--batch",
+        type=FIGURE,
+        metavar="SHARE",
+        default=0.0,
+        help="of requests that are batch, with --admission (default: 0)",
         section="Engines and network",
     ),
     option("--lose", multiple=True, metavar="BOX@S", help="a box is gone from second S on", section=CHANGES),

@@ -20,14 +20,16 @@ from ...coordinator.planning.model.cluster import Cluster
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.rescheduling import without_boxes
+from ...coordinator.requests.admission import AdmissionSettings
 from ...coordinator.routing.interface import RoutingSettings
+from ...sims.admission import AT_DEADLINE
 from ...sims.records import Trace, TraceError
 from ...sims.replanning import Replanner
 from ...sims.results.chrome_trace import write_chrome_trace
 from ...sims.results.outcomes import SimResult
 from ...sims.results.plots import plot_attainment, plot_timeline
 from ...sims.results.report import report_of, tables, write_requests
-from ...sims.scenario import Change, Replan, ServiceRun, SimSettings
+from ...sims.scenario import Change, Replan, ServiceRun, SimAdmission, SimSettings, WorldError
 from ...sims.workloads import AZURE, Lengths, azure, chain_traces, draw, read_requests, replay
 from ...sims.world import simulate
 from ..actions.plan import search_plan
@@ -83,6 +85,7 @@ def run_planned(arguments: SimpleNamespace) -> int:
         layerwise=not arguments.serialised,
         gateways=_gateways(arguments.gateways, problem.cluster),
         routing=RoutingSettings(policy=arguments.dispatch),
+        admission=_admission(arguments),
         seed=arguments.seed,
     )
     if scenario.events:
@@ -100,6 +103,21 @@ def run_planned(arguments: SimpleNamespace) -> int:
         console.print(tables(report), soft_wrap=not console.is_terminal)
         console.print(f"simulated: {report.simulated_s:.0f} s, {report.events} events in {seconds:.2f} CPU seconds")
     return 0
+
+
+def _admission(arguments: SimpleNamespace) -> SimAdmission | None:
+    if arguments.admission == "none":
+        for field in ("urgent", "batch"):
+            if getattr(arguments, field):
+                raise UsageError(
+                    f"{field}: classes count where requests wait; give --admission network or deadline too"
+                )
+        return None
+    rules = AT_DEADLINE if arguments.admission == "deadline" else AdmissionSettings()
+    try:
+        return SimAdmission(rules=rules, urgent=arguments.urgent, batch=arguments.batch)
+    except WorldError as error:
+        raise UsageError(str(error)) from error
 
 
 def _run_changes(

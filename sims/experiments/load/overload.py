@@ -8,9 +8,9 @@ from typing import Final
 
 import numpy as np
 
-from ....coordinator.requests.admission import DEFAULT_RULES, AdmissionSettings, ClassRules, PriorityClass
+from ....coordinator.requests.admission import PriorityClass
 from ....coordinator.routing.interface import RoutingSettings
-from ...admission import draw_classes
+from ...admission import AT_DEADLINE, draw_classes
 from ...policies import PLAN
 from ...records import Trace
 from ...results.outcomes import ServiceOutcome
@@ -29,17 +29,6 @@ GATEWAYS: Final = 4
 REPORT_S: Final = 1.0
 TRIAL_SEED: Final = 1000
 
-AT_DEADLINE: Final = AdmissionSettings(
-    rules={
-        kind: ClassRules(
-            lateness=10.0 if kind is PriorityClass.BATCH else 1.0, least_s=0.0, queue_share=rules.queue_share,
-            weight=rules.weight, cost=rules.cost,
-        )
-        for kind, rules in DEFAULT_RULES.items()
-    }
-)  # fmt: skip
-"""Who would miss the plan's deadline for the first token is refused; batch requests may take ten times as long."""
-
 WAYS: Final[Mapping[str, SimAdmission | None]] = {
     "none": None,
     "default": SimAdmission(),
@@ -47,7 +36,7 @@ WAYS: Final[Mapping[str, SimAdmission | None]] = {
 }
 
 
-class LoadRow(ResultRow, frozen=True):
+class OverloadRow(ResultRow, frozen=True):
     """`load`: of the capacity; `goodput_s`: requests per second that met all deadlines, `in_time_pct` of all and
     `of_admitted_pct` of those that were not refused; the 99th percentile is of these."""
 
@@ -105,14 +94,14 @@ def _percent(part: float, whole: float) -> float:
     return 100.0 * part / whole if whole else 0.0
 
 
-def load_row(scope: Scope, load: float, way: str, gateways: int = 1) -> LoadRow:
+def load_row(scope: Scope, load: float, way: str, gateways: int = 1) -> OverloadRow:
     """All seeds together."""
     runs = [run_load(scope, seed, load, WAYS[way], gateways) for seed in scope.seeds]
     count = sum(len(each.outcomes.trace) for each in runs)
     met = sum(int(each.met().sum()) for each in runs)
     refused = sum(int(each.not_admitted.sum()) for each in runs)
     ttft_s = np.concatenate([each.outcomes.ttft_s for each in runs])
-    return LoadRow(
+    return OverloadRow(
         load=load, rate=load * capacity(scope), admission=way, gateways=gateways,
         goodput_s=met / (scope.seconds * len(runs)), in_time_pct=_percent(met, count),
         of_admitted_pct=_percent(met, count - refused), refused_pct=_percent(refused, count),

@@ -113,7 +113,7 @@ def test_metrics_come_to_rest_after_a_disconnect(ours: Server) -> None:
         (b'{"model": "bundled", "prompt": [-1]}', 400),
         (b'{"model": "bundled", "prompt": [99999999]}', 400),
         (b'{"model": "bundled", "prompt": "\\ud800"}', 400),
-        (b'{"model": "bundled", "prompt": "a", "priority": 3}', 400),
+        (b'{"model": "bundled", "prompt": "a", "priority": 9223372036854775808}', 400),
         (b'{"model": "bundled", "prompt": "a", "structured_outputs": {"regex": "("}}', 400),
         (b"x" * (17 << 20), 413),
     ],

@@ -116,3 +116,30 @@ def test_the_stages_of_a_replica_compute_together() -> None:
     assert room is not None
     assert room.requests == 16
     assert room.unstarted == pytest.approx(2 * PREFILLED)
+
+
+def test_a_pipeline_starts_a_prompt_for_each_of_its_stages() -> None:
+    stages = tuple(Stage(peer=str(peer), tp=1, first_layer=at, last_layer=at + 1) for at, peer in enumerate((ONE, TWO)))
+    pipeline = Replica(id=str(ONE), phase=Phase.MIXED, stages=stages)
+    pairing = Pairing(prefill=pipeline.id, decode=pipeline.id, weight=1.0, prefill_share=1.0)
+    plan = Plan(epoch=1, version=1, service=SERVICE, replicas=(pipeline,), pairings=(pairing,), codec="raw", why=())
+    head = advert()
+    assert head.engine is not None
+    head = msgspec.structs.replace(head, engine=msgspec.structs.replace(head.engine, stages=stages))
+    room = measure_room(view_of(plan, one=head, two=advert()), SERVICE, LIMITS)
+    assert room is not None
+    assert (room.mixed, room.replicas) == (1, 2)
+
+
+def test_what_other_gateways_have_prompts_computed_is_told_of_the_replica_that_is_free_first() -> None:
+    def busy(tokens: int) -> Advert:
+        stats = EngineStats(running=1, waiting=0, kv_usage=0.0, kv_free_tokens=1, pending_prefill_tokens=tokens)
+        return msgspec.structs.replace(advert(), stats=stats)
+
+    view = view_of(plan_of(one=Phase.MIXED, two=Phase.MIXED), one=busy(4000), two=busy(1000))
+    view.weigh_reports({})
+    room = measure_room(view, SERVICE, LIMITS)
+    assert room is not None
+    assert room.backlog_s == pytest.approx(1000 * 0.5 / PREFILLED)
+    assert room.start_s(100) == pytest.approx(100 * 0.5 / PREFILLED)
+    assert measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS) is not None
