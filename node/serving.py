@@ -89,11 +89,7 @@ class Serving:
             limits=settings.tuning.clients,
         )
         self.gateway.record = outlets.record = joined.record
-        self.gateway.salts = CacheSalts(
-            network=network.network_key_public,
-            gateway=network.peer_id,
-            caches={key.name: key.cache for key in settings.api.keys if key.cache},
-        )
+        self.gateway.salts = _salts_of(joined)
         accounts = KeyAccounts({key.name: key.limits for key in settings.api.keys})
         joined.key_usd = accounts.cost_by_key
         self.api = ApiServer(
@@ -251,3 +247,10 @@ class Serving:
             self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache")
         elif engine.detail and not is_long:
             self._say(f"engine {engine.state}: {engine.detail}")
+
+
+def _salts_of(joined: Joined) -> CacheSalts:
+    """Whose requests at this gateway share cached prompts."""
+    network = joined.network
+    caches = {key.name: key.cache for key in joined.settings.api.keys if key.cache}
+    return CacheSalts(network=network.network_key_public, gateway=network.peer_id, caches=caches)

@@ -20,7 +20,7 @@ DOUBT_BELOW: Final = 0.5
 
 
 @dataclass(slots=True)
-class _Record:
+class _HitRecord:
     tokens_s: float | None = None
     saved: float = 1.0
 
@@ -30,7 +30,7 @@ class HitTrust:
     """By replica, how much of the prefixes that it names is believed: from 0 to 1."""
 
     def __init__(self) -> None:
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _HitRecord] = {}
 
     def __repr__(self) -> str:
         told = ", ".join(f"{replica} {self.share(replica):.2f}" for replica in sorted(self._records))
@@ -46,7 +46,7 @@ class HitTrust:
         the replica said it had."""
         if not (seconds > 0.0 and tokens > 0):
             return
-        record = self._records.setdefault(replica, _Record())
+        record = self._records.setdefault(replica, _HitRecord())
         if not named:
             found = tokens / seconds
             record.tokens_s = found if record.tokens_s is None else record.tokens_s + GAIN * (found - record.tokens_s)

@@ -97,6 +97,9 @@ def _network_families(now: Snapshot) -> Iterator[Metric]:
     yield _gauge("requests_waiting", "Requests at this gateway that have not ended", now.waiting)
     yield _counter("requests_refused_total", "Requests that this gateway had no place for", "class", now.refused)
     yield _gauge("uptime_seconds", "Since this node was started", now.up_s)
+    own = next((node for node in now.nodes if node.id == now.node), None)
+    tokens = {"computed": own.prefilled_tokens, "prefix cache": own.cached_tokens} if own is not None else {}
+    yield _counter("prefill_tokens_total", "Prompt tokens of this box, by where their KV is from", "source", tokens)
     members = GaugeMetricFamily(f"{PREFIX}members", "Boxes by state, as this node sees them", labels=["state"])
     states = [node.state for node in now.nodes]
     for state in ("alive", "draining", "suspect", "dead", "left"):

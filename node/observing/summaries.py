@@ -107,6 +107,7 @@ def _with_advert(node: NodeSummary, advert: Advert, phase: str, layers: tuple[in
         ends_in_s=advert.ends_in_s,
         prefilled_tokens=advert.served.prefilled_tokens if advert.served is not None else 0,
         decoded_tokens=advert.served.decoded_tokens if advert.served is not None else 0,
+        cached_tokens=advert.served.cached_tokens if advert.served is not None else 0,
     )
 
 

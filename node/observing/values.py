@@ -194,6 +194,7 @@ class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     refused_s: Figure = 0.0  # requests per second that its gateway has no place for
     prefilled_tokens: Count = 0  # since it was started
     decoded_tokens: Count = 0
+    cached_tokens: Count = 0  # of prompts, that were in its prefix cache
     usd_per_hour: Figure = 0.0
     up_usd_per_gb: Figure = 0.0
     down_usd_per_gb: Figure = 0.0

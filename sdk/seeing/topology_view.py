@@ -246,6 +246,9 @@ def node_lines(node: NodeSummary, topology: Topology) -> Iterator[str]:
         kv = f"KV {node.kv_usage:.0%} of {node.kv_tokens} tokens"
         yield f"  load      {node.running} running, {node.waiting} waiting, {kv}"
     yield f"  served    {node.prefilled_tokens} tokens prefilled, {node.decoded_tokens} decoded since it was started"
+    if node.cached_tokens:
+        hit = node.cached_tokens / (node.cached_tokens + node.prefilled_tokens)
+        yield f"  cached    {node.cached_tokens} more of prompts were in its prefix cache, {hit:.0%} of them"
     traffic = f"${node.up_usd_per_gb:.3f} per GB out, ${node.down_usd_per_gb:.3f} in"
     yield f"  price     ${node.usd_per_hour:.2f}/h, {traffic}"
     plan = topology.plan

@@ -82,7 +82,7 @@ class GoodputRow(ResultRow, frozen=True):
     cached: str
 
 
-class LatencyRow(ResultRow, frozen=True):
+class FirstTokenRow(ResultRow, frozen=True):
     """First tokens of one way at one rate."""
 
     boxes: int
@@ -163,9 +163,9 @@ def _goodput_row(boxes: int, way: str, carried: Mapping[tuple[int, str], float],
     )
 
 
-def _latency_row(boxes: int, way: str, rate: float, requests: int | None) -> LatencyRow:
+def _latency_row(boxes: int, way: str, rate: float, requests: int | None) -> FirstTokenRow:
     found, blind = _run(boxes, way, rate, requests), _run(boxes, WAYS[way].blind, rate, requests)
-    return LatencyRow(
+    return FirstTokenRow(
         boxes=boxes,
         requests_per_s=rate,
         way=way,
