@@ -28,6 +28,7 @@ from .recovery import recovery
 from .rescheduling import rescheduling
 from .setting import Scope
 from .splitwise.provision import provision
+from .strictness import strictness
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment
@@ -39,6 +40,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         rescheduling,
         recovery,
         deployments,
+        strictness,
         baselines,
         deadlines,
         convergence,

@@ -52,7 +52,7 @@ class Scope:
     steps: int | None = None
     long_steps: int = 2000
     halvings: int = 6
-    challengers: int = 20
+    challengers: int = 8
 
     @classmethod
     def quick(cls) -> Scope:
@@ -125,10 +125,10 @@ def lengths(workload: str) -> Lengths:
 
 
 @cache
-def searched(case: PlannedCase, steps: int | None) -> SearchResult:
-    """What is found for a case in so many evaluations, seed 0; searched for once and remembered."""
+def searched(case: PlannedCase, steps: int | None, seed: int = 0) -> SearchResult:
+    """What is found for a case in so many evaluations; searched for once and remembered."""
     problem = case.problem()
-    return search(problem, LowerLevel(problem), rng=np.random.default_rng(0), settings=SearchSettings(steps=steps))
+    return search(problem, LowerLevel(problem), rng=np.random.default_rng(seed), settings=SearchSettings(steps=steps))
 
 
 @cache

@@ -36,7 +36,7 @@ AHEAD: Final = 1.03
 NEIGHBOURS: Final = 100
 """Drawn of the best plan, that challengers are chosen among."""
 
-LIKELY: Final = 32
+LIKELY: Final = 24
 """Of neighbours and of all that a search has evaluated, those with the best scores: whole plans are
 made of them, at some 50 ms each, to see what is expected of those."""
 

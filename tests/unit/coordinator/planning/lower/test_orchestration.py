@@ -191,8 +191,13 @@ def test_kv_on_its_way_is_slower_the_busier_its_link_and_waits_before_or_after_t
 
     sending, times, busy = found.times.sending, found.times, 2.0 * wire_s
     assert sending.busy.tolist() == pytest.approx([busy])
-    assert sending.least_s[0, 0] == pytest.approx(visible(wire_s))
-    assert sending.least_s[0, 0] + busy * sending.shared_s[0, 0] == pytest.approx(visible(wire_s / (1.0 - busy)))
+    decode = found.replicas[1].behaviour
+    load, joins = float(found.flow.loads[1]), decode.table[:, LoadRow._fields.index("join_s")]
+    join_s = float(np.interp(load, LOADS, joins))
+    assert 0.0 < join_s < 0.5 * times.decoding.tpot_s[0], "half a step, and none where nothing is decoded"
+    assert sending.least_s[0, 0] == pytest.approx(visible(wire_s) + join_s)
+    later = visible(wire_s / (1.0 - busy)) + join_s
+    assert sending.least_s[0, 0] + busy * sending.shared_s[0, 0] == pytest.approx(later)
     assert times.early.tolist() == [float(late_token)]
     assert times.step_s.tolist() == ([times.decoding.tpot_s[0]] if late_token else [0.0])
     assert times.admit_s[0, 0] == times.decoding.admit_s[0]
