@@ -55,12 +55,12 @@ MODULES = [
         ),
         "coordinator/costs": ("model_shape", "replica", "rounds"),
         "coordinator/planning/lower": (
-            "behaviour", "evaluator", "flow", "orchestration", "parallel", "proposals", "queueing", "replica_pairs",
-            "simplex", "upper_bound",
+            "behaviour", "evaluator", "flow", "orchestration", "pair_model", "parallel", "proposals", "queueing",
+            "replica_pairs", "simplex", "upper_bound",
         ),
         "coordinator/planning/upper": (
             "cells", "clustering", "light_rescheduling", "moves", "packing", "scorer", "search", "search_space",
-            "seed_assignment", "tabu",
+            "seed_assignment", "tabu", "trials",
         ),
         "coordinator/requests": ("attempt", "machine", "placement", "stalls"),
         "coordinator/routing": ("interface", "plan_and_queues", "router"),
