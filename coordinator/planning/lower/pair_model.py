@@ -108,17 +108,11 @@ def activation_gbps(
 ) -> Array:
     """Gb/s [from, to] of activations in pipelines across boxes: of all tokens prefilled and
     decoded."""
-    used_gbps = np.zeros_like(flow.used_gbps)
-    spanning = [index for index, replica in enumerate(replicas) if len(replica.group.slices) > 1]
-    if not spanning:
-        return used_gbps
-    token = service.model.activation_bytes_per_token * 8e-9
-    prefill_tokens_s = (
-        np.bincount(pairs.prefill, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_prompt
-    )
-    decode_tokens_s = np.bincount(pairs.decode, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_output
-    for index in spanning:
-        boxes = [box for box, _, _ in replicas[index].holder.spans]
-        for source, target in pairwise(boxes):
-            used_gbps[source, target] += (prefill_tokens_s[index] + decode_tokens_s[index]) * token * (source != target)
+    used_gbps, workload = np.zeros_like(flow.used_gbps), service.workload
+    prompts, outputs = (np.bincount(ends, flow.pair_rates, len(replicas)) for ends in (pairs.prefill, pairs.decode))
+    tokens_s = prompts * workload.mean_prompt + outputs * workload.mean_output
+    gbps = tokens_s * service.model.activation_bytes_per_token * 8e-9
+    for replica, needed in zip(replicas, gbps.tolist(), strict=True):
+        for source, target in pairwise(box for box, _, _ in replica.holder.spans):
+            used_gbps[source, target] += needed
     return used_gbps

@@ -140,7 +140,7 @@ def test_only_who_comes_with_kv_waits_for_the_end_of_a_step_and_decodes_the_firs
 
 def test_a_pair_is_worth_what_it_has_in_time_beside_what_each_replica_loses() -> None:
     (found,) = lower_level(1.0, gbps=2.0).orchestrate(UNLIKE, solver=solve_quick)
-    model, counts = found.model, (2, 2)
+    model, counts = found.model, (3, 1)
     worth = model.worth(found.curves, counts)
     cross = np.flatnonzero(found.pairs.prefill != found.pairs.decode)
     kept = np.flatnonzero(found.pairs.prefill == found.pairs.decode)
@@ -148,7 +148,7 @@ def test_a_pair_is_worth_what_it_has_in_time_beside_what_each_replica_loses() ->
     busy = np.array([[REFERENCE_BUSY * bool(found.pairs.link_demands[pair]) for pair in cross.tolist()]])
     assert set(busy[0].tolist()) == {0.0, REFERENCE_BUSY}, "KV between replicas of a box takes no link"
     loads = np.full((1, 3), LOADS[REFERENCE_LOAD])
-    pools = Pool.of_equals(2), Pool.of_equals(2)
+    pools = Pool.of_equals(3), Pool.of_equals(1)
     share = model.times(cross, loads, busy, pools).share_in_time(DEADLINES)
     alone = [float(curve.in_time_share[REFERENCE_LOAD]) for curve in found.curves]
     lost = [alone[int(found.pairs.prefill[pair])] + alone[int(found.pairs.decode[pair])] for pair in cross.tolist()]
