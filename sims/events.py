@@ -61,10 +61,10 @@ class EventQueue:
         heapq.heappush(self._heap, (at, self._sequence, event))
         self._sequence += 1
 
-    def run(self) -> None:
-        """Let everything happen, until no event waits."""
+    def run(self, until: float = inf) -> None:
+        """Let everything happen that is due by then, or until no event waits."""
         heap = self._heap
-        while heap:
+        while heap and heap[0][0] <= until:
             self.now, _, event = heapq.heappop(heap)
             self.happened += 1
             for following in event.happen(self.now):

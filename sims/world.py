@@ -67,11 +67,13 @@ def simulate(
     model_of: ModelOf = roofline_model,
     record: bool = False,
     progress: Progress | None = None,
+    until: float = inf,
 ) -> SimResult:
     """Let all requests run to their ends. With the same arguments, the same result to the last bit.
 
     `replan` is asked when the coordinator has news: of boxes, links or traffic. `record`: keep
-    every step and transfer, for a Chrome trace. Raises WorldError or ClusterError for what does not
+    every step and transfer, for a Chrome trace. `until`: nothing happens later; requests that have
+    not ended by then never do. Raises WorldError or ClusterError for what does not
     fit together.
     """
     settings = settings or SimSettings()
@@ -80,7 +82,7 @@ def simulate(
     world.prepare(changes)
     if replan is not None:
         world.add_coordinator(replan)
-    world.queue.run()
+    world.queue.run(until)
     return world.result()
 
 
@@ -222,8 +224,8 @@ class _World:
         return follow
 
     def result(self) -> SimResult:
-        """The result, once no event is left."""
-        for host in self._hosts:
+        """The result. Once no event is left, nothing else is either."""
+        for host in self._hosts if not len(self.queue) else ():
             if not host.is_lost:
                 host.check_integrity()
         self._network.check_integrity()

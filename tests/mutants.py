@@ -55,12 +55,12 @@ MODULES = [
         ),
         "coordinator/costs": ("model_shape", "replica", "rounds"),
         "coordinator/planning/lower": (
-            "behaviour", "evaluator", "flow", "orchestration", "parallel", "proposals", "queueing", "replica_pairs",
-            "simplex", "upper_bound",
+            "behaviour", "evaluator", "flow", "orchestration", "pair_model", "parallel", "proposals", "queueing",
+            "replica_pairs", "simplex", "upper_bound",
         ),
         "coordinator/planning/upper": (
             "cells", "clustering", "light_rescheduling", "moves", "packing", "scorer", "search", "search_space",
-            "seed_assignment", "tabu",
+            "seed_assignment", "tabu", "trials",
         ),
         "coordinator/requests": (
             "admission", "attempt", "drain_rate", "fair_queue", "machine", "placement", "retry_times", "stalls",

@@ -1,7 +1,7 @@
 """How long planning takes, and how good the plans are.
 
-    python -m p2pserve.coordinator.bench [--parts plan,light,flow,repair,route] [--sizes 16,24,32,128,1024]
-        [--format json] [--plot PNG] [--long JSON]
+    python -m p2pserve.coordinator.bench [--parts plan,light,repair,route] [--sizes 16,24,32,128,1024] [--format json]
+        [--plot PNG] [--long JSON]
 
 Seconds are those of the processor, on one core. Up to 32 GPUs, where chance decides much, objective
 and seconds are the medians of five seeds, and `worst` is the least objective of them. `best_known`
@@ -53,12 +53,10 @@ from ..planning.upper.settings import SearchSettings
 from ..repair.urgency import REPAIR_S, PlanFigures, find_urgent_news
 from ..routing.policies import NETWORK_POLICIES
 from .bench_clusters import bench_problem
-from .maxflow import compute_bound, max_flow, one_pipeline, place
-from .maxflow_helix import CLUSTER_32, LAYERS, LINK_TOKENS_S, helix_kinds
 from .repair_cases import RepairCase, repair_cases, running_network
 from .route_cases import REPLICAS, make_plan, make_router
 
-PARTS: Final = ("plan", "light", "flow", "repair", "route")
+PARTS: Final = ("plan", "light", "repair", "route")
 SIZES: Final = (16, 24, 32, 128, 1024)
 WORKLOADS: Final = ("conversation", "coding")
 LOST_BOX: Final = "a6000-0"
@@ -89,7 +87,6 @@ TARGETS: Final = {
     "objective / best known": 0.99,
     "light, s": 0.2,
     "light, attainment / full": 0.97,
-    "max flow, tok/s": 2100.0,
     "repair, s": 1.0,
     "route, us": 200.0,
 }
@@ -109,9 +106,6 @@ def run(sizes: Sequence[int], tell: Callable[[str], None], parts: Sequence[str] 
     if "light" in parts:
         tell("rescheduling after a lost box")
         report["light"] = _light_row()
-    if "flow" in parts:
-        tell("max flow")
-        report |= _flow_row()
     if "repair" in parts:
         tell("repairing a running network")
         report["repair"] = _repair_rows()
@@ -246,18 +240,6 @@ def _route_rows() -> list[Row]:
     return rows
 
 
-def _flow_row() -> Row:
-    began = time.process_time()
-    kinds = helix_kinds(CLUSTER_32)
-    placed = place(kinds, LAYERS)
-    return {
-        "max_flow_tok_s": round(max_flow(kinds, placed, LAYERS, link_tokens_s=LINK_TOKENS_S), 1),
-        "max_flow_bound_tok_s": round(compute_bound(kinds, LAYERS), 1),
-        "one_pipeline_tok_s": round(one_pipeline(kinds, LAYERS), 1),
-        "max_flow_seconds": round(time.process_time() - began, 3),
-    }
-
-
 # --- the best there is
 
 
@@ -331,12 +313,6 @@ def _text(report: Row) -> str:
         lines.append(
             f"light rescheduling: {light['seconds']:.3f} s (ThunderServe: 13 s), {light['attainment_ratio']:.3f} of "
             "the full replan's attainment"
-        )
-    if "max_flow_tok_s" in report:
-        lines.append(
-            f"max flow: {report['max_flow_tok_s']:.0f} tok/s of at most {report['max_flow_bound_tok_s']:.0f} in "
-            f"{report['max_flow_seconds']:.1f} s (swarm 1752, homogeneous 1350, petals 1320; one pipeline "
-            f"{report['one_pipeline_tok_s']:.0f})"
         )
     lines += [
         f"{row['case']:<16} of {row['boxes']} boxes: {row['seconds']:.3f} s ({row['cpu_seconds']:.3f} s of CPU), "

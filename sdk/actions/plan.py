@@ -25,7 +25,7 @@ from ...coordinator.planning.model.problem import Percentiles, Problem, Proposal
 from ...coordinator.planning.model.workload import Service
 from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.search import SearchResult, search
-from ...coordinator.planning.upper.trials import TriedPlan, pick_candidates, try_plans
+from ...coordinator.planning.upper.trials import PlanTrials, TriedPlan
 from ...sims.results.trials import SimulatedTrial
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json, print_explanation
 from .plan_options import problem_of
@@ -35,6 +35,8 @@ FLOWS_SHOWN: Final = 12
 TRIALS: Final = 4
 TRIED_GPUS: Final = 32
 """Plans that are simulated, and for how many GPUs at most, where nobody has said how many."""
+CHALLENGERS: Final = 2
+"""Others that challenge the best of those, for each of them."""
 
 
 def run_plan(arguments: SimpleNamespace) -> int:
@@ -62,20 +64,22 @@ def run_plan(arguments: SimpleNamespace) -> int:
         trials = count_trials(arguments.trials, problem.cluster.gpus, arguments.budget_s)
         if trials:
             bar.update(task, description=f"planning {gpus}: the best plans are simulated")
-            trial = SimulatedTrial(problem=problem, seed=arguments.seed)
-            tried = try_plans(pick_candidates(found, trials), evaluator, trial, epoch=0, version=1)
+            trial = SimulatedTrial(problem=problem, seeds=(arguments.seed,))
+            contest = PlanTrials(problem=problem, evaluator=evaluator, trial=trial)
+            tried = contest.try_all(contest.pick_candidates(found, trials))
+            tried = contest.challenge(tried, found, CHALLENGERS * trials, np.random.default_rng(arguments.seed))
             found = replace(found, solution=tried[0].solution, score=evaluator.score(tried[0].solution))
     proposals = tried[0].proposals if tried else evaluator.propose(found.solution, epoch=0, version=1)
     seconds = time.monotonic() - started
     explained = _explain(problem, evaluator, found, proposals) if arguments.explain else [None] * len(proposals)
     if arguments.format == "json":
-        tried_json = {"trials": trials_json(tried, found)} if tried else {}
+        tried_json = {"trials": trials_json(tried)} if tried else {}
         print(json.dumps({**plan_json(problem, found, proposals, seconds, arguments.seed, explained), **tried_json}))
     else:
         out = open_console()
         print_proposals(problem, found, proposals, out, explained)
         if tried:
-            print_trials(tried, found, out)
+            print_trials(tried, out)
         out.print(f"planned in {seconds:.2f} s, {found.steps} steps, seed {arguments.seed}")
     sys.stdout.flush()
     return 0
@@ -117,12 +121,12 @@ def _explain(
     ]
 
 
-def trials_json(tried: Sequence[TriedPlan], found: SearchResult) -> list[dict[str, Any]]:
+def trials_json(tried: Sequence[TriedPlan]) -> list[dict[str, Any]]:
     """What was expected of each plan that was tried, and what came of it; the first was chosen."""
     return [
         {
             "replicas": _replica_counts(plan),
-            "colocated": plan.solution == found.colocated,
+            "colocated": plan.is_colocated,
             "expected": {
                 "attainment": plan.proposals[0].score.attainment,
                 "capacity": plan.proposals[0].score.capacity,
@@ -133,13 +137,13 @@ def trials_json(tried: Sequence[TriedPlan], found: SearchResult) -> list[dict[st
     ]
 
 
-def print_trials(tried: Sequence[TriedPlan], found: SearchResult, console: Console) -> None:
+def print_trials(tried: Sequence[TriedPlan], console: Console) -> None:
     """The same for people."""
     table = Table("plan", "in time: expected", "simulated", "capacity: expected", "simulated", box=None, pad_edge=False)
     for plan in tried:
         expected, seen = plan.proposals[0].score, plan.outcome
         table.add_row(
-            _replica_counts(plan) + (", colocated" if plan.solution == found.colocated else ""),
+            _replica_counts(plan) + (", colocated" if plan.is_colocated else ""),
             f"{expected.attainment:.1%}", f"{seen.attainment:.1%}",
             f"{expected.capacity:.2f} x the rate", f"{seen.capacity:.2f} x",
         )  # fmt: skip

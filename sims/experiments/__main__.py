@@ -31,6 +31,7 @@ from .rescheduling import rescheduling
 from .setting import Scope
 from .splitwise.pools import pools
 from .splitwise.provision import provision
+from .strictness import strictness
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment
@@ -42,6 +43,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         rescheduling,
         recovery,
         deployments,
+        strictness,
         baselines,
         deadlines,
         convergence,

@@ -264,13 +264,13 @@ def baselines(scope: Scope) -> Page:
             "replicas that do both, of any GPUs and degrees, each with the token budget of a step (vLLM's "
             "max_num_batched_tokens) that the deadline allows, as ours; `2048`: replicas searched for with that "
             "budget, which is vLLM's default. DistServe-like and vLLM-like: all splits, and all sizes of equal "
-            "replicas, on the eight A100, of which the three with the best estimates are tried. Of each system the "
-            "plan is the one that carries most with requests of other seeds.\n\nOurs and HexGen-like are planned for "
-            f"{RATES['coding']:g} (coding) and {RATES['conversation']:g} requests/s and again for the rate that is "
-            "expected of what was found, while that helps; ours is that, the same begun at the rate of HexGen-like, or "
-            "HexGen-like's plan itself, whichever carries most with requests of other seeds. Each keeps its replicas "
-            "at all rates, with shares anew for each rate, and one of two dispatchers: by those shares, or the "
-            "router by queues, whichever carries more with requests of other seeds."
+            "replicas, on the eight A100, of which the three with the best estimates are tried.\n\nOurs and "
+            "HexGen-like are searched for at 1, 1.4 and 2 times the rate that is expected of a colocated plan. The six "
+            f"of which most is expected are tried with requests of other seeds, and up to {scope.challengers} others "
+            "challenge the best of them, as by `plan`; HexGen-like's plan is among ours, and stays unless another "
+            "carries 2 % more. Each keeps its replicas at all rates, with shares anew for each rate, and in the other "
+            "tables one of two dispatchers: by those shares, or the router by queues, whichever carries more with "
+            "requests of other seeds."
         ),
         tables=(
             PageTable(TITLE, [row for one in found for row in one.ratios]),

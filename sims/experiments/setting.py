@@ -20,7 +20,7 @@ from ...coordinator.planning.model.cluster_file import packaged_cluster
 from ...coordinator.planning.model.problem import Group, Problem, Proposal, Slice, Solution
 from ...coordinator.planning.model.slo import scaled_slo
 from ...coordinator.planning.model.workload import Service, Workload
-from ...coordinator.planning.upper.search import search
+from ...coordinator.planning.upper.search import SearchResult, search
 from ...coordinator.planning.upper.settings import SearchSettings
 from ...coordinator.routing.interface import RoutingSettings
 from ..engine.values import SimEngineSettings
@@ -45,18 +45,19 @@ BRACKET: Final = (0.2, 1.6)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
-    steps of one watched, halvings of a rate."""
+    steps of one watched, halvings of a rate, plans that challenge the best in trials."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
     steps: int | None = None
     long_steps: int = 2000
     halvings: int = 6
+    challengers: int = 8
 
     @classmethod
     def quick(cls) -> Scope:
         """To see that everything works; its figures say little."""
-        return cls(seeds=(0,), seconds=20.0, steps=60, long_steps=60, halvings=1)
+        return cls(seeds=(0,), seconds=20.0, steps=60, long_steps=60, halvings=1, challengers=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,11 +125,16 @@ def lengths(workload: str) -> Lengths:
 
 
 @cache
-def planned(case: PlannedCase, steps: int | None) -> Deployed:
-    """What is found for a case in so many evaluations, seed 0; searched for once and remembered."""
+def searched(case: PlannedCase, steps: int | None, seed: int = 0) -> SearchResult:
+    """What is found for a case in so many evaluations; searched for once and remembered."""
     problem = case.problem()
-    found = search(problem, LowerLevel(problem), rng=np.random.default_rng(0), settings=SearchSettings(steps=steps))
-    return Deployed(problem, found.solution)
+    return search(problem, LowerLevel(problem), rng=np.random.default_rng(seed), settings=SearchSettings(steps=steps))
+
+
+@cache
+def planned(case: PlannedCase, steps: int | None) -> Deployed:
+    """With the solution that is expected to be best."""
+    return Deployed(case.problem(), searched(case, steps).solution)
 
 
 @cache

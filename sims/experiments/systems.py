@@ -3,18 +3,24 @@ DistServe and vLLM would do with the money (ThunderServe section 5.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from operator import attrgetter
 from statistics import fmean
 from typing import Final
 
+import numpy as np
+
 from ...coordinator.plan import Phase
+from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem, Solution
+from ...coordinator.planning.upper.trials import PlanTrials
 from ..engine.values import SimEngineSettings
 from ..policies import PLAN, SHARES
-from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most
+from ..results.trials import SimulatedTrial
+from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most, searched
 
 IN_HOUSE: Final = "thunderserve-8xa100"
 WHOLE: Final = "HexGen-like, 2048"
@@ -22,8 +28,15 @@ SYSTEMS: Final = ("ours", "HexGen-like", WHOLE, "DistServe-like", "vLLM-like")
 WIDTHS: Final = (1, 2, 4, 8)
 WHOLE_TOKENS: Final = 2048
 """vLLM's default of tokens in a step."""
-TRIED: Final = 3
-"""Of all configurations of the A100 box, those with the best estimates, which are simulated."""
+FACTORS: Final = (1.0, 1.5, 2.0)
+"""Rates that plans are searched for at, over what is expected of colocated serving: the stricter the
+deadlines, the more another plan may carry."""
+SEARCHES: Final = 2
+"""At each of those rates, with other chances: at strict deadlines what is found differs."""
+TRIED: Final = 6
+"""Of the plans that are found, those with the best estimates, which are simulated."""
+IN_HOUSE_TRIED: Final = 3
+"""Likewise, of all configurations of the A100 box."""
 TRIALS: Final = 1000
 """Added to the seeds of reported runs, for those that plans are chosen with."""
 
@@ -48,34 +61,46 @@ def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
     yield _system(WHOLE, whole, scope, SimEngineSettings(max_batched_tokens=WHOLE_TOKENS))
     in_house = replace(case, cluster=IN_HOUSE, gbps=None).problem()
     for name, solutions in (("DistServe-like", _split(in_house)), ("vLLM-like", _colocated(in_house))):
-        every = [Deployed(in_house, solution) for solution in solutions]
-        likely = sorted(every, key=lambda one: -one.at().max_rate)[:TRIED]
-        yield _system(name, _best_in_trials(likely, scope), scope)
+        trials = _trials(in_house, scope)
+        best = trials.try_all(trials.rank_expected(list(solutions))[:IN_HOUSE_TRIED])[0]
+        yield _system(name, Deployed(in_house, best.solution), scope)
 
 
 @cache
 def best_colocated(case: PlannedCase, scope: Scope) -> Deployed:
-    """Of colocated plans for the case's rate and up, and for what is expected of those and up: the
-    best in simulations that are not reported, as for ours."""
-    first = most(replace(case, mixed_only=True), scope.steps)
-    carried = replace(case, mixed_only=True, rate=float(f"{first.at().max_rate:.2g}"))
-    engine = SimEngineSettings(max_batched_tokens=case.step_tokens) if case.step_tokens else None
-    return _best_in_trials([first, most(carried, scope.steps)], scope, engine)
-
-
-def _best_in_trials(plans: Sequence[Deployed], scope: Scope, engine: SimEngineSettings | None = None) -> Deployed:
-    """The first of those that carry most."""
-    return max(plans, key=lambda plan: _carried(plan, scope, PLAN, engine))
+    """Of colocated plans for several rates, and their neighbours: the best in trials, as for
+    ours."""
+    colocated = replace(case, mixed_only=True)
+    return _search_and_try(colocated, most(colocated, scope.steps).at().max_rate, scope, searches=1)
 
 
 @cache
 def chosen(case: PlannedCase, scope: Scope) -> Deployed:
-    """Of plans for the case's rate and up, for colocated serving's rate and up, and colocated
-    serving: the best in simulations that are not reported."""
+    """Of plans for several times what colocated serving is expected to carry, their neighbours, and
+    colocated serving: the best in simulations that are not reported."""
     colocated = best_colocated(case, scope)
-    carried = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
-    plans = [most(case, scope.steps), most(carried, scope.steps)]
-    return _best_in_trials([*plans, Deployed(plans[0].problem, colocated.solution)], scope)
+    return _search_and_try(case, colocated.at().max_rate, scope, colocated.solution, searches=SEARCHES)
+
+
+def _search_and_try(case: PlannedCase, rate: float, scope: Scope, *others: Solution, searches: int) -> Deployed:
+    """What most is expected of, among plans for FACTORS of a rate, and `others`; and who challenges
+    the best of those."""
+    cases = [replace(case, rate=float(f"{factor * rate:.2g}")) for factor in FACTORS]
+    trials = _trials(cases[0].problem(), scope)
+    every = [searched(one, scope.steps, seed) for one in cases for seed in range(searches)]
+    likely = [trials.pick_candidates(found, TRIED) for found in every]
+    ranked = trials.rank_expected([solution for those in likely for solution in those])
+    tried = trials.try_all([*others, *ranked[:TRIED]])
+    sources = (found for found, those in zip(every, likely, strict=True) if tried[0].solution in those)
+    source = next(sources, every[0])
+    best = trials.challenge(tried, source, scope.challengers, np.random.default_rng(0))[0]
+    return Deployed(trials.problem, best.solution)
+
+
+def _trials(problem: Problem, scope: Scope) -> PlanTrials:
+    """With requests of other seeds than those that are reported; the best is who carries most."""
+    trial = SimulatedTrial(problem=problem, seeds=tuple(TRIALS + seed for seed in scope.seeds), seconds=scope.seconds)
+    return PlanTrials(problem=problem, evaluator=LowerLevel(problem), trial=trial, rank=attrgetter("capacity"))
 
 
 @cache

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...coordinator.planning.model.problem import Problem, Proposal
 from ...coordinator.planning.upper.trials import TrialOutcome
@@ -22,43 +24,66 @@ REQUESTS: Final = 300
 """Of each service at least, however few come: the share of fewer in time is off by more than two
 percent."""
 
-MOST: Final = 1.5
-"""Up to where the highest rate is looked for, as a multiple of what is expected."""
+STRIDE: Final = 1.15
+"""The highest rate is looked for from the expected one, up or down, by this factor at a time: no
+further than estimates are mostly off."""
 
-HALVINGS: Final = 5
-"""Of the rates up to there: to 5 % of what is expected. Other draws of requests differ as much."""
+STRIDES: Final = 12
+"""At most: to a fifth of what is expected, or five times that."""
+
+HALVINGS: Final = 3
+"""Of the last stride, as a factor: to 2 %. Other draws of requests differ by as much."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedTrial:
     """Poisson arrivals with the lengths of each service's workload, routed as the network does. All
-    plans that are tried meet the same requests."""
+    plans that are tried meet the same requests: a draw of them for each of `seeds`."""
 
     problem: Problem
-    seed: int
+    seeds: tuple[int, ...]
     seconds: float = SECONDS
 
     def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
         """At the rates that are asked for, and where the targets are lost."""
-        services = self.problem.services
-        asked = self._run(proposals, 1.0)
-        rates = np.array([service.workload.rate for service in services])
-        shares = [attainment(each.outcomes, each.service.slo) for each in asked]
-        expected = min(
-            proposal.max_rate / service.workload.rate for proposal, service in zip(proposals, services, strict=True)
-        )
-        low, high = 0.0, MOST * expected
-        for _ in range(HALVINGS if expected > 0.0 else 0):
-            middle = (low + high) / 2.0
-            met = all(
-                attainment(each.outcomes, each.service.slo) >= each.service.slo.target
-                for each in self._run(proposals, middle)
-            )
-            low, high = (middle, high) if met else (low, middle)
-        return TrialOutcome(float(rates @ shares / rates.sum()), low)
+        rates = np.array([service.workload.rate for service in self.problem.services])
+        asked = float(rates @ self._shares(proposals, 1.0) / rates.sum())
+        return TrialOutcome(asked, self._find_capacity(proposals))
 
-    def _run(self, proposals: Sequence[Proposal], factor: float) -> Sequence[ServiceOutcome]:
-        """At so many times the rates."""
+    def carries(self, proposals: Sequence[Proposal], factor: float) -> bool:
+        """Whether every service has its target at so many times the rates."""
+        targets = [service.slo.target for service in self.problem.services]
+        return bool((self._shares(proposals, factor) >= targets).all())
+
+    def _find_capacity(self, proposals: Sequence[Proposal]) -> float:
+        """The highest factor with the targets in time; 0 where even the lowest that is tried has
+        fewer."""
+        factor = min(
+            proposal.max_rate / service.workload.rate
+            for proposal, service in zip(proposals, self.problem.services, strict=True)
+        )
+        factor = factor or 1.0
+        met = self.carries(proposals, factor)
+        low, high = (factor, inf) if met else (0.0, factor)
+        for _ in range(STRIDES):
+            if low > 0.0 and high < inf:
+                break
+            factor = factor * STRIDE if met else factor / STRIDE
+            low, high = (factor, high) if self.carries(proposals, factor) else (low, factor)
+        for _ in range(HALVINGS if low > 0.0 and high < inf else 0):
+            middle = (low * high) ** 0.5
+            low, high = (middle, high) if self.carries(proposals, middle) else (low, middle)
+        return low
+
+    def _shares(self, proposals: Sequence[Proposal], factor: float) -> NDArray[np.float64]:
+        """Of each service's requests in time, at so many times the rates."""
+        found = [
+            [attainment(each.outcomes, each.service.slo) for each in self._run(proposals, factor, seed)]
+            for seed in self.seeds
+        ]
+        return np.asarray(np.mean(found, axis=0))
+
+    def _run(self, proposals: Sequence[Proposal], factor: float, seed: int) -> Sequence[ServiceOutcome]:
         runs = []
         slowest = min(service.workload.rate for service in self.problem.services)
         seconds = max(self.seconds, REQUESTS / (factor * slowest))
@@ -66,7 +91,9 @@ class SimulatedTrial:
             workload = service.workload
             trace = draw(
                 Lengths(workload.prompts, workload.outputs, workload.name), rate=factor * workload.rate,
-                rng=np.random.default_rng([29, self.seed, number]), cv=workload.arrival_cv, seconds=seconds,
+                rng=np.random.default_rng([29, seed, number]), cv=workload.arrival_cv, seconds=seconds,
             )  # fmt: skip
             runs.append(ServiceRun(service=service, plan=proposal.plan, trace=trace))
-        return simulate(self.problem.cluster, runs, settings=SimSettings(seed=self.seed)).services
+        # who has not ended by then is late anyway, and of a plan that is overloaded those are most
+        until = max(float(run.trace.arrival_s[-1]) + run.service.slo.e2e_s for run in runs)
+        return simulate(self.problem.cluster, runs, settings=SimSettings(seed=seed), until=until).services

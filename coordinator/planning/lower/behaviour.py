@@ -103,8 +103,8 @@ class LoadRow(NamedTuple):
     """What a replica does at one load, as columns of `Behaviour.table`.
 
     Of prefill: `rho`, the chance that a prompt finds others; `occupied_s`, a prompt's share of the
-    time at best; `step_s`, the decode step that each chunk travels with; `join_s`, until a prompt
-    that has come is taken up. Of decode: `tpot_s`, from token to token on average; `batch`,
+    time at best; `step_s`, the decode step that each chunk travels with; `join_s`, until a prompt, or
+    a request with its KV, that has come is taken up. Of decode: `tpot_s`, from token to token on average; `batch`,
     requests that decode; of its variance, `batch_var` with their number and `context_var` with
     their contexts. Rounds with a prefill chunk take `stall_s` longer than others: they are
     `stalled_share` of all rounds, and come in runs of about `run_rounds` rounds; `prefilling` is
@@ -126,11 +126,13 @@ class LoadRow(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """Decode steps by batch size, first 0 (idle). `again_s`: mean cost of prefilling again."""
+    """Decode steps by batch size, first 0 (idle). `again`: prompts that a request is prefilled again
+    for, on average, and `again_s`: what that takes where no others are prefilled."""
 
     batch: Array
     step_s: Array
     context_s: Array
+    again: Array
     again_s: Array
 
 
@@ -227,13 +229,17 @@ def _decode_steps(times: StepTimes, classes: Classes, most: int, peaked: float) 
     step = np.array([line.step_s(batch * classes.held) for line, batch in zip(lines, batches.tolist(), strict=True)])
     context = np.array([line.context_s for line in lines])
     batches = np.concatenate(([0.0], batches))
-    again = np.zeros(len(batches))
+    again, again_s = np.zeros(len(batches)), 0.0
     if most < MAX_BATCH:
         size = classes.mean_prompt + classes.mean_output / 2
+        longer = size / classes.mean_prompt
         grown = classes.mean_output / (classes.mean_prompt + classes.mean_output)
         full = 2.0 * ndtr((batches - most) / np.sqrt((peaked + classes.uneven) * batches + 0.25))
-        again = full * grown * times.prefill_s(round(size), classes.mean_pairs * (size / classes.mean_prompt) ** 2)
-    return _Steps(batches, np.concatenate((step[:1], step)), np.concatenate((context[:1], context)), again)
+        again = full * grown * longer
+        again_s = times.prefill_s(round(size), classes.mean_pairs * longer**2) / longer
+    return _Steps(
+        batches, np.concatenate((step[:1], step)), np.concatenate((context[:1], context)), again, again * again_s
+    )
 
 
 class _ChunkedPrefill(NamedTuple):
@@ -283,10 +289,11 @@ def _attention_share(times: StepTimes, classes: Classes) -> float:
 
 
 class _Rounds(NamedTuple):
-    """By batch: prompts ended per second, prompt tokens in a round, and what they add."""
+    """By batch: requests ended per second, rounds with prefill chunks per second, and how much longer
+    those take."""
 
     rate: Array
-    tokens: Array
+    prefilling_rate: Array
     added_s: Array
 
 
@@ -300,7 +307,9 @@ def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | No
         return _Rounds(np.minimum(batch, 1.0) / (steps.again_s + step * share), none, none)
     prompt, most = classes.mean_prompt, chunked.most
     alone_s, rounds = float(classes.share @ chunked.alone_s), float(classes.share @ chunked.rounds)
-    fixed_s = steps.again_s + step * np.maximum(share, prompt / most)
+    # who is prefilled again is one prompt more among those that are prefilled together
+    prompts = 1.0 + steps.again
+    fixed_s = step * np.maximum(share, prompts * prompt / most)
     tokens, added = np.full(len(batch), prompt / rounds), np.full(len(batch), alone_s / rounds)
     # short prompts and long ones alone take less than as many of mean length; full rounds are all alike
     alike = alone_s / max(1e-12, rounds * float(np.interp(prompt / rounds, chunked.tokens, chunked.added_s)))
@@ -308,13 +317,14 @@ def _model_rounds(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | No
     # how many prompts meet in a round depends on how long it takes, and that on how many meet: iterated to where they
     # agree, never below the tokens that b requests in flight bring with them
     for _ in range(4):
-        rate = 1.0 / (fixed_s + prompt / tokens * added)
-        come = np.maximum(rate * (step + added), 1e-9)
-        tokens = np.minimum(most, np.maximum(prompt / rounds * come / -np.expm1(-come), prompt / share))
+        rate = 1.0 / (fixed_s + prompts * prompt / tokens * added)
+        come = np.maximum(prompts * rate * (step + added), 1e-9)
+        tokens = np.minimum(most, np.maximum(prompt / rounds * come / -np.expm1(-come), prompts * prompt / share))
         # the fuller the rounds, the more alike they are: what lone prompts differ by fades out
         uneven = 1.0 + (alike - 1.0) * (most - tokens) / spare
         added = np.interp(tokens, chunked.tokens, chunked.added_s) * uneven
-    return _Rounds(np.minimum(batch, 1.0) / (fixed_s + prompt / tokens * added), tokens, added)
+    rate = np.minimum(batch, 1.0) / (fixed_s + prompts * prompt / tokens * added)
+    return _Rounds(rate, prompts * rate * prompt / tokens, added)
 
 
 def _decode_behaviour(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill | None, peaked: float) -> Behaviour:
@@ -328,7 +338,7 @@ def _decode_behaviour(steps: _Steps, classes: Classes, chunked: _ChunkedPrefill 
     tpot = np.concatenate((steps.step_s[:1], batch[1:] / (rounds.rate[1:] * output)))
     none, kinds = np.zeros_like(batch), np.zeros_like(classes.share)
     columns = LoadRow(
-        rho=none, occupied_s=none, step_s=none, join_s=none, tpot_s=tpot, batch=batch,
+        rho=none, occupied_s=none, step_s=none, join_s=0.5 * tpot * -np.expm1(-batch), tpot_s=tpot, batch=batch,
         batch_var=batch * peaked * np.gradient(tpot, batch) ** 2,
         context_var=batch * steps.context_s**2 * classes.held_var,
         stall_s=none, stalled_share=none, run_rounds=none + 1.0, prefilling=none,
@@ -360,8 +370,7 @@ def _add_prefill_columns(
 ) -> LoadRow:
     """The same with the columns of a mixed replica."""
     step, slow = steps.step_s, steps.step_s + rounds.added_s
-    prefill_rate = rounds.rate * classes.mean_prompt / rounds.tokens  # rounds that do, per second
-    prefilling = np.minimum(1.0, prefill_rate * slow)
+    prefilling = np.minimum(1.0, rounds.prefilling_rate * slow)
     often = float(classes.share @ chunked.rounds**2) / float(classes.share @ chunked.rounds)
     return row._replace(
         rho=rounds.rate / rounds.rate[-1],
@@ -369,7 +378,7 @@ def _add_prefill_columns(
         step_s=step,
         join_s=0.5 * (prefilling * slow + (1.0 - prefilling) * step),
         stall_s=rounds.added_s,
-        stalled_share=np.minimum(1.0, prefill_rate * row.tpot_s),
+        stalled_share=np.minimum(1.0, rounds.prefilling_rate * row.tpot_s),
         run_rounds=often * slow / ((1.0 - prefilling) * slow + prefilling * step),
         prefilling=prefilling,
     )

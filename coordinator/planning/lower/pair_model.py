@@ -47,24 +47,24 @@ class PairModel:
 
     def times(self, pairs: Index, loads: Array, busy: Array, pools: tuple[Pool, Pool]) -> RequestTimes:
         """Rows for these pairs at each row of `loads`, one set after the other. `busy` [set, pair]:
-        share of the time that others send, so KV takes 1 / (1 - busy) times as long. Decode needs a
-        step for the first token."""
+        share of the time that others send, so KV takes 1 / (1 - busy) times as long; who comes with
+        it joins the batch at the end of a step. Decode needs a step for the first token."""
         sets, replicas = loads.shape
         everyone, load = np.tile(np.arange(replicas), sets), loads.ravel()
         row = self.tables.at(everyone, load)
         first = np.arange(sets)[:, None] * replicas
         prefills, decodes = np.tile(self.pairs.prefill[pairs], sets), np.tile(self.pairs.decode[pairs], sets)
-        prefilling = self.tables.prefill_times(everyone, row, pools[0]).at((first + self.pairs.prefill[pairs]).ravel())
-        decoding = self.tables.decode_times(everyone, load, row, pools[1]).at(
-            (first + self.pairs.decode[pairs]).ravel()
-        )
+        from_rows, to_rows = (first + ends[pairs] for ends in (self.pairs.prefill, self.pairs.decode))
+        prefilling = self.tables.prefill_times(everyone, row, pools[0]).at(from_rows.ravel())
+        decoding = self.tables.decode_times(everyone, load, row, pools[1]).at(to_rows.ravel())
         wire_s = np.tile(self.pairs.gigabit_s[pairs][:, None] * self.gigabits, (sets, 1))
         latency_s, prefill_s = np.tile(self.pairs.latency_s[pairs], sets)[:, None], self.tables.prefill_s[prefills]
         layers, busy = self.service.model.layers, busy.ravel()
         least_s = visible_s(wire_s, latency_s, prefill_s, layers)
         shared_s = visible_s(wire_s / (1.0 - busy)[:, None], latency_s, prefill_s, layers) - least_s
-        sending = KVDelays(least_s, busy, shared_s / np.maximum(busy, 1e-9)[:, None])
         is_transferred = prefills != decodes
+        join_s = np.where(is_transferred, row.join_s[to_rows.ravel()], 0.0)
+        sending = KVDelays(least_s + join_s[:, None], busy, shared_s / np.maximum(busy, 1e-9)[:, None])
         early = ~is_transferred | self.service.first_token_at_decode
         step_s = np.where(is_transferred & self.service.first_token_at_decode, decoding.tpot_s, 0.0)
         admit_s = np.broadcast_to(decoding.admit_s[:, None], wire_s.shape)
@@ -108,17 +108,11 @@ def activation_gbps(
 ) -> Array:
     """Gb/s [from, to] of activations in pipelines across boxes: of all tokens prefilled and
     decoded."""
-    used_gbps = np.zeros_like(flow.used_gbps)
-    spanning = [index for index, replica in enumerate(replicas) if len(replica.group.slices) > 1]
-    if not spanning:
-        return used_gbps
-    token = service.model.activation_bytes_per_token * 8e-9
-    prefill_tokens_s = (
-        np.bincount(pairs.prefill, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_prompt
-    )
-    decode_tokens_s = np.bincount(pairs.decode, flow.pair_rates, minlength=len(replicas)) * service.workload.mean_output
-    for index in spanning:
-        boxes = [box for box, _, _ in replicas[index].holder.spans]
-        for source, target in pairwise(boxes):
-            used_gbps[source, target] += (prefill_tokens_s[index] + decode_tokens_s[index]) * token * (source != target)
+    used_gbps, workload = np.zeros_like(flow.used_gbps), service.workload
+    prompts, outputs = (np.bincount(ends, flow.pair_rates, len(replicas)) for ends in (pairs.prefill, pairs.decode))
+    tokens_s = prompts * workload.mean_prompt + outputs * workload.mean_output
+    gbps = tokens_s * service.model.activation_bytes_per_token * 8e-9
+    for replica, needed in zip(replicas, gbps.tolist(), strict=True):
+        for source, target in pairwise(box for box, _, _ in replica.holder.spans):
+            used_gbps[source, target] += needed
     return used_gbps

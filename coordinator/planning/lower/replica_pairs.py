@@ -1,8 +1,9 @@
 """Pairs of a prefill and a decode replica, and the links that KV takes between them.
 
 Each box of the prefill replica sends each box of the decode replica the layers that both hold, all
-of them at the same time, over a direct link each. A transfer takes as long as the slowest of these.
-Links inside a box have no common limit.
+of them at the same time, over a direct link each. A transfer takes as long as the slowest of these,
+or as a box takes to send or to receive all that is its part. Links inside a box have no common
+limit.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class ClusterLinks:
         self.control_s = np.where(np.eye(len(rtt), dtype=bool), 0.0, cluster.rtt_s).mean(axis=0)
         with np.errstate(divide="ignore"):
             self.gigabit_s = 1.0 / gbps
+            self.out_gigabit_s, self.into_gigabit_s = 1.0 / rates[1], 1.0 / rates[2]
         self._gbps, self._rtt_s = gbps.tolist(), rtt.tolist()
 
     def hops(self, boxes: Sequence[int]) -> tuple[tuple[Hop, ...], ...]:
@@ -122,7 +124,7 @@ def pair_replicas(holders: Sequence[KVHolder], links: ClusterLinks, gigabits: fl
 
 def _slowest_links(prefills: Sequence[Spans], decodes: Sequence[Spans], links: ClusterLinks) -> tuple[Array, Array]:
     """[prefill, decode]: the slowest pair of boxes that share layers, in latency, and in time per
-    Gb of a request."""
+    Gb of a request, which a box that sends or receives for several may take longer for."""
     box_r, first_r, last_r, start_r = _flatten_spans(prefills)
     box_w, first_w, last_w, start_w = _flatten_spans(decodes)
     shared = np.minimum(last_r[:, None], last_w) - np.maximum(first_r[:, None], first_w)
@@ -134,6 +136,12 @@ def _slowest_links(prefills: Sequence[Spans], decodes: Sequence[Spans], links: C
     if len(box_r) > len(prefills) or len(box_w) > len(decodes):
         alpha = np.maximum.reduceat(np.maximum.reduceat(alpha, start_r, axis=0), start_w, axis=1)
         gigabit_s = np.maximum.reduceat(np.maximum.reduceat(gigabit_s, start_r, axis=0), start_w, axis=1)
+        away = np.where(together & (box_r[:, None] != box_w), shared, 0.0)
+        with np.errstate(invalid="ignore"):
+            out_s = np.nan_to_num(np.add.reduceat(away, start_w, axis=1) * links.out_gigabit_s[box_r, None])
+            into_s = np.nan_to_num(np.add.reduceat(away, start_r, axis=0) * links.into_gigabit_s[box_w])
+        for end_s in (np.maximum.reduceat(out_s, start_r, axis=0), np.maximum.reduceat(into_s, start_w, axis=1)):
+            gigabit_s = np.maximum(gigabit_s, end_s)
     return alpha, gigabit_s
 
 

@@ -50,7 +50,7 @@ class Classes:
 PROMPTS: Final = 6
 """Classes by prompt, of equally many requests each."""
 
-OUTPUTS: Final = (0.25, 0.5, 0.75, 0.9, 0.97)
+OUTPUTS: Final = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99)
 """Where the requests of a prompt's class are cut by output. A tenth of them may have most of the
 tokens, and whether those end in time decides about the last percents."""
 

@@ -54,6 +54,16 @@ def test_a_queue_goes_on_from_where_it_stands() -> None:
     assert (queue.now, queue.happened) == (5.0, 2)
 
 
+def test_what_is_due_later_waits() -> None:
+    log: list[tuple[float, str]] = []
+    queue = EventQueue()
+    for at, name in [(1.0, "early"), (2.0, "last"), (2.5, "late")]:
+        queue.push(at, Note(name, log))
+    queue.run(2.0)
+    assert log == [(1.0, "early"), (2.0, "last")]
+    assert (queue.now, len(queue)) == (2.0, 1)
+
+
 @pytest.mark.parametrize("at", [4.9, math.nan, math.inf, -1.0])
 def test_the_past_and_no_time_are_refused(at: float) -> None:
     queue = EventQueue()

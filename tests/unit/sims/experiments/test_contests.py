@@ -279,27 +279,34 @@ def test_the_picture_has_a_row_for_each_rate_and_a_column_for_each_deadline(
     assert all(list(curves.lines) == list(SYSTEMS) for row in picture.panels for curves in row)
 
 
+class MadeUpTrials:
+    """More replicas are expected to carry more, and of equally many those with more that prefill; in trials the
+    second of three does."""
+
+    def __init__(self, problem: Any, deployed: list[Solution]) -> None:
+        self.problem, self._deployed = problem, deployed
+
+    def rank_expected(self, solutions: Sequence[Solution]) -> list[Solution]:
+        self._deployed += solutions
+        prefill = {one: sum(part.phase is Phase.PREFILL for part in one) for one in solutions}
+        return sorted(solutions, key=lambda one: (-len(one), -prefill[one]))
+
+    def try_all(self, solutions: Sequence[Solution]) -> list[Any]:
+        assert len(solutions) == 3
+        return [SimpleNamespace(solution=solutions[place]) for place in (1, 0, 2)]
+
+
 @pytest.fixture
 def in_house(monkeypatch: pytest.MonkeyPatch) -> list[Solution]:
-    """Every solution that was deployed on the eight A100."""
+    """Every solution of the eight A100 that was looked at."""
     deployed: list[Solution] = []
 
-    def deploy(problem: Any, solution: Solution) -> Any:
-        deployed.append(solution)
-        # More replicas carry more, and of equally many those with more that prefill.
-        rate = len(solution) + 0.1 * sum(part.phase is Phase.PREFILL for part in solution)
-        proposal = SimpleNamespace(max_rate=rate)
-        return SimpleNamespace(problem=problem, solution=solution, at=lambda rate=None: proposal, case=None)
-
-    def colocated(case: PlannedCase, scope: Scope) -> Any:
-        found = deploy(None, ())
-        found.case = case
-        return found
+    def deploy(problem: Any, solution: Solution, case: PlannedCase | None = None) -> Any:
+        return SimpleNamespace(problem=problem, solution=solution, case=case)
 
     monkeypatch.setattr(systems, "Deployed", deploy)
-    monkeypatch.setattr(systems, "best_colocated", colocated)
-    # In trials the second of three carries most, whatever was expected.
-    monkeypatch.setattr(systems, "_carried", lambda one, *rest: -abs(one.at().max_rate - 8.1))
+    monkeypatch.setattr(systems, "best_colocated", lambda case, scope: deploy(None, (), case))
+    monkeypatch.setattr(systems, "_trials", lambda problem, scope: MadeUpTrials(problem, deployed))
     monkeypatch.setattr(systems, "chosen", lambda case, scope: "ours")
     monkeypatch.setattr(systems, "best_dispatch", lambda deployed, scope, engine: f"for {engine}")
     return deployed
@@ -316,7 +323,7 @@ def test_the_baselines_in_house_are_the_best_in_trials_of_three_configurations(i
     assert [one.case.step_tokens for one in searched] == [2048, 0], "each planned for what it is"
     assert found["HexGen-like"].engine is None
     split, colocated = found["DistServe-like"].deployed.solution, found["vLLM-like"].deployed.solution
-    assert [part.phase for part in split].count(Phase.PREFILL) == 5, "of the three that are expected to be best"
+    assert [part.phase for part in split].count(Phase.PREFILL) == 6, "of the three that are expected to be best"
     assert len(split) == len(colocated) == 8
     assert {part.phase for part in colocated} == {Phase.MIXED}
 

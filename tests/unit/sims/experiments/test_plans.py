@@ -9,6 +9,7 @@ import pytest
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster_file import packaged_cluster
+from p2pserve.coordinator.planning.upper.trials import TrialOutcome
 from p2pserve.sims.experiments import deployments, setting, systems
 from p2pserve.sims.experiments.setting import CLOUD, PlannedCase, Scope, at_rate, group, planned, shapes
 from p2pserve.sims.policies import PLAN, SHARES
@@ -91,37 +92,43 @@ def test_it_is_planned_again_for_what_is_expected_while_that_helps(
     assert len(set(asked)) >= plans
 
 
-class NamedPlan:
-    """A deployed plan that is known by its `solution`, and expected to carry 4.44 requests/s."""
+def test_ours_and_colocated_serving_are_chosen_by_trials_of_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches are for rates around what is expected of colocated serving, whose plan is tried beside what they
+    find."""
+    case = PlannedCase(
+        cluster="thunderserve-16xa5000", boxes=2, model="llama-13b", specs=Specs.MEASURED, workload="conversation",
+        rate=1.0, scale=20.0,
+    )  # fmt: skip
+    cluster = case.problem().cluster
+    first, second = (box.id for box in cluster.boxes)
+    mixed = tuple(sorted(group(cluster, Phase.MIXED, {box: 4}) for box in (first, second)))
+    split = tuple(sorted([group(cluster, Phase.PREFILL, {first: 4}), group(cluster, Phase.DECODE, {second: 4})]))
+    searched: set[tuple[float, int]] = set()
+    seeds: set[tuple[int, ...]] = set()
+    carried = {mixed: 2.0, split: 2.1}
 
-    problem = "p"
+    def search(case: PlannedCase, steps: int | None, seed: int = 0) -> Any:
+        if not case.mixed_only:
+            searched.add((case.rate, seed))
+        return SimpleNamespace(solution=mixed if case.mixed_only else split, colocated=mixed, evaluated={})
 
-    def __init__(self, solution: str) -> None:
-        self.solution = solution
+    class Trial(systems.SimulatedTrial):
+        def __call__(self, proposals: Any) -> TrialOutcome:
+            seeds.add(self.seeds)
+            phases = {replica.phase for replica in proposals[0].plan.replicas}
+            return TrialOutcome(1.0, carried[mixed if phases == {Phase.MIXED} else split])
 
-    def at(self) -> Any:
-        return SimpleNamespace(max_rate=4.44)
-
-
-def test_ours_is_what_carries_most_in_trials_of_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    seeds: list[int] = []
-    rates = {"for 3": 5.0, "for 4.4": 6.0, "colocated": 5.5}
-
-    def most(case: PlannedCase, steps: int | None) -> Any:
-        return NamedPlan("colocated" if case.mixed_only else f"for {case.rate:g}")
-
-    def highest_rate(deployed: Any, scope: Scope, seed: int, dispatch: str, engine: Any) -> float:
-        seeds.append(seed)
-        return rates[deployed.solution]
-
-    monkeypatch.setattr(systems, "most", most)
-    monkeypatch.setattr(systems, "Deployed", lambda problem, solution: NamedPlan(solution))
-    monkeypatch.setattr(systems, "highest_rate", highest_rate)
-    case = PlannedCase(workload="coding", rate=3.0)
-    assert str(systems.chosen(case, Scope(seeds=(0, 1), seconds=6.25)).solution) == "for 4.4"
-    rates["colocated"] = 9.0
-    assert str(systems.chosen(case, Scope(seeds=(0, 1), seconds=6.5)).solution) == "colocated"
-    assert min(seeds) >= systems.TRIALS, "nothing is reported of these requests"
+    monkeypatch.setattr(setting, "searched", search)
+    monkeypatch.setattr(systems, "searched", search)
+    monkeypatch.setattr(systems, "SimulatedTrial", Trial)
+    scope = Scope(seeds=(0, 1), challengers=0)
+    colocated = systems.best_colocated(case, scope)
+    assert (colocated.solution, systems.chosen(case, scope).solution) == (mixed, split)
+    rates = {float(f"{factor * colocated.at().max_rate:.2g}") for factor in systems.FACTORS}
+    assert searched == {(rate, seed) for rate in rates for seed in range(systems.SEARCHES)}
+    assert seeds == {(systems.TRIALS, systems.TRIALS + 1)}, "nothing is reported of these requests"
+    carried[split] = 2.03
+    assert systems.chosen(case, Scope(seeds=(0,), challengers=0)).solution == mixed, "it is hardly better"
 
 
 def test_a_plan_is_simulated_with_the_dispatcher_that_carries_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,28 @@ def test_a_decode_replica_by_hand() -> None:
     assert found.alone_s(EVEN) == pytest.approx(50 * 0.011)
 
 
+def test_who_comes_with_kv_joins_half_a_step_later_where_others_decode() -> None:
+    found = model_replica(Phase.DECODE, TIMES, EVEN, kv_tokens=10**7)
+    joins, tpot, batch = (column(found, name) for name in ("join_s", "tpot_s", "batch"))
+    assert joins[0] == 0.0, "nobody decodes: it begins at once"
+    assert joins[-1] == pytest.approx(0.5 * tpot[-1])
+    assert (joins <= 0.5 * tpot).all()
+    assert (np.diff(joins) > 0.0).all()
+    assert joins[1] == pytest.approx(0.5 * tpot[1] * (1.0 - np.exp(-batch[1])), rel=0.05)
+
+
+def test_prompts_that_are_prefilled_again_share_rounds_with_others() -> None:
+    """So a pipeline whose memory is full loses no more by them than by as many tokens of longer prompts."""
+    tight = model_replica(Phase.MIXED, TIMES, EVEN, kv_tokens=20_000)
+    wide = model_replica(Phase.MIXED, TIMES, EVEN, kv_tokens=10**7)
+    # up to 50 of 1,050 tokens are prefilled again, as prompts of 1,025: a twentieth more prompts
+    again = 1025 / 1000 * 50 / 1050
+    step_s, batch = 0.01 + tight.max_batch * 1e-3, tight.max_batch
+    most = 1.0 / (50 * step_s / batch + (1.0 + again) * 0.1)
+    assert tight.mixed_rate == pytest.approx(most, rel=0.1)
+    assert tight.mixed_rate < wide.mixed_rate
+
+
 def test_a_full_memory_stands_for_fewer_requests_and_prefills_some_again() -> None:
     wide = model_replica(Phase.DECODE, TIMES, EVEN, kv_tokens=10**7)
     tight = model_replica(Phase.DECODE, TIMES, EVEN, kv_tokens=20_000)

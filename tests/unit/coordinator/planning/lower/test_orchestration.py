@@ -17,9 +17,8 @@ from p2pserve.coordinator.planning.lower.flow import FlowProblem, LinkCapacities
 from p2pserve.coordinator.planning.lower.orchestration import ServedShare, carried_rate
 from p2pserve.coordinator.planning.lower.parallel import Configuration
 from p2pserve.coordinator.planning.lower.replica_pairs import KVHolder
-from p2pserve.coordinator.planning.lower.replicas import REFERENCE_LOAD, ConfiguredReplica, count_phases
+from p2pserve.coordinator.planning.lower.replicas import ConfiguredReplica, count_phases
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster
-from p2pserve.coordinator.planning.model.kv_cost import kv_gigabits
 from p2pserve.coordinator.planning.model.problem import Group, Problem, Slice, Solution
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
 
@@ -168,67 +167,6 @@ def test_what_a_group_can_do_goes_by_its_phase() -> None:
     assert mixed[1] > 0.0
     assert level.can_hold((Slice(0, 2),), 0)
     assert level.stages_of(SPLIT).keys() == {(Slice(0, 2),), (Slice(1, 2),)}
-
-
-KV_GIGABITS = float(kv_gigabits(MODEL, 800.0, 4.5))
-"""Of each prompt; every one of a layer, of its 32, takes as long."""
-
-
-@pytest.mark.parametrize("late_token", [False, True])
-def test_kv_on_its_way_is_slower_the_busier_its_link_and_waits_before_or_after_the_first_token(
-    late_token: bool,
-) -> None:
-    """Two requests a second, of which each takes the link for a while and arrives half a millisecond later."""
-    (found,) = lower_level(2.0, gbps=8.0, late_token=late_token).orchestrate(SPLIT, solver=solve_quick)
-    assert found.flow.pair_rates.tolist() == pytest.approx([2.0])
-    wire_s, prefill_s = KV_GIGABITS / 8.0, float(found.replicas[0].behaviour.prefill_s[0])
-    assert (
-        0.0 < prefill_s < wire_s
-    )  # so the link is busy from the first layer on, and has most of the KV left in the end
-
-    def visible(wire_s: float) -> float:
-        return 5e-4 + wire_s / 32 + (wire_s - prefill_s) * 31 / 32
-
-    sending, times, busy = found.times.sending, found.times, 2.0 * wire_s
-    assert sending.busy.tolist() == pytest.approx([busy])
-    assert sending.least_s[0, 0] == pytest.approx(visible(wire_s))
-    assert sending.least_s[0, 0] + busy * sending.shared_s[0, 0] == pytest.approx(visible(wire_s / (1.0 - busy)))
-    assert times.early.tolist() == [float(late_token)]
-    assert times.step_s.tolist() == ([times.decoding.tpot_s[0]] if late_token else [0.0])
-    assert times.admit_s[0, 0] == times.decoding.admit_s[0]
-
-
-def test_a_replica_that_keeps_its_requests_sends_nothing_and_has_the_first_token_early() -> None:
-    (found,) = lower_level(2.0).orchestrate((Group((Slice(0, 2),), M),), solver=solve_quick)
-    assert found.times.early.tolist() == found.network.worth.tolist() == [1.0]
-    assert found.times.step_s.tolist() == found.times.sending.busy.tolist() == [0.0]
-    assert found.times.sending.mean_s.max() == 0.0
-    assert found.attainment == pytest.approx(float(found.times.share_in_time(DEADLINES)[0]))
-
-
-@pytest.mark.parametrize("across", [P, D])
-def test_activations_between_boxes_take_their_share_of_the_link(across: Phase) -> None:
-    """One of the replicas has half of its layers in each box, so half of the KV goes over the link; and for each token
-    that it prefills or decodes, a hidden state: if in the same direction, both make the link busy."""
-    both, alone = (Slice(0, 1), Slice(1, 1)), Slice(1 if across is P else 0, 1)
-    phases = (Group(both, across), Group((alone,), D if across is P else P))
-    (found,) = lower_level(0.5, gbps=8.0).orchestrate(phases, solver=solve_quick)
-    (first, begin, half), (second, _, end) = found.replicas[0].holder.spans
-    assert (begin, half, end) == (0.0, 0.5, 1.0)
-    (demand,) = found.pairs.link_demands[0]
-    assert tuple(demand) == pytest.approx((0, 1, KV_GIGABITS / 2))
-    tokens = 800 if across is P else 60
-    activations = tokens * 2 * MODEL.hidden * 8e-9 if (first, second) == (0, 1) else 0.0
-    assert found.times.sending.busy.tolist() == pytest.approx([0.5 * (KV_GIGABITS / 2 + activations) / 8.0])
-
-
-def test_what_a_pair_loses_to_its_link_is_in_its_worth() -> None:
-    """Without deadlines nothing; where KV takes a minute and an answer ten seconds, all that its replicas do not."""
-    (free,) = lower_level(1.0, slo=Slo()).orchestrate(SPLIT)
-    assert free.network.worth.tolist() == pytest.approx([1.0])
-    (slow,) = lower_level(1.0, gbps=KV_GIGABITS / 60).orchestrate(SPLIT)
-    lost = [1.0 - float(curve.in_time_share[REFERENCE_LOAD]) for curve in slow.curves]
-    assert slow.network.worth.tolist() == pytest.approx([sum(lost)], abs=1e-6)
 
 
 def test_without_deadlines_the_highest_rate_is_what_replicas_carry() -> None:

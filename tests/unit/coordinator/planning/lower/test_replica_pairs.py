@@ -103,8 +103,8 @@ def test_stages_send_the_layers_that_both_sides_hold_and_the_slowest_counts() ->
     prefill, decode = on(P, (0, 0.0, 0.5), (1, 0.5, 1.0)), on(D, (1, 0.0, 0.25), (2, 0.25, 1.0))
     found = pair_replicas([prefill, decode], links(THREE), 8.0)
     assert set(found.link_demands[0]) == {LinkDemand(0, 1, 2.0), LinkDemand(0, 2, 2.0), LinkDemand(1, 2, 4.0)}
-    # seconds for one Gb of KV: 0.25 / 10, 0.25 / 2, 0.5 / 4
-    assert found.gigabit_s.tolist() == [pytest.approx(0.125)]
+    # seconds for one Gb of KV: 0.25 / 10, 0.25 / 2, 0.5 / 4, and 0.75 / 4 into the last box
+    assert found.gigabit_s.tolist() == [pytest.approx(0.1875)]
 
 
 def test_stages_that_share_no_layers_exchange_nothing() -> None:
@@ -150,3 +150,34 @@ def test_hops_are_among_the_boxes_that_are_asked_for() -> None:
     assert (hops[0][1].gbps, hops[1][0].gbps) == (1.0, 2.0)
     assert hops[0][1].rtt_s == 0.01
     assert links(THREE).hops([1]) == ()
+
+
+HALVES = ((0, 0.0, 0.5), (1, 0.5, 1.0))
+FAST = [[0.0, 10.0, 10.0], [10.0, 0.0, 10.0], [10.0, 10.0, 0.0]]
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(HALVES, ((2, 0.0, 1.0),)), (((2, 0.0, 1.0),), HALVES)])
+def test_parts_that_one_box_takes_or_sends_share_what_it_has(
+    prefill: tuple[tuple[int, float, float], ...], decode: tuple[tuple[int, float, float], ...]
+) -> None:
+    """Two links of 10 Gb/s each, but a box with no more than that in all."""
+    found = pair_replicas([on(P, *prefill), on(D, *decode)], links(FAST), 1.0)
+    assert found.gigabit_s == pytest.approx([0.1])
+
+
+def test_what_stays_in_a_box_takes_none_of_its_rate() -> None:
+    found = pair_replicas([on(P, *HALVES), whole(D, 1)], links(FAST), 1.0)
+    assert found.gigabit_s == pytest.approx([0.05])
+
+
+def test_a_slow_link_counts_where_it_takes_longer_than_its_ends() -> None:
+    slow = [[0.0, 10.0, 1.0], [10.0, 0.0, 10.0], [10.0, 10.0, 0.0]]
+    found = pair_replicas([on(P, *HALVES), whole(D, 2)], links(slow), 1.0)
+    assert found.gigabit_s == pytest.approx([0.5]), "half of a request over 1 Gb/s"
+
+
+def test_parts_between_the_same_boxes_go_one_beside_the_other() -> None:
+    """Each of two boxes sends the other half of what it takes: nobody has two parts."""
+    four = np.where(np.eye(4, dtype=bool), 0.0, 10.0).tolist()
+    found = pair_replicas([on(P, *HALVES), on(D, (2, 0.0, 0.5), (3, 0.5, 1.0))], links(four), 1.0)
+    assert found.gigabit_s == pytest.approx([0.05])

@@ -1,0 +1,116 @@
+"""Where trials look for the highest rate, what they count, and until when they simulate."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p2pserve.coordinator.planning.model.workload import Slo
+from p2pserve.sims.experiments.setting import PlannedCase
+from p2pserve.sims.results import trials
+from p2pserve.sims.results.trials import HALVINGS, REQUESTS, STRIDE, STRIDES, SimulatedTrial
+
+PROBLEM = PlannedCase(workload="coding", rate=10.0, boxes=2).problem()
+TARGET = PROBLEM.services[0].slo.target
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """All that was simulated: rates, seeds and ends. A request is in time while fewer come than `carried`."""
+    seen: list[Any] = []
+
+    def simulate(cluster: Any, services: Any, settings: Any, until: float) -> Any:
+        arrivals = [run.trace.arrival_s for run in services]
+        seen.append(SimpleNamespace(arrivals=arrivals, seed=settings.seed, until=until))
+        return SimpleNamespace(
+            services=[SimpleNamespace(outcomes=len(at) / float(at[-1]), service=run.service)
+                      for at, run in zip(arrivals, services, strict=True)]
+        )  # fmt: skip
+
+    monkeypatch.setattr(trials, "simulate", simulate)
+    return seen
+
+
+def judge_by(monkeypatch: pytest.MonkeyPatch, share: Callable[[float], float]) -> None:
+    """So many are in time at a rate."""
+    monkeypatch.setattr(trials, "attainment", lambda rate, slo: share(rate))
+
+
+def expecting(rate: float) -> list[Any]:
+    return [SimpleNamespace(max_rate=rate, plan=None)]
+
+
+@pytest.mark.parametrize("expected", [20.0, 8.0, 40.0])
+def test_the_highest_rate_is_found_from_what_is_expected(
+    expected: float, runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_by(monkeypatch, lambda rate: 1.0 if rate < 20.0 else 0.5)
+    outcome = SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=200.0)(expecting(expected))
+    assert outcome.attainment == 1.0, "at the rate that is asked for"
+    assert outcome.capacity == pytest.approx(2.0, rel=STRIDE ** (1 / 2**HALVINGS) - 1.0 + 0.03)
+    assert len(runs) <= 2 + STRIDES + HALVINGS
+
+
+def test_what_is_always_or_never_in_time_is_looked_for_no_further(
+    runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=20.0)
+    judge_by(monkeypatch, lambda rate: 1.0)
+    assert trial(expecting(10.0)).capacity == pytest.approx(STRIDE**STRIDES)
+    judge_by(monkeypatch, lambda rate: 0.0)
+    runs.clear()
+    assert trial(expecting(10.0)) == (0.0, 0.0)
+    assert len(runs) == 2 + STRIDES, "no halving of what was not found"
+
+
+def test_where_nothing_is_expected_it_begins_at_the_rate_that_is_asked_for(
+    runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_by(monkeypatch, lambda rate: 1.0 if rate < 10.0 * STRIDE**1.5 else 0.0)
+    trial = SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=300.0)
+    assert 1.0 < trial(expecting(0.0)).capacity < STRIDE**2
+
+
+def test_draws_of_several_seeds_count_together(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([TARGET + 0.03, TARGET - 0.02, TARGET + 0.01, TARGET - 0.02])
+    judge_by(monkeypatch, lambda rate: next(shares))
+    trial = SimulatedTrial(problem=PROBLEM, seeds=(4, 9), seconds=30.0)
+    assert trial.carries(expecting(10.0), 1.0)
+    assert not trial.carries(expecting(10.0), 1.0)
+    assert [run.seed for run in runs] == [4, 9, 4, 9]
+    first, second, third, _ = (run.arrivals[0] for run in runs)
+    assert first.tolist() == third.tolist(), "all plans meet the same requests"
+    assert first.tolist() != second.tolist()
+
+
+def test_so_many_requests_come_at_least_and_nobody_waits_for_those_that_are_late(
+    runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_by(monkeypatch, lambda rate: 1.0)
+    trial = SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=30.0)
+    trial.carries(expecting(1.0), 0.1)
+    trial.carries(expecting(1.0), 2.0)
+    slow, fast = (run.arrivals[0] for run in runs)
+    assert len(slow) == pytest.approx(REQUESTS, rel=0.2)
+    assert len(fast) == pytest.approx(600, rel=0.2)
+    e2e_s = PROBLEM.services[0].slo.e2e_s
+    assert [run.until for run in runs] == pytest.approx([slow[-1] + e2e_s, fast[-1] + e2e_s])
+
+
+def test_every_service_has_to_keep_its_own_target(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    service = PROBLEM.services[0]
+    other = replace(
+        service, name="other", slo=Slo(tpot_s=1.0, target=0.5), workload=replace(service.workload, rate=30.0)
+    )
+    trial = SimulatedTrial(problem=replace(PROBLEM, services=(service, other)), seeds=(0,), seconds=60.0)
+    proposals = [*expecting(10.0), *expecting(30.0)]
+    judge_by(monkeypatch, lambda rate: 0.95 if rate < 20.0 else 0.6)
+    assert trial.carries(proposals, 1.0)
+    judge_by(monkeypatch, lambda rate: 0.85 if rate < 20.0 else 0.6)
+    assert not trial.carries(proposals, 1.0)
+    asked = trial(proposals).attainment
+    assert asked == pytest.approx((10.0 * 0.85 + 30.0 * 0.6) / 40.0), "of all requests of both"
+    assert np.isinf(runs[-1].until), "the other service has no deadline for its end"
