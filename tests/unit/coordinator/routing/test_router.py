@@ -379,6 +379,8 @@ def test_a_split_request_goes_where_the_prefill_side_has_its_prefix() -> None:
 def test_a_prefix_weight_that_cannot_be_is_refused(weight: float) -> None:
     with pytest.raises(ValueError, match="prefix_weight"):
         RoutingSettings(prefix_weight=weight)
+
+
 def test_what_this_gateway_has_sent_since_a_report_counts_once_for_each_gateway() -> None:
     plan = plan_of({"a": Phase.MIXED, "b": Phase.MIXED}, {("a", "a"): 0.5, ("b", "b"): 0.5})
     loads = [msgspec.structs.replace(load("a", 1, 300), sent_tokens=300), load("b", 2, 500)]
