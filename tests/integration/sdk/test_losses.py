@@ -24,3 +24,11 @@ def test_answers_go_on_elsewhere_before_the_lost_box_is_given_up() -> None:
         assert find_slowest_s(said) < NetworkSettings().dead_s, said
     assert any("decode node" in line and "did not answer" in line for line in said)
     assert any("prefill node" in line and "did not answer" in line for line in said)
+
+
+def test_an_answer_goes_on_at_another_box_when_its_own_is_told_to_leave() -> None:
+    settings = LossSettings(times=1, output=300, lost_at=20, drain_s=3.0)
+    said: list[str] = []
+    found = trio.run(run_losses, settings, ("leaves",), said.append)
+    assert found["decode leaves"]["streams"] == 1
+    assert any("decode node" in line and "it is about to leave" in line for line in said)

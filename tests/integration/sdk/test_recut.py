@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from p2pserve import Client
+from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import BoxRecut, Plan
 from p2pserve.node.messages import NodeStatus
 from p2pserve.node.planning.messages import RegroupOrder
+from p2pserve.sdk.actions.status_view import regrouping_lines
 from p2pserve.sdk.errors import RequestFailed
 
 from .test_replicas import Command, ready, tokens, wait_until
@@ -97,6 +99,8 @@ def test_a_box_is_divided_anew_while_clients_ask_and_back_again(tmp_path: Path, 
             with asking(tokens["client"]) as answers:
                 wait_until(lambda: len(answers) >= 3, box)
                 order(admin, head, 2, 4)
+                shown = f"{name_of(head)}: its box is divided anew, 2 -> 4 nodes: "
+                wait_until(lambda: any(shown in line for line in regrouping_lines(client.status())), box)
                 wait_until(lambda: gpus_of(ready(client)) == [1, 1, 1, 1, 4], box)
                 wait_until(lambda: (plan := settled(client)) is not None and len(plan.replicas) == 5, box)
                 since = len(answers)

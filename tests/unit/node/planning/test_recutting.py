@@ -6,22 +6,26 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import PeerId
-from p2pserve.coordinator import PlanError
+from p2pserve.coordinator import Demand, PlanError
+from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import BoxRecut
 from p2pserve.coordinator.regrouping.adoption import AdoptionSettings
 from p2pserve.coordinator.regrouping.divisions import BoxDivision, CutOffer
 from p2pserve.coordinator.regrouping.steps import RegroupProposal, make_recutting
 from p2pserve.node.adverts import divided_boxes
-from p2pserve.node.box.hardware import Gpu
-from p2pserve.node.messages import Advert
+from p2pserve.node.box.hardware import Gpu, Hardware
+from p2pserve.node.messages import Advert, EngineAdvert
+from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.planning.manifest import describe_plan, read_plan
 from p2pserve.node.planning.messages import RegroupOrder
 from p2pserve.node.planning.plan_intake import find_conflict
+from p2pserve.node.planning.worker import PlannerTask, answer
 from p2pserve.node.view import NetworkView
 
-from .test_coordination import advert
+from .test_coordination import OWN, advert
 from .test_regrouping import A, followed, served
 from .test_repair import LEADER, publish, started
 
@@ -183,3 +187,36 @@ def test_a_gain_that_lasts_is_begun_with_by_itself() -> None:
     plan = followed(coordinator, view, now)
     assert plan.regrouping == way
     assert read_plan(*describe_plan(plan)) == plan
+
+
+def emulating(cards: int, **changes: Any) -> Advert:
+    """A node whose engine models so many cards."""
+    shape = model_shape("llama-7b")
+    card = Gpu(name="A40-48GB", memory_gib=48.0, uuid="u")
+    hardware = Hardware(cores=4, memory_gib=8.0, processor="x", gpus=(card,) * cards, emulated_as=Specs.DENSE)
+    engine = EngineAdvert(state="ready", tflops=100.0, memory_gbps=600.0, kv_tokens=70_000 * cards, starts=1)
+    weights = WeightSizes(layers=(1,) * shape.layers, embeddings=1, head=1)
+    model = ModelInfo(service="x", shape=shape, max_model_len=32_768, weights=weights)
+    return Advert(
+        hardware=hardware, draining=False, model=model, engine=engine, fits=shape.layers, tp=cards, **changes
+    )  # fmt: skip
+
+
+def test_a_look_finds_the_machine_of_emulated_cards_that_would_serve_more() -> None:
+    asked = Demand(requests_s=12.0, arrival_cv=1.0, lengths=((1000, 200),))
+    offers = tuple(CutOffer(replicas=number, tp=4 // number, longest=32_768) for number in (1, 2, 4))
+    coordinator = Coordinator(OWN, "kv4")
+    whole = BoxDivision(head="b", nodes=("b",), offers=offers)
+    view = NetworkView(adverts={
+        OWN: emulating(4, demand=asked), PeerId("b"): emulating(4, division=whole), PeerId("c"): emulating(4),
+    })  # fmt: skip
+    followed(coordinator, view, 0.0)
+    coordinator.seek(view, LEADER, 0.0)
+    task = coordinator.seek(view, LEADER, 1000.0)
+    assert task is not None
+    said = answer(PlannerTask(task=task, search_s=30.0, seeks_groups=True), lambda: False)
+    assert said.proposal is not None
+    (recut,) = said.proposal.recuts
+    assert (recut.head, recut.was) == ("b", 1)
+    assert said.proposal.regrouping.after > said.proposal.light
+    assert said.proposal.meanwhile[0] < said.proposal.regrouping.before
