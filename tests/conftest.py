@@ -18,12 +18,9 @@ NO_GPU = pytest.mark.skip(reason="needs a CUDA device, and this machine has none
 
 @pytest.fixture(scope="session", autouse=True)
 def client_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where clients keep the addresses of members: a folder of this run instead of the user's; and no config file.
-    Nodes of tests serve at once, without measuring themselves."""
+    """Where clients keep the addresses of members: a folder of this run instead of the user's; and no config file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("P2PSERVE_CONFIG", os.devnull)
-        for command in ("JOIN", "SERVE", "BOOTSTRAP"):
-            patch.setenv(f"P2PSERVE_{command}_SWEEP_S", "0")
         patch.setenv("P2PSERVE_HOME", os.fspath(tmp_path_factory.mktemp("clients")))
         yield
 

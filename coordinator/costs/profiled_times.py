@@ -15,7 +15,10 @@ from __future__ import annotations
 
 from typing import Final, final
 
+import msgspec
+
 from ..profile import MeasuredCosts, PhaseCost
+from .gpus import GpuSpec
 from .step_times import DecodeLine, StepTimes
 
 FURTHEST: Final = 8.0
@@ -26,6 +29,10 @@ KNOWN_TOKENS: Final = 2048
 
 KNOWN_REQUESTS: Final = 32
 """and requests of a decode step. A sweep covers as many, or nearly."""
+
+STAGE_PREFILL: Final = (1.0, 512.0)
+STAGE_DECODE: Final = (8.0, 512.0)
+"""Requests and their length at which a card is scaled."""
 
 CONTEXTS: Final = (64.0, 1024.0)
 """Of each request of a decode step, between which it is taken to be linear."""
@@ -87,7 +94,19 @@ class ProfiledTimes:
         return DecodeLine(max(0.0, far - slope * high), slope)
 
     def _factor(self, told: PhaseCost | None, modelled: PhaseCost | None, requests: float, length: float) -> float:
-        if told is None or modelled is None:
-            return 1.0
-        factor = told.seconds(requests, length) / modelled.seconds(requests, length)
-        return min(max(factor, self._least), FURTHEST)
+        return max(_over(told, modelled, requests, length), self._least)
+
+
+def scale_card(card: GpuSpec, costs: MeasuredCosts) -> GpuSpec:
+    """A card whose compute and bandwidth fall short as an engine's prefills and decodes do: for a box
+    that is to be a stage among others, of which its engine's constants say nothing."""
+    prefill = _over(costs.told.prefill, costs.modelled.prefill, *STAGE_PREFILL)
+    decode = _over(costs.told.decode, costs.modelled.decode, *STAGE_DECODE)
+    return msgspec.structs.replace(card, tflops=card.tflops / prefill, memory_gbps=card.memory_gbps / decode)
+
+
+def _over(told: PhaseCost | None, modelled: PhaseCost | None, requests: float, length: float) -> float:
+    if told is None or modelled is None:
+        return 1.0
+    factor = told.seconds(requests, length) / modelled.seconds(requests, length)
+    return min(max(factor, 1.0 / FURTHEST), FURTHEST)

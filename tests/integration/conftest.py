@@ -186,6 +186,15 @@ async def open_client(bootstrap: Started, role: str = "client") -> AsyncIterator
         yield client
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_sweep() -> Iterator[None]:
+    """Nodes that tests start as commands serve at once: they do not measure their engines first."""
+    with pytest.MonkeyPatch.context() as patch:
+        for command in ("JOIN", "SERVE", "BOOTSTRAP"):
+            patch.setenv(f"P2PSERVE_{command}_SWEEP_S", "0")
+        yield
+
+
 @pytest.fixture(scope="session")
 def engine_channels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
     """Channels to one fork server for the whole run: vLLM is imported once. Each node takes one and closes it."""

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ...costs.gpus import GpuSpec
 from ...costs.model_shape import ModelShape
-from ...costs.profiled_times import ProfiledTimes
+from ...costs.profiled_times import ProfiledTimes, scale_card
 from ...costs.replica import GIB, Hop, StageHardware, kv_capacity_tokens, replica_times
 from ...costs.step_times import StepTimes
 from ...plan import Phase
@@ -243,9 +243,15 @@ class ParallelOptions:
     def _times(self, shape: _Shape) -> StepTimes:
         boxes = [box for box, _, _ in shape.stages]
         hops = [_hop(self._parts, *ends) for ends in pairwise([*boxes, boxes[0]])] if len(boxes) > 1 else []
-        times = replica_times(self._needs.model, shape.hardware, hops)
-        measured = self._parts.parts[0].measured
-        return ProfiledTimes(times, measured) if measured is not None and len(shape.stages) == 1 else times
+        measured = [self._parts.parts[box].measured for box in boxes]
+        if len(shape.stages) == 1:
+            times = replica_times(self._needs.model, shape.hardware)
+            return ProfiledTimes(times, measured[0]) if measured[0] is not None else times
+        stages = [
+            replace(stage, gpu=scale_card(stage.gpu, costs)) if costs is not None else stage
+            for stage, costs in zip(shape.hardware, measured, strict=True)
+        ]
+        return replica_times(self._needs.model, stages, hops)
 
 
 def _all_stages(order: Sequence[int], parts: Sequence[BoxGpus], needs: ServiceNeeds) -> Iterator[Stages]:

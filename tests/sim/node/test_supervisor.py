@@ -15,6 +15,7 @@ from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from p2pserve.node.models import ModelError
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.stages import limits_of
+from p2pserve.node.replica.sweep import EngineSweep
 from p2pserve.node.settings import WAN
 
 from .supervised import FORK_S, LOAD_S, World, elapse, links_of, opening, play, stages
@@ -42,6 +43,31 @@ def test_what_takes_long_is_told_step_by_step() -> None:
             *("weights 1/2", "weights 2/2", "warms up", "weights"),
         ]
         assert world.box("a").adverts[-1].detail == ""
+
+    play("a")(story)
+
+
+def test_the_first_engine_alone_is_measured_before_it_serves() -> None:
+    """One that is started again is waited for by requests."""
+
+    async def story(world: World) -> None:
+        box = world.box("a")
+        box.supervisor.sweep = EngineSweep(box.worker.learner, 5.0)
+        world.assign("a")
+        await world.until("ready", "a")
+        (first,) = box.running
+        sent = first.take_sent()
+        assert {message.request for message in sent if isinstance(message, protocol.Submit)} == {
+            message.request for message in sent if isinstance(message, protocol.Cancel)
+        }, "it answers nothing, and is to be free of it all the same"
+        assert sent
+        assert [advert.detail for advert in box.adverts if advert.state == "starting"][-1] == "measures how fast it is"
+        first.end("died")
+        await world.until("restarting", "a")
+        await world.until("ready", "a")
+        (second,) = box.running
+        assert second is not first
+        assert second.take_sent() == []
 
     play("a")(story)
 

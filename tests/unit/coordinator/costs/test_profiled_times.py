@@ -8,7 +8,7 @@ import pytest
 
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import MODELS
-from p2pserve.coordinator.costs.profiled_times import FURTHEST, KNOWN_REQUESTS, KNOWN_TOKENS, ProfiledTimes
+from p2pserve.coordinator.costs.profiled_times import FURTHEST, KNOWN_REQUESTS, KNOWN_TOKENS, ProfiledTimes, scale_card
 from p2pserve.coordinator.costs.replica import StageHardware, replica_times
 from p2pserve.coordinator.costs.step_times import chunk_pairs
 from p2pserve.coordinator.costs.sweep import ENGINE_SWEEP, profile_times
@@ -95,3 +95,14 @@ def test_a_claim_is_believed_up_to_a_bound(claim: float, believed: float) -> Non
         assert own.decode_line(requests).step_s(requests * 500) == pytest.approx(expected)
     cautious = ProfiledTimes(PRIOR, MeasuredCosts(told, MODELLED), fastest=1.0)
     assert cautious.prefill_s(tokens, pairs) == pytest.approx(max(1.0, believed) * PRIOR.prefill_s(tokens, pairs))
+
+
+def test_a_card_of_a_stage_falls_short_as_its_engine_s_steps_did() -> None:
+    card = gpu_table().find("A40-48GB")
+    costs = MeasuredCosts(PhaseCosts(scaled(SWEPT.prefill, 1.5), scaled(SWEPT.decode, 2.0)), MODELLED)
+    slow = scale_card(card, costs)
+    assert (slow.tflops, slow.memory_gbps) == pytest.approx((card.tflops / 1.5, card.memory_gbps / 2.0))
+    assert msgspec.structs.replace(slow, tflops=card.tflops, memory_gbps=card.memory_gbps) == card
+    absurd = MeasuredCosts(PhaseCosts(PhaseCost(step_s=1e-9), None), MODELLED)
+    assert scale_card(card, absurd).tflops == pytest.approx(card.tflops * FURTHEST)
+    assert scale_card(card, absurd).memory_gbps == card.memory_gbps

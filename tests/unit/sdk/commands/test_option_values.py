@@ -58,8 +58,7 @@ def test_what_is_no_throttling_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "seconds"), [([], 3.0), (["--sweep-s", "0"], 0.0), (["--sweep-s", "2.5"], 2.5)])
-def test_how_long_an_engine_is_measured(given: list[str], seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("P2PSERVE_JOIN_SWEEP_S")
+def test_how_long_an_engine_is_measured(given: list[str], seconds: float) -> None:
     assert settings_of(BoxEngineSettings, parse([*JOINING, *given])).sweep_s == seconds
 
 

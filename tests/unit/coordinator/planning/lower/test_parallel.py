@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from p2pserve.coordinator.costs.gpus import GpuSpec, Specs, gpu_table
 from p2pserve.coordinator.costs.model_shape import ModelShape, model_shape
-from p2pserve.coordinator.costs.replica import Hop
+from p2pserve.coordinator.costs.replica import Hop, StageHardware, replica_times
+from p2pserve.coordinator.costs.sweep import ENGINE_SWEEP, profile_times
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.behaviour import LOADS
 from p2pserve.coordinator.planning.lower.parallel import (
@@ -28,6 +29,7 @@ from p2pserve.coordinator.planning.lower.parallel import (
 )
 from p2pserve.coordinator.planning.model.length_classes import classify_lengths
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
+from p2pserve.coordinator.profile import MeasuredCosts, PhaseCost, PhaseCosts
 
 Matrix = NDArray[np.float64]
 
@@ -247,3 +249,30 @@ def test_across_boxes_the_faster_cards_hold_more_layers() -> None:
     assert spans[0][1] == 0.0
     assert spans[-1][2] == 1.0
     assert all(before[2] == after[1] for before, after in pairwise(spans))
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_what_an_engine_measured_counts_alone_and_as_a_stage(phase: Phase) -> None:
+    """A box whose steps take twice as long as its card's."""
+    model = model_shape("llama-30b")
+    found = profile_times(replica_times(model, [StageHardware(A40, 4, model.layers, 160.0)]), 0, ENGINE_SWEEP)
+    swept = PhaseCosts(found.prefill, found.decode)
+    told = [
+        PhaseCost(**{name: 2.0 * value for name, value in msgspec.structs.asdict(cost).items()})
+        for cost in (found.prefill, found.decode)
+    ]
+    measured = MeasuredCosts(PhaseCosts(*told), swept)
+
+    def seconds(parts: GroupHardware) -> float:
+        found = configure(parts, phase, needs(model))
+        assert found is not None
+        times = found.times
+        return times.prefill_s(512, 512 * 513 / 2) if phase is Phase.PREFILL else times.decode_line(8).step_s(4096)
+
+    def slowed(parts: GroupHardware) -> GroupHardware:
+        first, *others = parts.parts
+        return parts._replace(parts=(first._replace(measured=measured), *others))
+
+    alone, both = box(A40, 4, atomic=True), pair(10.0)
+    assert seconds(slowed(alone)) == pytest.approx(2.0 * seconds(alone), rel=0.01)
+    assert 1.05 * seconds(both) < seconds(slowed(both)) < 2.0 * seconds(both)
