@@ -3,7 +3,7 @@
 The plan says which pairs of replicas there are, and how much their links should carry. What is predicted of a request
 on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and live queues:
 
-    its first token    prompts ahead of it, and its own, at the prefill replica's rate; where the decode replica has no
+    its first token    prompts ahead of it, and what is not cached of its own, at the prefill replica's rate; where the decode replica has no
                        room for its KV, the requests ahead of it there, at the rate at which those end
     all others         the predicted length of its answer, in steps over all requests that decode there with it
 
@@ -143,10 +143,13 @@ class PredictedTimes(RoutingPolicy):
         if speeds is None:
             return self._queues.choose(request, loads, now=now, rng=rng)
         table = self._queues.table_without(request.excluded, loads)
-        forecast = self._forecast(prompt, output, speeds, loads, self._read_shares(table, len(loads.ids)))
+        cached = np.zeros(len(loads.ids)) if request.cached_tokens is None else request.cached_tokens
+        forecast = self._forecast(
+            prompt, prompt - cached, output, speeds, loads, self._read_shares(table, len(loads.ids))
+        )
         prefill, decode = table.prefill.replica, table.decode.replica
         prefill_s = forecast.prefill_s[prefill]
-        shared_s = self._shared_prefill_s(prompt, table, speeds, forecast)
+        shared_s = self._shared_prefill_s(prompt - cached, table, speeds, forecast)
         first_s = np.maximum(np.minimum(prefill_s, shared_s), forecast.room_s[decode])
         end_s = (first_s + forecast.decode_s[decode]) * (1.0 + self._queues.beyond_share())
         best = _cheapest(end_s, loads.usd_per_hour[prefill] + loads.usd_per_hour[decode])
@@ -196,7 +199,9 @@ class PredictedTimes(RoutingPolicy):
                 shares[side.replica] = 1.0 / side.inverse_share
         return self._shares
 
-    def _forecast(self, prompt: int, output: float, speeds: _Speeds, loads: ReplicaLoads, shares: _Shares) -> _Forecast:
+    def _forecast(
+        self, prompt: int, uncached: Floats, output: float, speeds: _Speeds, loads: ReplicaLoads, shares: _Shares
+    ) -> _Forecast:
         tokens, requests = self._queues.guess_queues(loads)
         # Who takes long is met more often: what a batch holds is more than half of a mean answer for each request.
         held = self.mean_prompt + self.mean_output
@@ -216,7 +221,7 @@ class PredictedTimes(RoutingPolicy):
         chunk = np.maximum(speeds.chunk_tokens - requests, 1.0)
         chunk_s = chunk * speeds.token_s + step_s
         return _Forecast(
-            prefill_s=tokens * queue_token_s + prompt * speeds.token_s + speeds.prompt_s + speeds.begin_s,
+            prefill_s=tokens * queue_token_s + uncached * speeds.token_s + speeds.prompt_s + speeds.begin_s,
             room_s=self._room_s(prompt, requests + 1.0 - room, turn_s, speeds, loads),
             decode_s=decode_s,
             chunk_s=chunk_s,
@@ -231,13 +236,13 @@ class PredictedTimes(RoutingPolicy):
         waits = np.maximum(np.maximum(excess, 0.0), is_full.astype(np.float64)) * turn_s
         return np.where(speeds.kv_tokens < prompt, NEVER_S, waits)
 
-    def _shared_prefill_s(self, prompt: int, table: RouteTable, speeds: _Speeds, forecast: _Forecast) -> Floats:
+    def _shared_prefill_s(self, uncached: Floats, table: RouteTable, speeds: _Speeds, forecast: _Forecast) -> Floats:
         """By route, until both of its replicas together have computed what waits for them, and this prompt. Infinite
         where that is not to be: between pipelines, whose stages would idle with so few prompts at a time; where the
         steps of the decode replica would be too long; and where the first token is early enough without."""
         prefill, decode = table.prefill.replica, table.decode.replica
         rate = 1.0 / speeds.token_s[prefill] + 1.0 / forecast.chunked_token_s[decode]
-        seconds = (forecast.tokens[prefill] + forecast.tokens[decode] + prompt) / rate + speeds.begin_s[prefill]
+        seconds = (forecast.tokens[prefill] + forecast.tokens[decode] + uncached[prefill]) / rate + speeds.begin_s[prefill]
         can = (prefill != decode) & self._is_one_box[prefill] & self._is_one_box[decode]
         deadlines = self._plan.deadlines
         if deadlines.tpot_s > 0.0:

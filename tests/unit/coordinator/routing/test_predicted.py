@@ -70,6 +70,15 @@ def test_of_idle_replicas_the_fastest_is_taken() -> None:
     assert router_of(TWO, {"a": profile(0.5)}).route(500).decode == "a"
 
 
+def test_what_is_cached_of_a_prompt_takes_no_time() -> None:
+    router = router_of(TWO)
+    assert router.route(8000).decode == "a"
+    assert router.route(8000, cached_tokens={"b": 7000}).decode == "b"
+    assert router.route(8000, cached_tokens={"a": 7000, "b": 6000}).decode == "a"
+    note(router, "b", tokens=20_000)
+    assert router.route(8000, cached_tokens={"b": 7000}).decode == "a"
+
+
 @pytest.mark.parametrize("load", [{"tokens": 50_000}, {"requests": 200}, {"free": 100}])
 def test_a_fast_replica_is_left_for_a_slow_one_while_it_has_much_to_do(load: dict[str, int]) -> None:
     router = router_of(TWO, {"b": profile(0.9)})
@@ -230,5 +239,5 @@ def test_whatever_replicas_say_the_route_is_one_of_the_plan(
             assert excluded >= {"p1", "p2", "d1", "d2"}
             return
     assert excluded.isdisjoint({route.prefill, route.decode})
-    assert {route.prefill or route.decode, route.decode} <= {"p1", "p2", "d1", "d2"}
+    assert {str(route.prefill or route.decode), route.decode} <= {"p1", "p2", "d1", "d2"}
     assert 0 <= route.split <= max(prompt, 1)
