@@ -41,7 +41,7 @@ METRICS: Final = ("ttft", "tbt", "e2e")
 UNITS: Final = {"ttft": ("ms", 1e3), "tbt": ("ms", 1e3), "e2e": ("s", 1.0)}
 
 
-class LoadRow(ResultRow, frozen=True):
+class LoadedClusterRow(ResultRow, frozen=True):
     """Latencies of a cluster at p50/p90/p99, at the low and at the high rate of figure 16, and what
     is missed there of the nine SLOs. `slowdowns`: by rate, then as the metrics and percentiles go."""
 
@@ -147,14 +147,14 @@ def pools(scope: Scope) -> Page:
 # ---- figure 15 ----------------------------------------------------------------------------------------------------
 
 
-def _load_rows(workload: str, mode: Mode, seconds: float) -> list[LoadRow]:
+def _load_rows(workload: str, mode: Mode, seconds: float) -> list[LoadedClusterRow]:
     rows = []
     for name in PAPER_DESIGNS:
         counts = SETUPS[name].machines(workload)
         trials = [_trial(BLOOM, workload, mode, name, counts, rate, seconds) for rate in RATES]
         low, high = (trials[RATES.index(rate)] for rate in (LOW, HIGH))
         rows.append(
-            LoadRow(
+            LoadedClusterRow(
                 workload=WORKLOADS[workload],
                 times=mode,
                 design=name,
@@ -189,7 +189,7 @@ def _slowdowns(trial: ClusterTrial) -> list[float]:
     return [trial.slowdowns[f"{metric}_p{percentile}"] for metric in METRICS for percentile in PERCENTILES]
 
 
-def _load_picture(workload: str, mode: Mode, rows: Sequence[LoadRow]) -> Picture:
+def _load_picture(workload: str, mode: Mode, rows: Sequence[LoadedClusterRow]) -> Picture:
     chosen = [row for row in rows if (row.workload, row.times) == (WORKLOADS[workload], mode)]
     about = f"Figure 15, {WORKLOADS[workload]}, {mode} times: slowdowns over requests/s, with the SLO"
     return Picture(

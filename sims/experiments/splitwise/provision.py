@@ -131,8 +131,7 @@ def provision(scope: Scope) -> Page:
             PageTable(
                 "Figure 13",
                 visible,
-                "BLOOM-176B, one prompt at a time, eight network cards of 400 Gb/s (H100) or 200 (A100): KV that is "
-                "still on its way when the prefill ends. `chosen`: below 512 tokens serialised.",
+                "BLOOM-176B, eight cards of 400 (H100) or 200 Gb/s (A100): KV under way when a prefill ends.",
             ),
             PageTable(
                 "Figure 14",
