@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from ...sims.splitwise.machine import AS_RELEASED, BatchLimits
+from ...sims.splitwise.machine import AS_RELEASED, MachineLimits
 from ...sims.splitwise.metrics import missed_slos, slowdowns, summary
 from ...sims.splitwise.run import SplitwiseResult, run_setup, write_requests_csv
 from ...sims.splitwise.step_lookup import Mode
@@ -43,7 +43,7 @@ def _run_splitwise(arguments: SimpleNamespace) -> int:
     mode: Mode = "measured" if arguments.measured else "released"
     trace = read_trace(arguments.trace)
     started = time.process_time()
-    limits = BatchLimits(
+    limits = MachineLimits(
         tokens=arguments.batch_tokens or AS_RELEASED.tokens,
         preemptions=arguments.max_preemptions or AS_RELEASED.preemptions,
     )

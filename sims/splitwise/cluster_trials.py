@@ -13,7 +13,7 @@ from ...coordinator.routing.interface import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace, TraceError
 from .cluster import RunStopped, SplitwiseCluster
-from .machine import AS_RELEASED, BatchLimits, Machine
+from .machine import AS_RELEASED, MachineLimits, Machine
 from .machine_types import MachineCatalogue, MachineType
 from .metrics import LoneRequests, Slo, missed_slos, slowdowns_over, summary
 from .setups import KV_TRANSFER_BYTES_S, MAX_PENDING_TOKENS, SetupError
@@ -116,7 +116,7 @@ class ClusterTrials:
         slo: Slo,
         *,
         kv_bytes_s: float = KV_TRANSFER_BYTES_S,
-        limits: BatchLimits = AS_RELEASED,
+        limits: MachineLimits = AS_RELEASED,
         is_time_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self.traces = traces
@@ -179,7 +179,9 @@ class ClusterTrials:
         )
 
 
-def _build(design: ClusterDesign, prompt: int, token: int, limits: BatchLimits) -> tuple[list[Machine], RoutingPolicy]:
+def _build(
+    design: ClusterDesign, prompt: int, token: int, limits: MachineLimits
+) -> tuple[list[Machine], RoutingPolicy]:
     machines = [Machine(design.prompt.iterations, design.prompt.kv_tokens, limits) for _ in range(prompt)]
     if design.token is None:
         return machines, SharedPool()

@@ -6,7 +6,7 @@ A machine holds *tasks*: the prefill of a request, and its decoding. From time t
 until the first request has all of its tokens. A task that arrives meanwhile and may join ends such
 a run at its next iteration boundary.
 
-A batch is selected in this order, up to 512 tasks and 2,048 tokens (`BatchLimits`; a prompt counts
+A batch is selected in this order, up to 512 tasks and 2,048 tokens (`MachineLimits`; a prompt counts
 its length, a decode 1; whatever comes first always fits): tasks passed over 4 times or more, the
 oldest first of those passed over as often; prompts; decodes
 that were preempted; decodes of the last batch; everything else, by arrival of the request. What the
@@ -31,7 +31,7 @@ from .setups import SetupError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
+class MachineLimits:
     """What a machine batches (section IV-B), as released if nothing else is said.
 
     - `requests`: tasks of a batch. More: longer iterations, and fewer of them.
@@ -52,7 +52,7 @@ class BatchLimits:
                 raise SetupError(f"{name} of a batch: {getattr(self, name)}; it must be at least 1")
 
 
-AS_RELEASED = BatchLimits()
+AS_RELEASED = MachineLimits()
 
 
 class IterationTimes(Protocol):
@@ -103,7 +103,7 @@ class _Selection:
 
     __slots__ = ("joining", "kept", "kv_used", "limits", "tokens")
 
-    def __init__(self, kv_used: int, limits: BatchLimits) -> None:
+    def __init__(self, kv_used: int, limits: MachineLimits) -> None:
         self.limits = limits
         self.joining: list[MachineTask] = []
         self.kept = 0
@@ -130,7 +130,7 @@ class _Selection:
 class Machine:
     """One machine's waiting and running tasks, and its run. Memory: KV tokens beside weights."""
 
-    def __init__(self, times: IterationTimes, kv_capacity: float, limits: BatchLimits = AS_RELEASED) -> None:
+    def __init__(self, times: IterationTimes, kv_capacity: float, limits: MachineLimits = AS_RELEASED) -> None:
         self._times = times
         self._limits = limits
         self._kv_capacity = kv_capacity

@@ -21,7 +21,7 @@ from ...coordinator.routing.interface import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace
 from .cluster import SplitwiseCluster
-from .machine import AS_RELEASED, BatchLimits, Machine
+from .machine import AS_RELEASED, MachineLimits, Machine
 from .setups import (
     KV_TRANSFER_BYTES_S,
     MACHINE_BYTES,
@@ -67,7 +67,7 @@ def run_setup(
     *,
     mode: Mode = "released",
     machines: tuple[int, int] | None = None,
-    limits: BatchLimits = AS_RELEASED,
+    limits: MachineLimits = AS_RELEASED,
 ) -> SplitwiseResult:
     """Serve a trace by a setup of `SETUPS` and a model of `MODELS`; SetupError if one is not known.
 

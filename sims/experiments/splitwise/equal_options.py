@@ -65,7 +65,7 @@ SYSTEMS: Final = (
 )
 
 
-class EqualRow(ResultRow, frozen=True):
+class SystemLatencyRow(ResultRow, frozen=True):
     """Latencies at p50/p90/p99; `alone`: requests that one machine served whole; `missed`: of the
     nine SLOs, over a lone request on a DGX-A100."""
 
@@ -98,7 +98,7 @@ def name_missed(missed: Sequence[str]) -> str:
     return ", ".join(f"{metric} {'/'.join(percentiles)}" for metric, percentiles in found.items()) or "none"
 
 
-def equal_rows(scope: Scope) -> list[EqualRow]:
+def equal_rows(scope: Scope) -> list[SystemLatencyRow]:
     """Every system at every rate, all with the same requests."""
     problem = _problem()
     rows = []
@@ -117,7 +117,7 @@ def equal_rows(scope: Scope) -> list[EqualRow]:
             found = run(problem, _plan(problem, system), trace, settings)
             outcomes = found.outcomes
             rows.append(
-                EqualRow(
+                SystemLatencyRow(
                     requests_s=rate,
                     machines=system.machines,
                     routing=f"{system.routing}, {system.gateways} gateways" if system.gateways else system.routing,

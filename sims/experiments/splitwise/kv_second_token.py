@@ -86,7 +86,7 @@ class SecondTokenRow(ResultRow, frozen=True):
     paper: str
 
 
-class _Means:
+class _MeanTimes:
     """Of one run, in seconds: to the first token, to the second, visible KV, to the last."""
 
     def __init__(self, machines: Machines, model: str, cards: int, settings: SimSettings | None, trace: Trace) -> None:
@@ -106,7 +106,7 @@ def visible_rows(lengths: Sequence[int] = LENGTHS) -> list[VisibleKvRow]:
         for length in lengths:
             trace = _requests(np.array([length]), np.array([2]))
             serialised, layers, chosen = (
-                _Means(machines, "bloom-176b", CARDS, settings, trace)
+                _MeanTimes(machines, "bloom-176b", CARDS, settings, trace)
                 for settings in (_serialised(), _layerwise(machines), _layerwise(machines, machines.layerwise_from))
             )
             found.append(
@@ -149,8 +149,8 @@ def second_token_rows(requests: int) -> list[SecondTokenRow]:
             ("layer by layer", _layerwise(H100, H100.layerwise_from), "+16.5 %, 5 ms, E2E 0.8 %"),
             ("after the prefill (serialised)", _serialised(), "+64 %, E2E up to 3 %"),
         ):
-            two = _Means(H100, model, cards, settings, _requests(prompts, np.full(len(prompts), 2)))
-            whole = _Means(H100, model, cards, settings, _requests(prompts, np.maximum(outputs, 2)))
+            two = _MeanTimes(H100, model, cards, settings, _requests(prompts, np.full(len(prompts), 2)))
+            whole = _MeanTimes(H100, model, cards, settings, _requests(prompts, np.maximum(outputs, 2)))
             second_s = two.e2e_s - two.ttft_s
             alone = alone or (second_s, whole.e2e_s)
             rows.append(

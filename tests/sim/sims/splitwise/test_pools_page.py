@@ -7,8 +7,8 @@ import pytest
 from p2pserve.sims.experiments.setting import Scope
 from p2pserve.sims.experiments.splitwise import equal_options
 from p2pserve.sims.experiments.splitwise import pools as experiment
-from p2pserve.sims.experiments.splitwise.equal_options import EqualRow, name_missed
-from p2pserve.sims.experiments.splitwise.pools import BatchedRow, LoadRow, MovedRow
+from p2pserve.sims.experiments.splitwise.equal_options import SystemLatencyRow, name_missed
+from p2pserve.sims.experiments.splitwise.pools import BatchedRow, LoadedClusterRow, MovedRow
 
 DESIGNS = ["baseA", "baseH", "AA", "HH", "HHcap", "HA"]
 
@@ -27,7 +27,7 @@ def test_the_page_has_every_design_at_every_rate(monkeypatch: pytest.MonkeyPatch
     tables = {table.title: table for table in page.tables}
     assert list(tables) == ["Figure 15", "Figure 16", "Figure 19", "Batch jobs (V-F)", "Equal options"]
 
-    loads = [row for row in tables["Figure 15"].rows if isinstance(row, LoadRow)]
+    loads = [row for row in tables["Figure 15"].rows if isinstance(row, LoadedClusterRow)]
     assert [row.design for row in loads] == 4 * DESIGNS
     assert all(len(row.slowdowns) == 2 and len(row.slowdowns[0]) == 9 for row in loads)
 
@@ -42,7 +42,7 @@ def test_the_page_has_every_design_at_every_rate(monkeypatch: pytest.MonkeyPatch
     assert [row.design for row in moved if row.made_for == "coding"] == 2 * DESIGNS
     assert {row.of_the_cluster_made_for_it for row in moved if row.made_for == "conversation"} <= {"+0%", ""}
 
-    equal = [row for row in tables["Equal options"].rows if isinstance(row, EqualRow)]
+    equal = [row for row in tables["Equal options"].rows if isinstance(row, SystemLatencyRow)]
     assert len(equal) == len(equal_options.SYSTEMS)
     assert {row.alone for row in equal if "T" not in row.machines} == {"100%"}
 

@@ -20,7 +20,7 @@ from p2pserve.sims.splitwise import (
     write_trace,
 )
 from p2pserve.sims.splitwise.__main__ import main
-from p2pserve.sims.splitwise.machine import BatchLimits
+from p2pserve.sims.splitwise.machine import MachineLimits
 from p2pserve.sims.splitwise.reference import axis_cases, compare, released_cases
 
 RELEASED = {case.name: case for case in released_cases()}
@@ -54,7 +54,7 @@ def test_how_much_a_machine_batches_is_a_setting() -> None:
     trace = replace(few(5), arrival_s=np.array([0.0, 0.001, 0.001, 0.001, 0.001]))
 
     def first_tokens(tokens: int) -> int:
-        limits = BatchLimits(tokens=tokens)
+        limits = MachineLimits(tokens=tokens)
         found = run_setup("baseH", "llama2-70b", "conv", trace, mode="measured", machines=(1, 0), limits=limits)
         return len(set((trace.arrival_s + found.outcomes.ttft_s).round(9)))
 

@@ -12,7 +12,7 @@ from p2pserve.coordinator.routing.interface import RoutingPolicy
 from p2pserve.sims.policies.pools import SharedPool, SplitPools
 from p2pserve.sims.records import Trace
 from p2pserve.sims.splitwise.cluster import SplitwiseCluster
-from p2pserve.sims.splitwise.machine import BatchLimits, Machine, MachineTask
+from p2pserve.sims.splitwise.machine import Machine, MachineLimits, MachineTask
 
 
 class Times:
@@ -25,7 +25,7 @@ class Times:
 class PlainMachine:
     """The rules, one by one, with nothing kept that can be counted: the specification of `Machine`."""
 
-    def __init__(self, times: Times, kv_capacity: float, limits: BatchLimits) -> None:
+    def __init__(self, times: Times, kv_capacity: float, limits: MachineLimits) -> None:
         self.times, self.capacity, self.used, self.limits = times, kv_capacity, 0, limits
         self.pool: list[list[MachineTask]] = []  # the tasks of each request, by its arrival
         self.queue: list[MachineTask] = []  # what waits, by urgency as each came
@@ -198,11 +198,11 @@ def split(machines: int) -> RoutingPolicy:
     return SplitPools(range(half), range(half, machines), max_pending=4000)
 
 
-FEW = BatchLimits(requests=12)  # as released it takes 512, which is long to simulate plainly
+FEW = MachineLimits(requests=12)  # as released it takes 512, which is long to simulate plainly
 
 
 @pytest.mark.parametrize(
-    ("seed", "limits"), [(0, FEW), (1, FEW), (2, BatchLimits(requests=12, tokens=900, preemptions=1))]
+    ("seed", "limits"), [(0, FEW), (1, FEW), (2, MachineLimits(requests=12, tokens=900, preemptions=1))]
 )
 @pytest.mark.parametrize("pools", [shared, split])
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ FEW = BatchLimits(requests=12)  # as released it takes 512, which is long to sim
     ],
 )
 def test_it_does_what_the_plain_one_does(
-    limits: BatchLimits,
+    limits: MachineLimits,
     rate: float,
     prompt: int,
     output: int,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from p2pserve.sims.splitwise.machine import AS_RELEASED, BatchLimits, Machine, MachineTask
+from p2pserve.sims.splitwise.machine import AS_RELEASED, Machine, MachineLimits, MachineTask
 from p2pserve.sims.splitwise.setups import SetupError
 
 MAX_REQUESTS, MAX_TOKENS = AS_RELEASED.requests, AS_RELEASED.tokens
@@ -16,7 +16,7 @@ class Times:
 
 
 def machine(kv_capacity: float = 1e9, **limits: int) -> Machine:
-    return Machine(Times(), kv_capacity, BatchLimits(**limits))
+    return Machine(Times(), kv_capacity, MachineLimits(**limits))
 
 
 def prompt(request: int, tokens: int, arrival: float = 0.0) -> MachineTask:
@@ -156,7 +156,7 @@ def test_seconds_are_counted_by_the_tokens_of_a_batch() -> None:
 @pytest.mark.parametrize("name", ["requests", "tokens", "preemptions"])
 def test_limits_below_one_are_refused(name: str) -> None:
     with pytest.raises(SetupError, match=f"{name} of a batch: 0; it must be at least 1"):
-        BatchLimits(**{name: 0})
+        MachineLimits(**{name: 0})
 
 
 def test_a_batch_has_so_many_requests_at_most() -> None:
