@@ -169,9 +169,7 @@ def test_prompts_wait_for_the_room_of_kv_that_nobody_has_taken_yet() -> None:
         rates_found = [trial.transfer_ends(link, "raw", second.ready) for _ in range(6)]
         soon = msgspec.structs.replace(rates_found[2][0][0].ticket, deadline_s=1.0)
         rates_found[2] = (msgspec.structs.replace(rates_found[2][0][0], ticket=soon),), ()
-        requests = [
-            first.submit(prompt, 1, send=send) for prompt, (send, _) in zip(prompts, rates_found, strict=True)
-        ]
+        requests = [first.submit(prompt, 1, send=send) for prompt, (send, _) in zip(prompts, rates_found, strict=True)]
         transfers = [send[0].ticket.transfer for send, _ in rates_found]
 
         async def decode(number: int) -> None:
