@@ -14,7 +14,7 @@ from ..coordinator.costs.sweep import profile_times
 from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
-from ..coordinator.prefixes.knowledge import PrefixKnowledge
+from ..coordinator.prefixes.knowledge import ExpectedPrefill, PrefixKnowledge
 from ..coordinator.profile import ReplicaProfile
 from ..coordinator.routing.interface import NoRoute, ReplicaLoads, Route
 from ..coordinator.routing.router import NOTHING_CACHED, Router
@@ -88,22 +88,22 @@ class Deployment:
             failed = frozenset(blamed.values())
             excluded |= {name for name, host in self.hosts.items() if host.number in failed}
         row = request.row if request is not None else None
-        find = partial(
-            router.route, tokens, now=now, request=row, output_tokens=output,
-            cached_tokens=self._count_cached(request, gateway, now),
-        )  # fmt: skip
+        known, named = self._prefixes_at(gateway, now), dict[str, int]()
+        names = request.prefix if request is not None and known is not None else ()
+        if known is not None and names:
+            named = known.find_named(lambda _: names, now)
+        cached = known.believe(named) if known is not None else NOTHING_CACHED
+        find = partial(router.route, tokens, now=now, request=row, output_tokens=output, cached_tokens=cached)
         try:
             route = find(excluded | self._held)
         except NoRoute:
             if self._held <= excluded:
                 raise
             route = find(excluded)
-        if (known := self._prefixes.get(gateway)) is not None and request is not None:
+        if known is not None and names:
             prefill = route.prefill or route.decode
             queued = int(router.loads.prefill_tokens[router.loads.index[prefill]])
-            known.note_route(
-                row, prefill, lambda _: request.prefix, prompt_tokens=tokens, queued_tokens=queued, now=now
-            )
+            known.note_route(row, prefill, lambda _: names, ExpectedPrefill(now, tokens, queued, named.get(prefill, 0)))
         if self._settings.report_s and row is not None:
             self._count_own(row, gateway, route, tokens)
         return route
@@ -138,11 +138,11 @@ class Deployment:
         """Requests of other gateways, as replicas have told last."""
         return sum(max(0, report.outstanding - report.had[gateway]) for report in self._reports.values())
 
-    def _count_cached(self, request: SimRequest | None, gateway: int | None, now: float) -> Mapping[str, int]:
-        """By replica: tokens of the request's prompt that the gateway believes to be cached there. It hears of caches
-        as often as of loads."""
-        if request is None or not request.prefix or not self._settings.routing.prefix_weight:
-            return NOTHING_CACHED
+    def _prefixes_at(self, gateway: int | None, now: float) -> PrefixKnowledge | None:
+        """What this gateway knows of prefix caches; it hears of them as often as of loads. None: they are not routed
+        by."""
+        if not (self.trace.prefixes and self._settings.routing.prefix_weight):
+            return None
         known = self._prefixes.setdefault(gateway, PrefixKnowledge())
         if now >= self._heard_at + self._settings.report_s:
             self._heard_at = now
@@ -150,7 +150,7 @@ class Deployment:
                 each.keep(self.hosts)
                 for host in self.hosts.values():
                     host.tell_prefixes(each.index)
-        return known.count_cached(lambda _: request.prefix, now)
+        return known
 
     def _check_pieces(self, trace: Trace) -> None:
         """Raise WorldError for a prefix cache whose pieces are not those that the trace names."""

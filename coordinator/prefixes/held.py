@@ -20,10 +20,12 @@ from .naming import NAME_BYTES
 
 MAX_NAMES: Final = 4096
 """That are told of one replica: 32 KiB."""
-MAX_BLOCK_TOKENS: Final = 1 << 20
+BLOCK_TOKENS: Final = (4, 1 << 16)
+"""The least and the most: who hears of small blocks has many names of a prompt to compute."""
 
 Names = Annotated[bytes, msgspec.Meta(max_length=MAX_NAMES * NAME_BYTES)]
-Positions = Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_TOKENS)]
+BlockTokens = Annotated[int, msgspec.Meta(ge=BLOCK_TOKENS[0], le=BLOCK_TOKENS[1])]
+Stride = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class PrefixError(ValueError):
@@ -46,8 +48,8 @@ class PrefixNews(msgspec.Struct, frozen=True, kw_only=True):
 
     version: PrefixVersion
     since: PrefixVersion | None = None
-    block_tokens: Positions
-    stride: Positions = 1
+    block_tokens: BlockTokens
+    stride: Stride = 1
     held: Names = b""
     lost: Names = b""
 

@@ -18,6 +18,9 @@ from .held import MAX_NAMES, PrefixNews, PrefixVersion, unpack_names
 EXPECTED_S: Final = 30.0
 """For so long a replica is expected to hold what it has been sent, whatever it tells: its prefill may have to wait."""
 
+MAX_SIZES: Final = 4
+"""Sizes of blocks that replicas may name prompts in: for each, all names of every prompt are computed."""
+
 NamesOf = Callable[[int], Sequence[int]]
 """The names of a prompt in blocks of so many tokens (`prefix_names`)."""
 
@@ -51,7 +54,7 @@ class _Expectation(NamedTuple):
 @final
 class PrefixIndex:
     """See the module. What replicas tell is not trusted beyond its bounds: each may have `MAX_NAMES` told, and as many
-    expected."""
+    expected, in one of `MAX_SIZES` sizes of blocks that came first."""
 
     def __init__(self) -> None:
         self._holders: dict[str, _Holder] = {}
@@ -79,6 +82,8 @@ class PrefixIndex:
         if holder is not None and (holder.form, holder.version.life) != (form, news.version.life):
             self.forget(replica)
             holder = None
+        if form.block_tokens not in self.block_sizes and len(self.block_sizes) >= MAX_SIZES:
+            return False
         if news.since is None:
             holder = holder or self._add(replica, form, news.version)
             self._lose(holder, list(holder.told))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Final, NamedTuple, final
 
 from .index import NamesOf, PrefixIndex
@@ -12,11 +12,19 @@ MAX_OPEN: Final = 1 << 16
 """Requests whose first tokens are awaited at once; of more nothing is learned."""
 
 
-class _Awaited(NamedTuple):
-    since: float
-    replica: str
-    tokens: int
+class ExpectedPrefill(NamedTuple):
+    """A request was routed `at` a moment to a replica that had `queued` tokens to prefill, and was said to hold `named`
+    of the `prompt` tokens of this one."""
+
+    at: float
+    prompt: int
+    queued: int
     named: int
+
+
+class _Awaited(NamedTuple):
+    replica: str
+    expected: ExpectedPrefill
 
 
 @final
@@ -31,26 +39,27 @@ class PrefixKnowledge:
     def __repr__(self) -> str:
         return f"<PrefixKnowledge {self.index!r} {self.trust!r}>"
 
-    def count_cached(self, names_of: NamesOf, now: float) -> dict[str, int]:
-        """By replica: tokens of this prompt that it is believed to hold."""
-        held = self.index.held_tokens(names_of, now)
-        return {replica: int(tokens * self.trust.share(replica)) for replica, tokens in held.items()}
+    def find_named(self, names_of: NamesOf, now: float) -> dict[str, int]:
+        """By replica: tokens of this prompt that it is said to hold."""
+        return self.index.held_tokens(names_of, now)
 
-    def note_route(
-        self, request: Hashable, replica: str, names_of: NamesOf, *, prompt_tokens: int, queued_tokens: int, now: float
-    ) -> None:
-        """A request is prefilled by this replica, behind so many tokens of others."""
-        named = min(prompt_tokens - 1, self.index.held_tokens(names_of, now).get(replica, 0))
+    def believe(self, named: Mapping[str, int]) -> dict[str, int]:
+        """By replica: as many of them as it is believed to hold."""
+        return {replica: int(tokens * self.trust.share(replica)) for replica, tokens in named.items()}
+
+    def note_route(self, request: Hashable, replica: str, names_of: NamesOf, expected: ExpectedPrefill) -> None:
+        """A request is prefilled by this replica."""
         if len(self._awaited) < MAX_OPEN:
-            self._awaited[request] = _Awaited(now, replica, queued_tokens + prompt_tokens, named)
-        self.index.expect(replica, names_of, now)
+            self._awaited[request] = _Awaited(replica, expected)
+        self.index.expect(replica, names_of, expected.at)
 
     def note_end(self, request: Hashable, first_token_at: float | None) -> None:
         """It has ended; None: it had no first token, or had it from another replica."""
         awaited = self._awaited.pop(request, None)
         if awaited is not None and first_token_at is not None:
-            seconds = first_token_at - awaited.since
-            self.trust.observe(awaited.replica, tokens=awaited.tokens, named=awaited.named, seconds=seconds)
+            replica, (at, prompt, queued, named) = awaited
+            named = min(named, prompt - 1)
+            self.trust.observe(replica, tokens=queued + prompt, named=named, seconds=first_token_at - at)
 
     def keep(self, replicas: Iterable[str]) -> None:
         """Forget all other replicas."""

@@ -12,7 +12,7 @@ from ...coordinator import Demand, NoRoute, Plan, Route, Router, RoutingSettings
 from ...coordinator.capacity import Links
 from ...coordinator.names import name_of
 from ...coordinator.prefixes.index import NamesOf
-from ...coordinator.prefixes.knowledge import PrefixKnowledge
+from ...coordinator.prefixes.knowledge import ExpectedPrefill, PrefixKnowledge
 from ...coordinator.repair.damping import DampingSettings, FlapDamping
 from ...coordinator.requests.stalls import ExpectedTimes
 from ...coordinator.requests.values import FindRoute
@@ -71,14 +71,16 @@ class RouteFinder:
     ) -> Route:
         """The route for what the machine of this request wants; `left` tokens of its answer may still come, `names_of`
         has the names of its prefixes. Raises NoRoute."""
-        cached = self._prefixes.count_cached(names_of, now) if self._prefixes and names_of else NOTHING_CACHED
-        route = self._find(wanted, now, left, request, cached)
-        if self._prefixes is not None and self._router is not None and names_of is not None:
-            prefill = route.prefill or route.decode
-            queued = self._router.loads.prefill_tokens[self._router.loads.index[prefill]]
-            self._prefixes.note_route(
-                request, prefill, names_of, prompt_tokens=wanted.tokens, queued_tokens=int(queued), now=now
-            )
+        known = self._prefixes
+        if known is None or names_of is None:
+            return self._find(wanted, now, left, request, NOTHING_CACHED)
+        named = known.find_named(names_of, now)
+        route = self._find(wanted, now, left, request, known.believe(named))
+        if self._router is not None:
+            prefill, loads = route.prefill or route.decode, self._router.loads
+            queued = int(loads.prefill_tokens[loads.index[prefill]])
+            expected = ExpectedPrefill(now, wanted.tokens, queued, named.get(prefill, 0))
+            known.note_route(request, prefill, names_of, expected)
         return route
 
     def _find(self, wanted: FindRoute, now: float, left: int, request: str | None, cached: Mapping[str, int]) -> Route:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from .servers import Server, events_of, start_p2pserve, wait_ready
 pytestmark = pytest.mark.beside
 
 ALICE, BOB, CAROL = "sk-alice-0123456789", "sk-bob-9876543210", "sk-carol-0011223344"
+DAVE, ERIN = "sk-dave-5566778899", "sk-erin-9988776655"
 PROMPT = {"model": "bundled", "prompt": "def f(", "max_tokens": 4, "temperature": 0}
 SLOW = {**PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
@@ -25,7 +27,10 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose keys have limits."""
     home = tmp_path_factory.mktemp("guarded")
     keys = home / "keys.txt"
-    keys.write_text(f"{ALICE} name=alice tokens_min=4000\n{BOB} name=bob\n{CAROL} name=carol concurrent=1\n")
+    keys.write_text(
+        f"{ALICE} name=alice tokens_min=4000\n{BOB} name=bob\n{CAROL} name=carol concurrent=1\n"
+        f"{DAVE} name=dave cache=both\n{ERIN} name=erin cache=both\n"
+    )
     with start_p2pserve(home, "--api-key-file", str(keys)) as server:
         wait_ready(server)
         yield server
@@ -55,6 +60,29 @@ def test_a_key_has_what_its_line_says(guarded: Server) -> None:
     assert int(too_much.headers["retry-after"]) >= 1
     assert "alice" in too_much.json()["error"]["message"]
     assert ask(guarded, BOB).status_code == 200
+
+
+def cached_tokens(server: Server) -> float:
+    """Of prompts, that the box has found in its prefix cache; it tells within a second or two."""
+    time.sleep(2.5)
+    text = server.ask("GET", "/metrics", headers={"authorization": f"Bearer {BOB}"}).text
+    return float(re.findall(r'^p2pserve:prefill_tokens_total\{source="prefix cache"\} (\S+)$', text, re.MULTILINE)[0])
+
+
+def test_keys_share_no_prefix_cache_unless_their_owner_lets_them(guarded: Server) -> None:
+    """DAVE and ERIN have `cache=`, BOB and CAROL have not; a request may ask for a cache of its own as well."""
+    body = {**PROMPT, "prompt": "def f(x):\n    return x\n" * 60, "max_tokens": 1}
+    grown: list[bool] = []
+    before = cached_tokens(guarded)
+    for key, more in (
+        (BOB, {}), (CAROL, {}), (BOB, {"cache_salt": "mine"}), (BOB, {}), (DAVE, {}), (ERIN, {}),
+        (BOB, {"cache_salt": "mine"}),
+    ):  # fmt: skip
+        assert ask(guarded, key, {**body, **more}).status_code == 200
+        after = cached_tokens(guarded)
+        grown.append(after > before)
+        before = after
+    assert grown == [False, False, False, True, False, True, True]
 
 
 def test_a_stream_that_is_refused_has_a_status_of_its_own(guarded: Server) -> None:

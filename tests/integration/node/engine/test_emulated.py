@@ -143,6 +143,7 @@ def test_a_transfer_all_at_once_and_one_that_is_called_off() -> None:
         assert (report.mode, report.frames, report.hidden_fraction) == ("serialised", SHAPE.layers, 0.0)
 
         send, receive = trial.transfer_ends(trial.join(second), "raw", second.ready)
+        prompt = tuple(reversed(prompt))  # nothing of it is cached
         transfer = send[0].ticket.transfer
         request = second.submit(prompt, 5, receive=receive, receive_tokens=600)
         assert second.link is not None
@@ -164,15 +165,15 @@ def test_prompts_wait_for_the_room_of_kv_that_nobody_has_taken_yet() -> None:
         narrow = msgspec.structs.replace(CONFIG, kv_cache_mib=room * SHAPE.kv_bytes_per_token >> 20)
         first, second = await trial.start(narrow), await trial.start(CONFIG)
         assert first.ready.kv_tokens == room
-        link, prompt = trial.join(second), prompt_of(400)
+        link, prompts = trial.join(second), [(number, *prompt_of(399)) for number in range(1, 7)]
         rates_found = [trial.transfer_ends(link, "raw", second.ready) for _ in range(6)]
         soon = msgspec.structs.replace(rates_found[2][0][0].ticket, deadline_s=1.0)
         rates_found[2] = (msgspec.structs.replace(rates_found[2][0][0], ticket=soon),), ()
-        requests = [first.submit(prompt, 1, send=send) for send, _ in rates_found]
+        requests = [first.submit(prompt, 1, send=send) for prompt, (send, _) in zip(prompts, rates_found, strict=True)]
         transfers = [send[0].ticket.transfer for send, _ in rates_found]
 
         async def decode(number: int) -> None:
-            receive = rates_found[number][1]
+            prompt, receive = prompts[number], rates_found[number][1]
             answer = await second.answer(second.submit(prompt, 5, receive=receive, receive_tokens=400))
             assert (answer.tokens, answer.cached) == (answer_to(prompt, 5), 400)
             assert (await first.report(transfers[number])).delivered

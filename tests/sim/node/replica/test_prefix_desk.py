@@ -101,7 +101,7 @@ def watched(peers: Peers, work: object) -> None:
 
 
 def held(watch: PrefixWatch, *names: int) -> dict[str, int]:
-    return watch.known.count_cached(lambda _: names, trio.current_time())
+    return watch.known.find_named(lambda _: names, trio.current_time())
 
 
 def test_a_gateway_hears_what_changes_and_asks_no_more_when_nobody_comes() -> None:

@@ -90,6 +90,8 @@ def test_with_its_stride_a_replica_tells_all_that_it_holds(blocks: int) -> None:
         {"lost": bytes(8)},
         {"held": bytes(8 * (MAX_NAMES + 1))},
         {"block_tokens": 0},
+        {"block_tokens": 3},
+        {"block_tokens": 1 << 17},
         {"stride": 0},
         {"stride": 1 << 40},
         {"version": [-1, 0]},

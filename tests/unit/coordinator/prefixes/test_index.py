@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from p2pserve.coordinator.prefixes.held import MAX_NAMES, HeldPrefixes, PrefixNews, PrefixVersion, pack_names
-from p2pserve.coordinator.prefixes.index import EXPECTED_S, NamesOf, PrefixIndex
+from p2pserve.coordinator.prefixes.index import EXPECTED_S, MAX_SIZES, NamesOf, PrefixIndex
 
 
 def prompt(*names: int) -> NamesOf:
@@ -42,7 +42,7 @@ def test_replicas_with_other_blocks_are_asked_in_their_own() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_against_a_plain_model(seed: int) -> None:
     rng = random.Random(seed)
-    index, replicas = PrefixIndex(), {name: HeldPrefixes(life=1, block_tokens=1) for name in "abcd"}
+    index, replicas = PrefixIndex(), {name: HeldPrefixes(life=1, block_tokens=4) for name in "abcd"}
     truth: dict[str, set[int]] = {name: set() for name in replicas}
     for _ in range(300):
         name = rng.choice("abcd")
@@ -58,7 +58,7 @@ def test_against_a_plain_model(seed: int) -> None:
         expected = {
             each: next((n for n, one in enumerate(asked) if one not in held), 4) for each, held in truth.items()
         }
-        assert index.held_tokens(prompt(*asked), 0.0) == {each: n for each, n in expected.items() if n}
+        assert index.held_tokens(prompt(*asked), 0.0) == {each: 4 * n for each, n in expected.items() if n}
 
 
 def test_a_replica_that_was_sent_a_prompt_is_expected_to_hold_it_for_a_while() -> None:
@@ -106,6 +106,14 @@ def test_nobody_has_more_told_than_is_allowed() -> None:
         assert not index.take("liar", told)
     assert index.held_tokens(prompt(0), 0.0) == {}
     assert "0 names" in repr(index)
+
+
+def test_replicas_cannot_have_a_gateway_name_prompts_in_ever_more_ways() -> None:
+    index = PrefixIndex()
+    told = {f"r{size}": index.take(f"r{size}", whole(1, block_tokens=size)) for size in range(16, 16 + 3 * MAX_SIZES)}
+    assert sum(told.values()) == len(index.block_sizes) == MAX_SIZES
+    index.keep([])
+    assert index.take("late", whole(1, block_tokens=999))
 
 
 def test_nor_more_expected() -> None:

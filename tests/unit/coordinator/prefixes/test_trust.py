@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from p2pserve.coordinator.prefixes.held import PrefixNews, PrefixVersion, pack_names
-from p2pserve.coordinator.prefixes.knowledge import PrefixKnowledge
+from p2pserve.coordinator.prefixes.knowledge import ExpectedPrefill, PrefixKnowledge
 from p2pserve.coordinator.prefixes.trust import HitTrust
 
 SPEED = 1000.0  # tokens per second
@@ -68,10 +68,10 @@ def test_a_gateway_learns_from_its_own_requests() -> None:
         names, named = (range(1, 10), 900) if number % 2 else ((77,), 0)
         for name, saves in (("honest", named), ("liar", 0)):
             request, now = (name, number), 100.0 * number
-            known.note_route(request, name, partial(_names, names), prompt_tokens=1000, queued_tokens=0, now=now)
+            known.note_route(request, name, partial(_names, names), ExpectedPrefill(now, 1000, 0, named))
             known.note_end(request, 100.0 * number + (1000 - saves) / SPEED)
-    found = known.count_cached(partial(_names, range(1, 10)), 1e6)
+    found = known.believe(known.find_named(partial(_names, range(1, 10)), 1e6))
     assert found["honest"] == 900
     assert found["liar"] < 90
     known.keep(["honest"])
-    assert set(known.count_cached(partial(_names, range(1, 10)), 1e6)) == {"honest"}
+    assert set(known.find_named(partial(_names, range(1, 10)), 1e6)) == {"honest"}
