@@ -110,7 +110,8 @@ class Schedule:
         token = network.token(Role.WORKER, lead=self._leading[str(number)])
         self._touch(str(number))
         name, place, is_walled = str(number), Address("192.0.2.1", 4000 + number), str(number) in self.walled
-        node = network.add(name, identity_of(number), place, named=named, token=token, is_walled=is_walled)
+        node = network.add(name, identity_of(number), place, named=named, token=token)
+        node.is_walled = is_walled
         if is_walled:
             network.after(self._walls.uniform(0.5, 5.0), lambda: self._find_out(node))
 

@@ -153,9 +153,8 @@ class Simulation:
         token: JoinToken | None = None,
         ticked: bool = True,
         wall_s: float = 0.0,
-        is_walled: bool = False,
     ) -> SimulatedNode:
-        """Start a node now; its box's wall clock is ahead by `wall_s`, and nobody can dial it if it `is_walled`."""
+        """Start a node now; its box's wall clock is ahead by `wall_s`."""
         token = token or self.token()
         born = int((EPOCH_S + self.now + wall_s) * 1000)
         admission, named = Admission(token.network), tuple(named)
@@ -170,7 +169,7 @@ class Simulation:
             rules=self._rules,
         )
         node = SimulatedNode(name, identity, place, token.role, token, born, admission, peering, wall_s=wall_s)
-        node.is_joined, node.is_walled = not named, is_walled
+        node.is_joined = not named
         self.nodes[name] = self._places[place] = node
         self.publish_record(node)
         if ticked:

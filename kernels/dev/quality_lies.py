@@ -42,7 +42,7 @@ def smallest_lie(model: BundledModel, ids: torch.Tensor) -> float:
     leaves = [(k.clone().requires_grad_(), v.clone().requires_grad_()) for k, v in kv]
     logits = model.decode(leaves, ids[-1:])
     best, second = logits.topk(2).indices.tolist()
-    (logits[second] - logits[best]).backward()  # type: ignore[no-untyped-call]
+    (logits[second] - logits[best]).backward()
 
     def moved(step: float) -> Kv:
         return [tuple(x.detach() + step * grad_of(x) for x in pair) for pair in leaves]  # type: ignore[misc]

@@ -41,7 +41,7 @@ def test_two_that_nobody_can_dial_meet_over_a_third_and_over_another_when_it_is_
     for number in range(1, 5):
         place, is_walled = Address("192.0.2.1", 4000 + number), number > 2
         named = asked if number > 1 else []
-        network.add(str(number), identity_of(number), place, named=named, is_walled=is_walled)
+        network.add(str(number), identity_of(number), place, named=named).is_walled = is_walled
         if is_walled:
             network.after(3.0, partial(network.note_closed, str(number)))
     network.run(10.0)

@@ -158,7 +158,8 @@ def test_a_plan_of_another_coordinator_is_wanted_though_it_has_the_same_number()
     assert intake.wanted == describe_plan(other)[0]
     assert (intake.plan, intake.author) == (one, TERM[0])
     intake.on_bytes(*describe_plan(other))
-    assert (intake.plan, intake.author, intake.wanted) == (other, rival[0], None)
+    assert (intake.plan, intake.author) == (other, rival[0])
+    assert intake_wants_nothing(intake)
 
 
 def test_a_plan_whose_bytes_nobody_has_is_objected_to_in_the_end() -> None:
