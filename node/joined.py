@@ -162,7 +162,7 @@ class Joined:
     def take_plan(self) -> None:
         """Follow the coordinator's latest plan, if its bytes are here; the owner hears what it means for this node."""
         plan = self.intake.plan
-        if plan is not None and self.view.consider_plan(plan):
+        if plan is not None and self.view.consider_plan(plan, self.intake.author):
             phase = plan.phase_of(self.own)
             role = f"this node: {phase.value}" if phase is not None else "this node has no part in it"
             self._record_plan(plan, phase.value if phase is not None else "")

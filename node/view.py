@@ -89,6 +89,7 @@ class NetworkView(AdvertBook):
     """Kept up to date by the agent; read by gateway, coordinator and status."""
 
     plan: Plan | None = None
+    plan_author: PeerId | None = None  # None: not known, as after a restart
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
     dead_at: dict[PeerId, float] = field(default_factory=dict)  # boxes that died, by the clock of the agent
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
@@ -122,11 +123,17 @@ class NetworkView(AdvertBook):
                     continue
         self.links_told, self._table_payloads = kept, dict(entries)
 
-    def consider_plan(self, plan: Plan) -> bool:
-        """Follow the coordinator's plan if it is newer than the one that is followed; whether it is."""
-        if self.plan is not None and plan.service == self.plan.service and not plan.newer_than(self.plan):
-            return False
-        self.plan = plan
+    def consider_plan(self, plan: Plan, author: PeerId | None = None) -> bool:
+        """Follow the coordinator's plan if it is newer than the one that is followed; whether it is.
+
+        Two parts of a network that cannot see each other may both elect for one epoch. When they meet, one of the two
+        leads on in it, and its plan counts whatever number the other's had."""
+        held = self.plan
+        if held is not None and plan.service == held.service and not plan.newer_than(held):
+            is_rival = None not in (author, self.plan_author) and author != self.plan_author
+            if plan.epoch != held.epoch or not is_rival:
+                return False
+        self.plan, self.plan_author = plan, author
         return True
 
     def serving(self, replica: Replica, service: str) -> bool:

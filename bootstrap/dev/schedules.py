@@ -1,7 +1,8 @@
 """Random schedules of what can happen to a network, and what must hold all the same.
 
 A schedule adds, kills, cuts off, pauses and restarts nodes, splits the network and heals it, breaks
-sessions, and lets messages be lost, doubled and reordered, all from one seed. It must hold
+sessions, and lets messages be lost, doubled and reordered, all from one seed. In every third some
+boxes cannot be dialled; they find that out after a while. It must hold
 
 at any time:
     * no node goes back to an earlier epoch than one it has followed;
@@ -74,6 +75,10 @@ class Schedule:
         self._joined: dict[tuple[str, int], float] = {}  # node and birth -> when it was first seen to be in
         self._touched: dict[str, float] = {}  # when something last happened to a node
         self._started = 0
+        # From numbers of their own: what else happens is the same with and without them.
+        self._walls = random.Random(f"{seed} walls")
+        share = self._walls.choice((0.0, 0.0, 0.4))
+        self.walled = {str(number) for number in range(2, 40) if self._walls.random() < share}
         self._leading = {str(number): number == 1 or self._rng.random() < 0.7 for number in range(1, 40)}
         for _ in range(scenario.nodes):
             self._start()
@@ -97,12 +102,25 @@ class Schedule:
         if number is None:
             self._started += 1
             number = self._started
-        running = [node for node in network.running() if node.is_joined]
+        running = [node for node in network.running() if node.is_joined and not node.is_walled]
+        if not running and network.running():
+            return  # nobody could be asked
         asked = rng.sample(running, min(len(running), 2))
         named = [Bootstrap(node.place.host, node.place.port, node.peer) for node in asked]
         token = network.token(Role.WORKER, lead=self._leading[str(number)])
         self._touch(str(number))
-        network.add(str(number), identity_of(number), Address("192.0.2.1", 4000 + number), named=named, token=token)
+        name, place, is_walled = str(number), Address("192.0.2.1", 4000 + number), str(number) in self.walled
+        node = network.add(name, identity_of(number), place, named=named, token=token)
+        node.is_walled = is_walled
+        if is_walled:
+            network.after(self._walls.uniform(0.5, 5.0), lambda: self._find_out(node))
+
+    def _find_out(self, node: SimulatedNode) -> None:
+        """A node has asked members to dial it, and none has met it."""
+        if node.is_running and self._network.now >= node.paused_until:
+            self._network.note_closed(node.name)
+        elif node.is_running:
+            self._network.after(node.paused_until - self._network.now, lambda: self._find_out(node))
 
     def _disturb(self) -> None:
         rng, network = self._rng, self._network
@@ -154,6 +172,15 @@ class Schedule:
         since = max(self._touched[node.name], self._joined.get((node.name, node.born), math.inf))
         return self._network.now >= since + GRACE_S
 
+    def _can_meet(self, one: SimulatedNode, other: SimulatedNode) -> bool:
+        """Whether two can have a session. One that nobody can dial has to know somebody who can be."""
+        network = self._network
+        for each in (one, other):
+            known = (o for o in network.running() if o is not each and each.peering.table.record(o.peer) is not None)
+            if each.is_walled and not any(not o.is_walled and network.passes(each, o) for o in known):
+                return False
+        return network.reaches(one, other)
+
     def _check_node(self, node: SimulatedNode) -> None:
         now = self._network.now
         key = (node.name, node.born)
@@ -167,11 +194,11 @@ class Schedule:
             return
         for other in self._network.running():
             calm = self._is_calm(other)
-            if other is not node and calm and self._network.passes(node, other) and not other.peering.is_leaving:
+            if other is not node and calm and self._can_meet(node, other) and not other.peering.is_leaving:
                 seen = node.peering.liveness.is_living(other.peer) or node.peering.is_leaving
-                # Of one that nobody here was ever told of, nobody can know.
-                is_unknown = node.peering.table.record(other.peer) is None
-                self._require(seen or is_unknown, f"{other.name} is dead in the view of {node.name}")
+                # Of one that nobody here was ever told of, or not that it is back, nobody can know.
+                record = node.peering.table.record(other.peer)
+                self._require(seen or record is None or record.left, f"{other.name} is dead in the view of {node.name}")
 
     def _check_settled(self) -> None:
         running = [node for node in self._network.running() if node.is_joined]

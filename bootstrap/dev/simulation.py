@@ -3,7 +3,8 @@ nodes run, with clocks, wires and faults that are made here.
 
 What is simulated: dials and greetings, sessions, messages with latency; on request loss, duplication
 and reordering of single messages (harsher than the real control streams, which keep order),
-partitions, killed, hung, paused and restarted nodes. Not simulated: processor time, and bandwidth.
+partitions, killed, hung, paused and restarted nodes, and boxes that nobody can dial: they dial, and a
+third one brings two of them together, as long as it lives. Not simulated: processor time, and bandwidth.
 """
 
 import heapq
@@ -63,6 +64,7 @@ class SimulatedSession:
     other: "SimulatedNode"
     since: float
     dialled_by_me: bool
+    relay: "SimulatedNode | None" = None  # the third one that it goes over, between two that nobody can dial
 
 
 @dataclass(eq=False)
@@ -79,6 +81,8 @@ class SimulatedNode:
     peering: Peering
     sessions: dict[PeerId, SimulatedSession] = field(default_factory=dict)
     heard: dict[PeerId, float] = field(default_factory=dict)
+    is_walled: bool = False  # nobody can dial it
+    is_closed: bool = False  # and it has found that out, and says so
     is_running: bool = True
     is_joined: bool = False
     paused_until: float = 0.0
@@ -192,16 +196,26 @@ class Simulation:
     def publish_record(self, node: SimulatedNode, *, left: bool = False) -> None:
         """Let a node say who it is."""
         # A token of another network is shown as it is: refusing it is for those who are shown it.
-        record = MemberRecord(node.role, node.place.host, node.place.port, node.token.credential(node.peer), left)
+        credential, place = node.token.credential(node.peer), node.place
+        record = MemberRecord(node.role, place.host, place.port, credential, left, node.is_closed)
         node.peering.publish(MEMBER_KIND, msgspec.msgpack.encode(record))
         self.wake(node)
 
+    def note_closed(self, name: str) -> None:
+        """A node has found out that nobody can dial it, and says so."""
+        node = self.nodes[name]
+        node.is_closed = True
+        self.publish_record(node)
+
     def kill(self, name: str) -> None:
-        """End a process: its connections close, and nobody answers at its address."""
+        """End a process: its connections close, also those that went over it, and nobody answers at its address."""
         node = self.nodes[name]
         self.stop(node)
         for peer in list(node.sessions):
             self.close(node, peer, also_there=True)
+        for one in self.running():
+            for peer in [peer for peer, held in one.sessions.items() if held.relay is node]:
+                self.close(one, peer, also_there=True)
 
     def vanish(self, name: str) -> None:
         """Cut a box off for ever: nobody hears that it is gone."""
@@ -275,6 +289,27 @@ class Simulation:
         sides = self._groups.get(one.name), self._groups.get(other.name)
         return (None in sides or sides[0] == sides[1]) and one.is_running and other.is_running
 
+    def reaches(self, one: SimulatedNode, other: SimulatedNode) -> bool:
+        """Whether two can have a session now."""
+        if not (one.is_walled and other.is_walled):
+            return self.passes(one, other)
+        return any(self._passes_over(one, each, other) for each in self.running() if not each.is_walled)
+
+    def _passes_over(self, one: SimulatedNode, relay: SimulatedNode | None, other: SimulatedNode) -> bool:
+        if relay is None:
+            return self.passes(one, other)
+        return self.passes(one, relay) and self.passes(relay, other) and self.now >= relay.paused_until
+
+    def _find_way(self, one: SimulatedNode, other: SimulatedNode) -> tuple[bool, SimulatedNode | None]:
+        """Whether a dial gets to another node now, and over which third one that has sessions with both."""
+        if not other.is_walled:
+            return self.passes(one, other), None
+        for each in self.running():
+            knows_both = not each.is_walled and {one.peer, other.peer} <= each.sessions.keys()
+            if other.is_closed and knows_both and self._passes_over(one, each, other):
+                return True, each
+        return False, None
+
     def stop(self, node: SimulatedNode) -> None:
         """A node does nothing any more."""
         node.is_running = False
@@ -332,7 +367,7 @@ class Simulation:
         for peer in actions.drop:
             held = node.sessions.get(peer)
             if held is not None:
-                self.close(node, peer, also_there=self.passes(node, held.other))
+                self.close(node, peer, also_there=self._passes_over(node, held.relay, held.other))
         for peer in actions.ping:
             self._ping(node, peer)
         for peer, message in actions.send:
@@ -352,11 +387,14 @@ class Simulation:
         held = node.sessions.get(peer)
         if held is None:
             return
-        other, weather = held.other, self.weather
+        other, relay, weather = held.other, held.relay, self.weather
 
         def arrive() -> None:
             back = other.sessions.get(node.peer)
-            if back is None or back.other is not node or not self.passes(node, other):
+            if relay is not None and relay.is_running and self.now < relay.paused_until:
+                self.after(relay.paused_until - self.now, arrive)  # the relay has it, and passes it on when it goes on
+                return
+            if back is None or back.other is not node or not self._passes_over(node, relay, other):
                 return
             self.messages += 1
             other.bytes_heard += size
@@ -396,19 +434,19 @@ class Simulation:
     def _dial(self, node: SimulatedNode, dial: Dial) -> None:
         target = self._places.get(dial.address)
         # Who is cut off, hung or paused says nothing; where no process is, the box says so at once.
-        is_silent = target is not None and (not self.passes(node, target) or self.now < target.paused_until)
+        is_silent = target is not None and (not self._find_way(node, target)[0] or self.now < target.paused_until)
 
         def end() -> None:
             there = self._places.get(dial.address)
             succeeded = dial.peer in node.sessions  # it may have dialled us meanwhile
-            answers = there is not None and self.passes(node, there) and self.now >= there.paused_until
-            if not succeeded and there is not None and answers and node.is_running:
-                succeeded = self._greet(node, there)
+            is_led, relay = (False, None) if there is None else self._find_way(node, there)
+            if not succeeded and there is not None and is_led and self.now >= there.paused_until and node.is_running:
+                succeeded = self._greet(node, there, relay)
             node.peering.on_dialled(dial.peer, succeeded, self.time_of(node))
 
         self.after(5.0 if is_silent else 4 * self.weather.latency_s, lambda: self._handle(node, end))
 
-    def _greet(self, node: SimulatedNode, target: SimulatedNode) -> bool:
+    def _greet(self, node: SimulatedNode, target: SimulatedNode, relay: SimulatedNode | None) -> bool:
         """Let each of two judge the other; whether there is a session now."""
         try:
             self._check_greeting(node, target)
@@ -417,7 +455,7 @@ class Simulation:
         except NetworkError as error:
             self._refuse(node, target, str(error).split(";")[0])
             return False
-        self._open(node, target)
+        self._open(node, target, relay)
         target.is_joined = True  # where the one that it asks has dialled it first
         if not node.is_joined:
             node.is_joined = True
@@ -428,14 +466,14 @@ class Simulation:
         hello = Hello(PROTOCOL_VERSION, guest.token.network, guest.peering.table.own_entries()[0], guest.born)
         judge.admission.check_greeting(hello, guest.peer, EPOCH_S + self.now + judge.wall_s)
 
-    def _open(self, node: SimulatedNode, target: SimulatedNode) -> None:
+    def _open(self, node: SimulatedNode, target: SimulatedNode, relay: SimulatedNode | None = None) -> None:
         """A session of two that have let each other in."""
         own, theirs = node.peering.table.own_entries()[0], target.peering.table.own_entries()[0]
         for one, other, record, dialled in ((node, target, theirs, True), (target, node, own, False)):
             if other.peer in one.sessions:
                 self.close(one, other.peer, also_there=False)
             now = self.time_of(one)
-            one.sessions[other.peer] = SimulatedSession(other, now, dialled)
+            one.sessions[other.peer] = SimulatedSession(other, now, dialled, relay)
             one.heard[other.peer] = now
             one.peering.on_opened(other.peer, record, now)
             self.wake(one)
@@ -444,7 +482,8 @@ class Simulation:
         """Raise NetworkError where another living node has the identity of the one that greets."""
         held = target.sessions.get(node.peer)
         is_other = held is not None and held.other is not node and held.other.is_running
-        if target.peer == node.peer or (held is not None and is_other and self.passes(held.other, target)):
+        is_alive = held is not None and is_other and self._passes_over(held.other, held.relay, target)
+        if target.peer == node.peer or is_alive:
             raise NetworkError("another living node has this identity")
 
     def _refuse(self, node: SimulatedNode, target: SimulatedNode, reason: str) -> None:

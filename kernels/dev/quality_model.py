@@ -27,6 +27,10 @@ PROMPT_TOKENS, LONGEST_CONTINUATION = 512, 64
 _ATTENTION = "p2pserve_codec"
 
 
+Kv = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of one prompt, layer by layer, each `[1, heads, tokens, head_dim]` in fp32."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenScores:
     """A codec's effect on each scored token, `[tokens]`; losses and divergences in nats, fp64.
@@ -127,6 +131,28 @@ class BundledModel:
                 state = self._model(input_ids=token, past_key_values=cache, use_cache=True)
                 token = state.logits[:, -1].argmax(-1, keepdim=True)
         return list(self._tokenizer.decode_batch(torch.cat(found, 1).tolist()))
+
+    def prefill(self, ids: torch.Tensor) -> Kv:
+        """The KV of one prompt's tokens as they were computed."""
+        self._codec = "raw"
+        with torch.inference_mode():
+            state = self._model(input_ids=ids[None], use_cache=True, logits_to_keep=1)
+        return [(layer.keys.clone(), layer.values.clone()) for layer in state.past_key_values.layers]
+
+    def send(self, codec: str, kv: Kv) -> Kv:
+        """The same as it arrives."""
+        self._codec = codec
+        return [self._send(key, value) for key, value in kv]
+
+    def decode(self, kv: Kv, token: torch.Tensor) -> torch.Tensor:
+        """The logits `[vocabulary]` of what follows one token behind the prompt with this KV."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer, (key, value) in enumerate(kv):
+            cache.update(key, value, layer)
+        logits: torch.Tensor = self._model(input_ids=token[None], past_key_values=cache, use_cache=True).logits[0, -1]
+        return logits
 
     def prompts(self, modules: Sequence[str], each: int) -> torch.Tensor:
         """`[modules * each, 512]` token ids, spread evenly over each module's text."""

@@ -62,6 +62,8 @@ class PlanIntake:
         self._told_at = 0.0
         self.plan: Plan | None = None
         """The coordinator's latest, where its bytes are here and mean what they should."""
+        self.author: PeerId | None = None
+        """Who coordinated when it came."""
 
     def __repr__(self) -> str:
         return f"<PlanIntake {self._manifest and self._manifest.number} {self._fault or 'no fault'}>"
@@ -72,7 +74,8 @@ class PlanIntake:
         is_open = self._manifest is not None and not self._fault
         held = self.plan
         if not is_open or (held is not None and self._manifest is not None and held.number == self._manifest.number):
-            return None
+            is_anothers = self._seen is not None and self.author != self._seen[0][0]
+            return self._manifest if is_open and is_anothers else None
         return self._manifest
 
     def see(self, leader: Leader, entry: bytes, now: float) -> None:
@@ -94,6 +97,7 @@ class PlanIntake:
             return
         try:
             self.plan = read_plan(manifest, payload)
+            self.author = self._seen[0][0] if self._seen is not None else None
         except PlanError as error:
             self._fault = str(error)
 

@@ -1,12 +1,15 @@
 """Random schedules of faults over simulated networks: what must hold does, and what does not is found."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
+from p2pserve.bootstrap import Address, Bootstrap
 from p2pserve.bootstrap.dev import schedules
 from p2pserve.bootstrap.dev.bench import simulate_churn
 from p2pserve.bootstrap.dev.schedules import InvariantBroken, Schedule, main, run_schedules
+from p2pserve.bootstrap.dev.simulation import Simulation, identity_of
 from p2pserve.bootstrap.members.election import Election, ElectionResult, ElectionView
 from p2pserve.bootstrap.members.liveness import Liveness
 
@@ -31,6 +34,37 @@ def test_who_was_kept_out_for_long_is_not_in_every_view_at_once() -> None:
 def test_the_same_seed_is_the_same_schedule() -> None:
     assert len({Schedule(3).run() for _ in range(2)}) == 1
     assert len({Schedule(seed).run() for seed in range(5)}) > 1
+
+
+def test_two_that_nobody_can_dial_meet_over_a_third_and_over_another_when_it_is_lost() -> None:
+    network, asked = Simulation(seed=1), [Bootstrap("192.0.2.1", 4001, identity_of(1).peer_id)]
+    for number in range(1, 5):
+        place, is_walled = Address("192.0.2.1", 4000 + number), number > 2
+        named = asked if number > 1 else []
+        network.add(str(number), identity_of(number), place, named=named).is_walled = is_walled
+        if is_walled:
+            network.after(3.0, partial(network.note_closed, str(number)))
+    network.run(10.0)
+    one, other = network.nodes["3"], network.nodes["4"]
+    relay = one.sessions[other.peer].relay
+    assert relay is not None
+    assert relay.name in ("1", "2")
+    assert network.nodes["1"].sessions[one.peer].relay is None
+    seen: list[bool] = []
+    network.on_tick = lambda node: seen.append(node is not one or node.peering.liveness.is_living(other.peer))
+    network.kill(relay.name)
+    assert other.peer not in one.sessions
+    network.run(10.0)
+    assert one.sessions[other.peer].relay is network.nodes["1" if relay.name == "2" else "2"]
+    assert all(seen)
+    network.pause("1" if relay.name == "2" else "2", 2.0)  # what is on its way comes when the relay goes on
+    network.run(5.0)
+    assert all(seen)
+    assert other.peer in one.sessions
+
+
+def test_some_schedules_have_boxes_that_nobody_can_dial() -> None:
+    assert {bool(Schedule(seed).walled) for seed in range(10)} == {True, False}
 
 
 def test_two_leaders_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from p2pserve.kernels import accelerate
-from p2pserve.kernels.dev import quality, quality_model
+from p2pserve.kernels.dev import quality, quality_lies, quality_model
 from p2pserve.kernels.dev.quality import (
     FULL,
     QUICK,
@@ -141,6 +141,11 @@ class TestTensors:
             assert row["fp8"].logit_db < -30, kind
 
 
+def test_the_least_step_is_found_to_a_part_in_thousands() -> None:
+    assert quality_lies.find_least(lambda step: step >= 0.3) == pytest.approx(0.3, rel=1e-4)
+    assert quality_lies.find_least(lambda step: step >= 1e-5) == pytest.approx(1e-5, rel=1e-2)
+
+
 @pytest.fixture(autouse=True)
 def nothing_compiles() -> Iterator[None]:
     """These tests code enough for `auto` to begin with it."""
@@ -191,6 +196,14 @@ class TestModel:
         found = model.scores(("raw", "kv4"), model.windows(("heapq",)))
         assert found["kv4"].perplexity > 1.5 * found["raw"].perplexity
         assert float(found["kv4"].divergence.mean()) > 0.1
+
+    def test_a_lie_about_kv_is_smaller_than_what_codecs_change(self, model: quality_model.BundledModel) -> None:
+        ids = model.prompts(("heapq",), 1)[0, :65]
+        kv = model.prefill(ids[:-1])
+        assert quality_lies.relative_change(kv, kv) == 0.0
+        changes = [quality_lies.relative_change(kv, model.send(codec, kv)) for codec in ("raw", "fp8", "kv4")]
+        assert 0.0 < changes[0] < changes[1] < changes[2] < 0.1
+        assert 0.0 < quality_lies.smallest_lie(model, ids) < changes[1]
 
     def test_continuations_of_a_cache_that_was_not_changed(self, model: quality_model.BundledModel) -> None:
         prompts = model.prompts(("heapq",), 2)

@@ -177,6 +177,19 @@ def test_hostile_bytes_are_refused_like_any_others(payload: bytes) -> None:
 # ---- plans ------------------------------------------------------------------------------------------------
 
 
+def test_of_two_that_were_elected_for_one_epoch_the_one_that_leads_on_is_followed() -> None:
+    view = view_of(a=advert(), b=advert())
+    first = plan_for(view, epoch=3)
+    other = msgspec.structs.replace(first, version=5)
+    assert view.consider_plan(other, B)
+    assert not view.consider_plan(first, B)
+    assert not view.consider_plan(first)  # of whom, is not known
+    assert not view.consider_plan(msgspec.structs.replace(first, epoch=2), A)
+    assert view.consider_plan(first, A)
+    assert not view.consider_plan(first, A)
+    assert (view.plan, view.plan_author) == (first, A)
+
+
 def test_a_plan_is_followed_when_it_is_newer() -> None:
     view = view_of(a=advert(), b=advert())
     plan = plan_for(view, epoch=3)

@@ -147,6 +147,21 @@ def test_a_large_plan_is_wanted_until_its_bytes_are_here() -> None:
     assert intake.wanted is None
 
 
+def test_a_plan_of_another_coordinator_is_wanted_though_it_has_the_same_number() -> None:
+    one, other = plan(why=LARGE), plan(why=("another", *LARGE))
+    manifest, payload = describe_plan(one)
+    intake = intake_of(one)
+    intake.on_bytes(manifest, payload)
+    assert (intake.plan, intake.author, intake.wanted) == (one, TERM[0], None)
+    rival = (PeerId("rival"), TERM[1])
+    intake.see(rival, published(other), 1.0)
+    assert intake.wanted == describe_plan(other)[0]
+    assert (intake.plan, intake.author) == (one, TERM[0])
+    intake.on_bytes(*describe_plan(other))
+    assert (intake.plan, intake.author) == (other, rival[0])
+    assert intake_wants_nothing(intake)
+
+
 def test_a_plan_whose_bytes_nobody_has_is_objected_to_in_the_end() -> None:
     intake = intake_of(plan(why=LARGE), now=10.0)
     assert intake.find_objection(advert(), KNOWN, 10.0 + WAN.plan_missing_s - 1) == ""
