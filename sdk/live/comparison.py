@@ -46,8 +46,9 @@ ESTIMATE_TOLERANCE: Final = 0.1
 """Between what the planner expects and what the simulator finds."""
 STEADY_REQUESTS: Final = 4000
 PERCENTILES: Final = (50, 90, 99)
-SHOWN_ONLY: Final = ("e2e", "ttft_p99", "tpot_p99")
-"""E2E follows from the others; of some hundred requests the 99th percentile is one of them."""
+SHOWN_ONLY: Final = ("e2e", "ttft_p99", "tpot_p99", "throughput")
+"""E2E follows from the others; of some hundred requests the 99th percentile is one of them, and throughput hangs on the
+last."""
 ESTIMATED: Final = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s", "attainment")
 
 
@@ -90,7 +91,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a comparison has found. Seconds, requests and tokens per second."""
+    """Everything that a comparison has found. Seconds, requests and tokens per second. `own_plans_goodput_s`: where
+    something goes wrong, of a simulation whose coordinator plans by itself."""
 
     ok: bool
     estimate_ok: bool
@@ -110,6 +112,7 @@ class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
     schedule: tuple[str, ...]
     figures: tuple[Figure, ...]
     failed: int
+    own_plans_goodput_s: float | None
     median_request_ttft_difference: float
     median_request_e2e_difference: float
     link_gbps: float
@@ -206,6 +209,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         expected = expected_figures(proposal, rate) if proposal is not None else None
         steady = figures_of(_steady(network, traffic, rate, plan), plan.deadlines)
     seen, modelled = (_without_lead(outcomes, traffic.lead) for outcomes in (live.outcomes, simulated))
+    predicted = network.predict(trace, live.plans[0][1], live.happened) if settings.schedule else None
     figures = compare(
         figures_of(seen, plan.deadlines),
         figures_of(modelled, plan.deadlines),
@@ -238,6 +242,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         schedule=tuple(map(str, settings.schedule)),
         figures=figures,
         failed=int((~live.outcomes.completed).sum()),
+        own_plans_goodput_s=None if predicted is None else _goodput(predicted, traffic.lead, plan.deadlines),
         median_request_ttft_difference=_median_difference(seen.ttft_s, modelled.ttft_s),
         median_request_e2e_difference=_median_difference(seen.e2e_s, modelled.e2e_s),
         link_gbps=float(cluster.gbps[0, -1]),
@@ -284,6 +289,10 @@ def _without_lead(outcomes: Outcomes, lead: int) -> Outcomes:
         output=trace.output[lead:],
     )
     return Outcomes(trace=rest, ttft_s=outcomes.ttft_s[lead:], e2e_s=outcomes.e2e_s[lead:])
+
+
+def _goodput(outcomes: Outcomes, lead: int, deadlines: Deadlines) -> float:
+    return figures_of(_without_lead(outcomes, lead), deadlines)["goodput_requests_s"]
 
 
 def _difference(value: float, reference: float) -> float:

@@ -269,6 +269,9 @@ def show(found: LiveComparison) -> None:
     )
     for note in found.notes:
         console.print(f"note: {note}")
+    if found.own_plans_goodput_s is not None:
+        goodput = f"{found.own_plans_goodput_s:.3f}/s"
+        console.print(f"note: goodput where the simulated coordinator makes the plans, too: {goodput}")
     for line in verdicts(found):
         console.print(line)
 

@@ -234,6 +234,7 @@ def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
     kept = [figure for figure in estimated if abs(figure.estimate_error or 0.0) <= ESTIMATE_TOLERANCE]
     worst = max(live, key=lambda figure: abs(figure.difference))
     goodput = next(figure for figure in faulty.figures if figure.name.startswith("goodput"))
+    planned = faulty.own_plans_goodput_s or 0.0
     late = sum(each.late for each in (*calm, faulty))
     return f"""\
 - Live and simulated are within {TOLERANCE:.0%} in {len(near)} of {len(live)} figures (the 99th percentile is shown and
@@ -241,7 +242,9 @@ not held against it: of so few requests it is one of them); the furthest is {wor
 {1.0 + worst.difference:.3f}.
 - Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT at
 the 50th and 90th percentile, and attainment.
-- With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated.
+- With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated, which follows the plans that the
+network made. Where the simulated coordinator makes the plans, too, it is {planned:.3f} requests/s; live
+{goodput.live:.3f}.
 - What a live first token is late by is the time that its request takes through the processes of client, gateway, two
 agents and two engines, on {calm[0].cores:.1f} to {max(each.cores for each in calm):.1f} busy cores. Emulated engines fell
 behind their model {late} times."""

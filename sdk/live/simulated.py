@@ -21,6 +21,7 @@ from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.probing.figures import Source
 from ...node.engine.emulated.engine import model_capacity
 from ...node.engine.emulated.model import emulated_model, parse_cards
+from ...node.engine.transfers.wait_limits import WaitLimitSettings
 from ...node.messages import Status
 from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace
@@ -82,7 +83,9 @@ class SimulatedNetwork:
         )
         boxes = self.cluster.boxes
         gateways = self.gateways or tuple(box.id for box in boxes)
-        settings = SimSettings(engine=engine, gateways=gateways, message_s=self.message_s)
+        settings = SimSettings(
+            engine=engine, gateways=gateways, message_s=self.message_s, kv_patience=WaitLimitSettings().gain
+        )
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans
         run = ServiceRun(service=self.service, plan=first, trace=trace)
