@@ -13,7 +13,7 @@ core.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
 from typing import Final
@@ -45,6 +45,9 @@ TOLERANCE: Final = 0.05
 ESTIMATE_TOLERANCE: Final = 0.1
 """Between what the planner expects and what the simulator finds."""
 STEADY_REQUESTS: Final = 4000
+SPREAD: Final = (0.5, 0.65, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5)
+"""Factors on what messages take, in runs that are simulated beside each other: which of two boxes a request goes to
+hangs on moments, live as well."""
 PERCENTILES: Final = (50, 90, 99)
 SHOWN_ONLY: Final = ("e2e", "ttft_p99", "tpot_p99", "throughput")
 """E2E follows from the others; of some hundred requests the 99th percentile is one of them, and throughput hangs on the
@@ -77,12 +80,13 @@ class LiveTraffic:
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of all runs. `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1;
-    None where there is nothing to compare. `counts`, `is_estimated`: whether they are held against a tolerance."""
+    None where there is nothing to compare. `spread`: standard deviation over mean of the simulated runs. `counts`, `is_estimated`: whether they are held against a tolerance."""
 
     name: str
     expected: float | None
     steady: float | None
     simulated: float
+    spread: float
     live: float
     estimate_error: float | None
     difference: float
@@ -157,26 +161,29 @@ def expected_figures(proposal: Proposal, rate: float) -> dict[str, float]:
 
 def compare(
     live: Mapping[str, float],
-    simulated: Mapping[str, float],
+    simulated: Sequence[Mapping[str, float]],
     expected: Mapping[str, float] | None = None,
     steady: Mapping[str, float] | None = None,
     *,
     has_faults: bool = False,
 ) -> tuple[Figure, ...]:
-    """All side by side. Where something goes wrong, goodput alone counts: what single requests are late by depends on
+    """All side by side; of the simulated runs the mean. Where something goes wrong, goodput alone counts: what single requests are late by depends on
     the very moment."""
 
     def figure(name: str, value: float) -> Figure:
+        found = np.array([each[name] for each in simulated])
+        modelled = float(found.mean())
         planned, lasting = (expected or {}).get(name), (steady or {}).get(name)
         has_both = planned is not None and lasting is not None
         return Figure(
             name=name,
             expected=planned,
             steady=lasting,
-            simulated=simulated[name],
+            simulated=modelled,
+            spread=float(found.std()) / modelled if modelled else 0.0,
             live=value,
             estimate_error=_difference(lasting, planned) if planned is not None and lasting is not None else None,
-            difference=_difference(value, simulated[name]),
+            difference=_difference(value, modelled),
             counts=name.startswith("goodput") if has_faults else not name.startswith(SHOWN_ONLY),
             is_estimated=has_both and name in ESTIMATED,
         )
@@ -201,7 +208,8 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     plan = plan_for_most(live.plans, float(trace.arrival_s[traffic.lead]), float(trace.arrival_s[-1]))
     network = simulated_network(settings, live, service_of(settings, traffic.workload(rate), plan.service))
     say("simulating the same requests")
-    simulated = network.run(trace, live.plans, live.happened)
+    run = trace, live.plans, live.happened
+    simulated = network.run(*run)
     expected = steady = None
     if not settings.schedule:
         say(f"simulating {STEADY_REQUESTS} requests of the same kind")
@@ -212,7 +220,10 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     predicted = network.predict(trace, live.plans[0][1], live.happened) if settings.schedule else None
     figures = compare(
         figures_of(seen, plan.deadlines),
-        figures_of(modelled, plan.deadlines),
+        [
+            figures_of(_without_lead(network.with_messages(factor).run(*run), traffic.lead), plan.deadlines)
+            for factor in SPREAD
+        ],
         expected,
         steady,
         has_faults=bool(settings.schedule),

@@ -64,6 +64,10 @@ class SimulatedNetwork:
     message_s: float = 0.0  # that the processes at both ends of a message take
     client_s: float = 0.0  # the round trip from the clients to their gateways
 
+    def with_messages(self, factor: float) -> SimulatedNetwork:
+        """With messages that take so many times as long."""
+        return replace(self, message_s=self.message_s * factor)
+
     def predict(self, trace: Trace, plan: Plan, happened: Sequence[Happened]) -> Outcomes:
         """Serve the trace by this plan, and by those that the simulated coordinator makes when something happens."""
         problem = Problem(cluster=self.cluster, services=(self.service,), pinned={})

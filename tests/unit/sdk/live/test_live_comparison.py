@@ -61,14 +61,14 @@ def test_attainment_is_of_all_requests_also_of_those_that_failed(deadlines: Dead
 
 
 def test_where_something_goes_wrong_goodput_alone_counts() -> None:
-    figures = compare(figures_of(outcomes(0.9, 0.1), NONE), figures_of(outcomes(0.5, 0.1), NONE), has_faults=True)
+    figures = compare(figures_of(outcomes(0.9, 0.1), NONE), [figures_of(outcomes(0.5, 0.1), NONE)], has_faults=True)
     assert [figure.name for figure in figures if figure.counts] == ["goodput_requests_s"]
 
 
 def test_differences_are_of_the_simulated_and_of_the_expected_figure() -> None:
     seen, modelled = figures_of(outcomes(0.55, 0.1), NONE), figures_of(outcomes(0.5, 0.1), NONE)
     expected = {"ttft_p50_s": 0.4, "attainment": 1.0}
-    figures = {figure.name: figure for figure in compare(seen, modelled, expected, modelled)}
+    figures = {figure.name: figure for figure in compare(seen, [modelled, modelled], expected, modelled)}
     assert figures["ttft_mean_s"].difference == pytest.approx(0.1)
     assert figures["tpot_p90_s"].difference == pytest.approx(0.0)
     assert figures["throughput_tokens_s"].difference < 0
@@ -78,6 +78,15 @@ def test_differences_are_of_the_simulated_and_of_the_expected_figure() -> None:
     assert figures["ttft_p50_s"].estimate_error == pytest.approx(0.25)
     assert [name for name, figure in figures.items() if figure.is_estimated] == ["ttft_p50_s", "attainment"]
     assert figures["tpot_p50_s"].estimate_error is None
+
+
+def test_of_several_simulated_runs_the_mean_counts() -> None:
+    runs = [figures_of(outcomes(ttft, 0.1), NONE) for ttft in (0.4, 0.6)]
+    figures = {figure.name: figure for figure in compare(figures_of(outcomes(0.5, 0.1), NONE), runs)}
+    assert figures["ttft_mean_s"].simulated == pytest.approx(0.5)
+    assert figures["ttft_mean_s"].difference == pytest.approx(0.0)
+    assert figures["ttft_mean_s"].spread == pytest.approx(0.2)
+    assert figures["tpot_mean_s"].spread == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize("is_silent", [True, False])

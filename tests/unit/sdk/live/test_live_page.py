@@ -27,7 +27,8 @@ def logging_as_before() -> Iterator[None]:
 def figure(name: str, live: float, *, counts: bool = True, expected: float | None = None) -> Figure:
     """Of which 1.0 was simulated."""
     return Figure(
-        name=name, expected=expected, steady=1.0, simulated=1.0, live=live, difference=live - 1.0, counts=counts,
+        name=name, expected=expected, steady=1.0, simulated=1.0, spread=0.0, live=live,
+        difference=live - 1.0, counts=counts,
         estimate_error=None if expected is None else 1.0 / expected - 1.0, is_estimated=expected is not None,
     )  # fmt: skip
 
@@ -77,7 +78,7 @@ def test_the_command_runs_all_parts_and_writes_the_page(
     monkeypatch.setattr(live_page, "run_comparison", run)
     assert main(["--page", str(tmp_path)]) == (0 if is_ok else 1)
     assert capsys.readouterr().out.strip() == str(tmp_path / "live.md")
-    assert asked == [("3x", 0), ("5x", 0), ("3x", 0), ("5x", 0), ("3x", 4)]
+    assert asked == [("3x", 0), ("5x", 0), ("3x", 0), ("5x", 0), ("2x", 4)]
     assert (tmp_path / "live.md").read_text(encoding="utf-8").startswith("# Expected, simulated and live")
     rows = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))["tables"]
     assert len(rows["Runs"]) == 5
