@@ -16,7 +16,6 @@ from ..coordinator.planning.model.cluster import Cluster
 from .network import Flow, FluidNetwork
 from .scenario import WorldError
 
-
 HOLD_S: Final = 0.25
 MARGIN_S: Final = 0.1
 """KV is too late when it has looked so for the former, by more than the latter: as in the running network's engines

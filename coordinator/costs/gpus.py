@@ -12,7 +12,6 @@ from typing import Final
 
 import msgspec
 
-
 SLOWED: Final = "/"
 """In the name of a card, before what its rates are divided by."""
 
@@ -106,7 +105,9 @@ def _slow_down(card: GpuSpec, divisor: str) -> GpuSpec:
     except ValueError:
         factor = 0.0
     if not 1.0 < factor <= SLOWEST:
-        raise GpuError(f"GPU {card.name!r}: {divisor.strip()!r} is no number above 1 to divide its rates by, {SLOWEST:g} at most")
+        raise GpuError(
+            f"GPU {card.name!r}: {divisor.strip()!r} is no number above 1 to divide its rates by, {SLOWEST:g} at most"
+        )
     return msgspec.structs.replace(
         card,
         name=f"{card.name}{SLOWED}{factor:g}",

@@ -79,8 +79,11 @@ class LiveTraffic:
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of all runs. `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1;
-    None where there is nothing to compare. `spread`: standard deviation over mean of the simulated runs. `counts`, `is_estimated`: whether they are held against a tolerance."""
+    """One figure of all runs.
+
+    `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1; None where there is
+    nothing to compare. `spread`: standard deviation over mean of the simulated runs. `counts`, `is_estimated`: whether
+    they are held against a tolerance."""
 
     name: str
     expected: float | None
@@ -167,8 +170,8 @@ def compare(
     *,
     has_faults: bool = False,
 ) -> tuple[Figure, ...]:
-    """All side by side; of the simulated runs the mean. Where something goes wrong, goodput alone counts: what single requests are late by depends on
-    the very moment."""
+    """All side by side; of the simulated runs the mean. Where something goes wrong, goodput alone counts: what single
+    requests are late by depends on the very moment."""
 
     def figure(name: str, value: float) -> Figure:
         found = np.array([each[name] for each in simulated])

@@ -69,7 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--slo",
         default="5x",
-        help="deadlines: multiples of a lone request on the fastest node, like 5x (default), or seconds: ttft=2,tpot=0.1",
+        help="deadlines: multiples of a lone request on the fastest node, like 5x (default), or seconds: "
+        "ttft=2,tpot=0.1",
     )
     add("--workload", choices=tuple(AZURE), default="conversation", help="Azure's lengths (default: conversation)")
     add("--requests", type=int, default=80, metavar="N", help="default: 80")
@@ -256,7 +257,8 @@ def show(found: LiveComparison) -> None:
     load = f", {found.load:.0%} of what the best plan is expected to carry" if found.load is not None else ""
     console.print(
         f"lengths: {found.lengths}; arrivals: {found.arrivals}{load}; links: {found.link_gbps:.2f} Gb/s, "
-        f"{found.link_rtt_s * 1e3:.2f} ms, and {found.message_s * 1e3:.1f} ms for each message in the processes at its ends"
+        f"{found.link_rtt_s * 1e3:.2f} ms, and {found.message_s * 1e3:.1f} ms for each message in the processes at "
+        "its ends"
     )
     console.print(
         f"deadlines: {limits.ttft_s:.3g} s to the first token, {limits.tpot_s * 1e3:.3g} ms from token to token, "

@@ -31,7 +31,7 @@ NAME: Final = "live"
 COMMAND: Final = "python -m p2pserve.sdk.live_comparison --page docs/results"
 MODEL: Final = "qwen2.5-32b"
 SMALL_MODEL: Final = "qwen2-7b"
-"""Its KV is a fifth of the other's: for long prompts, and where one process carries all bytes of an emulated network."""
+"""Its KV is a fifth of the other's: for long prompts, and where one process carries all of an emulated network."""
 
 CARDS: Final = ("2xA40", "2xRTX A6000", "4xRTX A5000", "4xRTX 3090 Ti")
 NODES: Final = 8
@@ -62,8 +62,8 @@ class PagePart:
         """Of the nodes."""
         suffix = f"/{self.slowed}" if self.slowed > 1 else ""
         return LiveSettings(
-            nodes=NODES, cards=[card + suffix for card in self.cards], specs=Specs.TABLE1.value, model=self.model, codec="kv4",
-            max_batched_tokens=2048, slo=self.slo, schedule=self.schedule,
+            nodes=NODES, cards=[card + suffix for card in self.cards], specs=Specs.TABLE1.value, model=self.model,
+            codec="kv4", max_batched_tokens=2048, slo=self.slo, schedule=self.schedule,
         )  # fmt: skip
 
     def traffic(self) -> LiveTraffic:
@@ -144,7 +144,6 @@ def write_live_page(folder: Path, say: Say) -> tuple[Page, bool]:
 def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[PagePart, LiveComparison]) -> Page:
     """The page of these runs."""
     part, found = faulty
-    schedule = ", ".join(found.schedule)
     return Page(
         name=NAME,
         title="Expected, simulated and live: eight emulated boxes",
@@ -160,9 +159,7 @@ def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[Pa
             PageTable(
                 "With faults",
                 [_fault_row(figure) for figure in _shown(found)],
-                about=f"{part.model} on {', '.join(part.cards)}; {part.workload}, {part.slo}, {found.rate:g} requests/s; links of {found.link_gbps:g} Gb/s and "
-                f"{found.link_rtt_s * 1e3:.0f} ms, emulated. The schedule, of network and simulator alike: {schedule}. "
-                "Of these figures goodput is held against the tolerance.",
+                about=_describe_faults(part, found),
             ),
         ),
         remarks=_remarks([result for _, result in calm], found),
@@ -199,6 +196,14 @@ def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
         of_them_ours=found.own_cores,
         expected_and_simulated=kept,
         simulated_and_live=_verdict(found.ok, found.tolerance),
+    )
+
+
+def _describe_faults(part: PagePart, found: LiveComparison) -> str:
+    return (
+        f"{part.model} on {', '.join(part.cards)}; {part.workload}, {part.slo}, {found.rate:g} requests/s; links of "
+        f"{found.link_gbps:g} Gb/s and {found.link_rtt_s * 1e3:.0f} ms, emulated. The schedule, of network and "
+        f"simulator alike: {', '.join(found.schedule)}. Of these figures goodput is held against the tolerance."
     )
 
 
@@ -250,16 +255,17 @@ def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
     worst = max(live, key=lambda figure: abs(figure.difference))
     goodput = next(figure for figure in faulty.figures if figure.name.startswith("goodput"))
     planned = faulty.own_plans_goodput_s or 0.0
+    cores, message_ms = [each.cores for each in calm], [each.message_s * 1e3 for each in calm]
     late = sum(each.late for each in (*calm, faulty))
     return f"""\
 - Live and simulated are within {TOLERANCE:.0%} in {len(near)} of {len(live)} figures (the 99th percentile is shown and
 not held against it: of so few requests it is one of them); the furthest is {worst.name.replace("_", " ")} at
 {1.0 + worst.difference:.3f}.
-- Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT at
-the 50th and 90th percentile, and attainment.
+- Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT
+at the 50th and 90th percentile, and attainment.
 - With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated, which follows the plans that the
 network made. Where the simulated coordinator makes the plans, too, it is {planned:.3f} requests/s; live
 {goodput.live:.3f}.
 - What a live first token is late by is the time that its request takes through the processes of client, gateway, two
-agents and two engines, on {calm[0].cores:.1f} to {max(each.cores for each in calm):.1f} busy cores. Emulated engines fell
-behind their model {late} times."""
+agents and two engines: {min(message_ms):.1f} to {max(message_ms):.1f} ms for each message, as measured before each
+run, with {min(cores):.1f} to {max(cores):.1f} busy cores. Emulated engines fell behind their model {late} times."""

@@ -37,7 +37,6 @@ from ...sims.scenario import (
     SimSettings,
     roofline_model,
 )
-from ...sims.workloads import workload_of
 from ...sims.world import simulate
 from ..chaos.links import CALM, NEAR
 from ..simulating.changes import settings_with_network_times
@@ -104,19 +103,15 @@ class SimulatedNetwork:
         left = []
         for request in lone:
             prefill, gateway = request.prefill or request.decode, self.gateways
-            replica = Replica(
-                id=prefill, phase=Phase.MIXED,
-                stages=(Stage(peer=prefill, tp=self._gpus(prefill), first_layer=0, last_layer=self.service.model.layers),),
-            )  # fmt: skip
+            gpus, layers = self.cluster.boxes[self.cluster.index(prefill)].gpus, self.service.model.layers
+            stage = Stage(peer=prefill, tp=gpus, first_layer=0, last_layer=layers)
+            replica = Replica(id=prefill, phase=Phase.MIXED, stages=(stage,))
             times = roofline_model(self.cluster, self.service, replica).times
             step_s = times.prefill_s(request.prompt, request.prompt * (request.prompt + 1) / 2)
             ends = [prefill] if request.prefill in (None, request.decode) else [request.decode, prefill]
             links_s = sum(self._rtt_s(gateway[0] if gateway else None, end) for end in ends) + self.client_s
             left.append((request.ttft_s - step_s - links_s) / (CLIENT_MESSAGES + 2 * len(ends)))
         return max(0.0, median(left)) if left else 0.0
-
-    def _gpus(self, peer: str) -> int:
-        return self.cluster.boxes[self.cluster.index(peer)].gpus
 
     def _rtt_s(self, one: str | None, other: str) -> float:
         """Between two nodes; from None, the client's gateway, which may be any."""
