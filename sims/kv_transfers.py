@@ -62,12 +62,12 @@ class KVTransfer:
 
 @final
 class KVTransfers:
-    """The flows of all transfers. The caller advances the network and calls `end_flow`. `patience`: see
-    `SimSettings.kv_patience`."""
+    """The flows of all transfers. The caller advances the network and calls `end_flow`. `wait_limit`: see
+    `SimSettings.kv_wait_limit`."""
 
-    def __init__(self, network: FluidNetwork, *, layerwise: bool, patience: float = inf) -> None:
+    def __init__(self, network: FluidNetwork, *, layerwise: bool, wait_limit: float = inf) -> None:
         self._network = network
-        self._patience = patience
+        self._wait_limit = wait_limit
         self._layerwise = layerwise
         self._by_flow: dict[int, KVTransfer] = {}
         self.sent_bytes: dict[tuple[int, int], float] = {}
@@ -107,7 +107,7 @@ class KVTransfers:
     @property
     def may_be_late(self) -> bool:
         """Whether KV is given up at all."""
-        return self._patience < inf
+        return self._wait_limit < inf
 
     def is_late(self, transfer: KVTransfer, compute_s: float, now: float) -> bool:
         """Whether it looks as if computing the prompt in `compute_s` were better than to wait."""
@@ -115,7 +115,7 @@ class KVTransfers:
         for flow in transfer.flows.values() if transfer.has_room else ():
             left = flow.left - flow.rate * (now - flow.since)
             left_s = max(left_s, left / flow.rate if flow.rate > 0.0 else inf)
-        return left_s > self._patience * compute_s + MARGIN_S
+        return left_s > self._wait_limit * compute_s + MARGIN_S
 
     def abandon(self, transfer: KVTransfer, now: float) -> None:
         """Stop the transfer: its request has left this route."""

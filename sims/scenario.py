@@ -46,7 +46,7 @@ class SimSettings:
       a replica less. None: vLLM's defaults, with the budgets of the plan or of `ReplicaModel`.
     - `layerwise`: KV is sent while the prompt is computed, which hides most of the transfer; else
       after the prefill.
-    - `kv_patience`: KV that would take more than so many times as long as computing the prompt where it
+    - `kv_wait_limit`: KV that would take more than so many times as long as computing the prompt where it
       is awaited is given up, and computed there. The running network: 1.5. Infinite: none is.
     - `streams`: TCP streams of a transfer, each of which carries one window per round trip; None:
       as many as the link needs.
@@ -72,7 +72,7 @@ class SimSettings:
 
     engine: SimEngineSettings | None = None
     layerwise: bool = True
-    kv_patience: float = inf
+    kv_wait_limit: float = inf
     streams: int | None = None
     gateways: tuple[str, ...] = ()
     message_s: float = 0.0
@@ -90,8 +90,8 @@ class SimSettings:
     def __post_init__(self) -> None:
         if self.streams is not None and self.streams < 1:
             raise WorldError(f"streams is {self.streams}; it must be at least 1")
-        if not self.kv_patience > 0.0:
-            raise WorldError(f"kv_patience is {self.kv_patience}; it must be above 0")
+        if not self.kv_wait_limit > 0.0:
+            raise WorldError(f"kv_wait_limit is {self.kv_wait_limit}; it must be above 0")
         for name in ("message_s", "report_s", "detect_s", "dead_s", "told_s", "quiet_s"):
             value = getattr(self, name)
             if value is not None and not value >= 0.0:

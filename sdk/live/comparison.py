@@ -270,6 +270,19 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     )
 
 
+def describe_verdicts(found: LiveComparison) -> list[str]:
+    """Whether they agree, in a line each."""
+    counted = dict.fromkeys(figure.name.partition("_")[0] for figure in found.figures if figure.counts)
+    what = ", ".join(name.upper() if name in ("ttft", "tpot") else name for name in counted)
+    verdict = "agree" if found.ok else "do not agree"
+    lines = [f"live and simulated {verdict} within {found.tolerance:.0%} on {what}"]
+    if any(figure.is_estimated for figure in found.figures):
+        kept = "agree" if found.estimate_ok else "do not agree"
+        within = f"within {found.estimate_tolerance:.0%}"
+        lines.append(f"expected and simulated {kept} {within} on TTFT and TPOT (p50, p90) and attainment")
+    return lines
+
+
 def plan_for_most(plans: tuple[tuple[float, Plan], ...], first_s: float, last_s: float) -> Plan:
     """The plan that was in force for the longest of these seconds."""
     ends = [*(at for at, _ in plans[1:]), inf]

@@ -26,7 +26,15 @@ from ..errors import UsageError
 from ..failures import explain
 from ..options.planning import SPECS
 from ..options.values import settings_of
-from .comparison import ESTIMATE_TOLERANCE, TOLERANCE, Figure, LiveComparison, LiveTraffic, run_comparison
+from .comparison import (
+    ESTIMATE_TOLERANCE,
+    TOLERANCE,
+    Figure,
+    LiveComparison,
+    LiveTraffic,
+    describe_verdicts,
+    run_comparison,
+)
 from .live_page import write_live_page
 from .network import Say
 from .nodes import MAX_REQUESTS, LiveSettings
@@ -274,21 +282,8 @@ def show(found: LiveComparison) -> None:
     if found.own_plans_goodput_s is not None:
         goodput = f"{found.own_plans_goodput_s:.3f}/s"
         console.print(f"note: goodput where the simulated coordinator makes the plans, too: {goodput}")
-    for line in verdicts(found):
+    for line in describe_verdicts(found):
         console.print(line)
-
-
-def verdicts(found: LiveComparison) -> list[str]:
-    """Whether they agree, in a line each."""
-    counted = dict.fromkeys(figure.name.partition("_")[0] for figure in found.figures if figure.counts)
-    what = ", ".join(name.upper() if name in ("ttft", "tpot") else name for name in counted)
-    verdict = "agree" if found.ok else "do not agree"
-    lines = [f"live and simulated {verdict} within {found.tolerance:.0%} on {what}"]
-    if any(figure.is_estimated for figure in found.figures):
-        kept = "agree" if found.estimate_ok else "do not agree"
-        within = f"within {found.estimate_tolerance:.0%}"
-        lines.append(f"expected and simulated {kept} {within} on TTFT and TPOT (p50, p90) and attainment")
-    return lines
 
 
 def _value(figure: Figure, value: float | None) -> str:

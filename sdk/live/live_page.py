@@ -21,6 +21,7 @@ from .comparison import (
     Figure,
     LiveComparison,
     LiveTraffic,
+    describe_verdicts,
     run_comparison,
 )
 from .network import Say
@@ -134,6 +135,8 @@ def write_live_page(folder: Path, say: Say) -> tuple[Page, bool]:
     for part in (*CALM_PARTS, FAULTY_PART):
         say(f"{part.workload}, deadlines {part.slo}{', with faults' if part.schedule else ''}")
         found.append(run_comparison(part.settings(), part.traffic(), TOLERANCE, say))
+        for line in (*found[-1].notes, *describe_verdicts(found[-1])):
+            say(line)
     *calm, faulty = found
     page = build_page(list(zip(CALM_PARTS, calm, strict=True)), (FAULTY_PART, faulty))
     write_page(page, folder)

@@ -87,7 +87,7 @@ class SimulatedNetwork:
         boxes = self.cluster.boxes
         gateways = self.gateways or tuple(box.id for box in boxes)
         settings = SimSettings(
-            engine=engine, gateways=gateways, message_s=self.message_s, kv_patience=WaitLimitSettings().gain
+            engine=engine, gateways=gateways, message_s=self.message_s, kv_wait_limit=WaitLimitSettings().gain
         )
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans

@@ -64,15 +64,15 @@ def test_layerwise_kv_leaves_while_it_is_computed_and_the_last_layer_after_it() 
 
 def test_kv_is_late_when_computing_takes_less_than_what_is_left_of_it() -> None:
     bench = Bench(layerwise=False)
-    patient = KVTransfers(bench.network, layerwise=False, patience=2.0)
+    limited = KVTransfers(bench.network, layerwise=False, wait_limit=2.0)
     transfer = bench.transfer(room=False)
-    patient.start_prefill_step(transfer, 20, 1.0, 0.0)
-    patient.end_prefill(transfer, 1.0)
-    assert not patient.is_late(transfer, 0.0, 1.5)  # there is no room for it yet
-    patient.grant_room(transfer, 2.0)  # two seconds on the link
-    assert [patient.is_late(transfer, 0.9, now) for now in (2.0, 2.05, 2.15)] == [True, True, False]
-    assert not patient.is_late(transfer, 1.0, 2.0)
-    assert patient.may_be_late
+    limited.start_prefill_step(transfer, 20, 1.0, 0.0)
+    limited.end_prefill(transfer, 1.0)
+    assert not limited.is_late(transfer, 0.0, 1.5)  # there is no room for it yet
+    limited.grant_room(transfer, 2.0)  # two seconds on the link
+    assert [limited.is_late(transfer, 0.9, now) for now in (2.0, 2.05, 2.15)] == [True, True, False]
+    assert not limited.is_late(transfer, 1.0, 2.0)
+    assert limited.may_be_late
     assert not bench.transfers.may_be_late
     assert not bench.transfers.is_late(transfer, 0.01, 2.0)
 
