@@ -72,8 +72,8 @@ def plan_network(
     The order of boxes, links and demands does not matter. A replica keeps its phase unless a change
     of phases pays. A new epoch is a change: its coordinator states the decisions again under its
     own number. `loading`: groups that are on their way to be replicas, and what others they make
-    unnecessary. `slo`: as for `build_network_problem`. The search ends early when `spent()`. Raises PlanError if a new plan would not be
-    newer than `previous`, or is given what cannot be planned.
+    unnecessary. `slo`: as for `build_network_problem`. The search ends early when `spent()`. Raises
+    PlanError if a new plan would not be newer than `previous`, or is given what cannot be planned.
     """
     previous, service, codec = named["previous"], named["service"], named["codec"]
     if previous is not None and previous.service != service:

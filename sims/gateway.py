@@ -33,7 +33,7 @@ from .admission import AdmissionQueues
 from .deployment import Deployment
 from .engine.sequence import Sequence as EngineSequence
 from .engine.values import EngineSignal, SignalKind
-from .kv_transfers import KVTransfer, KVTransfers
+from .kv_transfers import HOLD_S, KVTransfer, KVTransfers
 from .results.outcomes import TransferRecord
 from .scenario import SimSettings
 from .serving import Assignment, ReplicaHost, SimRequest, SlotWaiter, Split
@@ -461,6 +461,35 @@ class SimGateway:
             self._note_start(request, now)
             self._hear(request, replica, said, now)
         self._kv_transfers.end_prefill(assignment.split.transfer, now)
+        if self._kv_transfers.may_be_late:
+            self._watch_kv(assignment, now)
+
+    # ---- KV that comes too slowly ---------------------------------------------------------------------------
+
+    def _watch_kv(self, assignment: Assignment, now: float, was_late: bool = False) -> None:
+        """Look again at KV whose prompt is computed, soon."""
+        self._later(now + HOLD_S, partial(self._check_kv, assignment, was_late))
+
+    def _check_kv(self, assignment: Assignment, was_late: bool, now: float) -> None:
+        """Where it looks too slow twice in a row, the decode replica computes the prompt."""
+        split, decode, request = assignment.split, assignment.decode, assignment.request
+        if split is None or decode.is_lost or split.prefill.is_lost or request.assignment is not assignment:
+            return
+        tokens = split.prefill_seq.known
+        compute_s = decode.engine.times.prefill_s(tokens, tokens * (tokens + 1) / 2)
+        is_late = self._kv_transfers.is_late(split.transfer, compute_s, now)
+        if not (is_late and was_late):
+            self._watch_kv(assignment, now, is_late)
+            return
+        assignment.split = None
+        self._kv_transfers.abandon(split.transfer, now)
+        split.prefill.engine.release_kv(split.prefill_seq, now)
+        self._on_load(split.prefill)
+        assignment.prefill_number = decode.number
+        assignment.prefill_at_decode(now)
+        self._on_load(decode)
+        ended = partial(request.machine.prefill_ended, assignment.opening.attempt, "", split.prefill.number)
+        self._hear(request, decode, ended, now)
 
     def _end_decode(self, assignment: Assignment, now: float) -> None:
         request = assignment.request

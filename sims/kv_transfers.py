@@ -9,12 +9,17 @@ arrived.
 from __future__ import annotations
 
 from math import inf, isnan, nan
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from ..coordinator.plan import Replica
 from ..coordinator.planning.model.cluster import Cluster
 from .network import Flow, FluidNetwork
 from .scenario import WorldError
+
+HOLD_S: Final = 0.25
+MARGIN_S: Final = 0.1
+"""KV is too late when it has looked so for the former, by more than the latter: as in the running network's engines
+(`WaitLimitSettings`)."""
 
 
 class LinkShare(NamedTuple):
@@ -61,10 +66,12 @@ class KVTransfer:
 
 @final
 class KVTransfers:
-    """The flows of all transfers. The caller advances the network and calls `end_flow`."""
+    """The flows of all transfers. The caller advances the network and calls `end_flow`. `wait_limit`: see
+    `SimSettings.kv_wait_limit`."""
 
-    def __init__(self, network: FluidNetwork, *, layerwise: bool) -> None:
+    def __init__(self, network: FluidNetwork, *, layerwise: bool, wait_limit: float = inf) -> None:
         self._network = network
+        self._wait_limit = wait_limit
         self._layerwise = layerwise
         self._by_flow: dict[int, KVTransfer] = {}
         self.sent_bytes: dict[tuple[int, int], float] = {}
@@ -102,6 +109,19 @@ class KVTransfers:
         transfer = self._by_flow.pop(flow.key)
         del transfer.flows[flow.key]
         return transfer if transfer.is_prefilled and not transfer.flows and not transfer.unsent else None
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether KV is given up at all."""
+        return self._wait_limit < inf
+
+    def is_late(self, transfer: KVTransfer, compute_s: float, now: float) -> bool:
+        """Whether it looks as if computing the prompt in `compute_s` were better than to wait."""
+        left_s = 0.0
+        for flow in transfer.flows.values() if transfer.has_room else ():
+            left = flow.left - flow.rate * (now - flow.since)
+            left_s = max(left_s, left / flow.rate if flow.rate > 0.0 else inf)
+        return left_s > self._wait_limit * compute_s + MARGIN_S
 
     def abandon(self, transfer: KVTransfer, now: float) -> None:
         """Stop the transfer: its request has left this route."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -78,6 +78,8 @@ class SimSettings:
     - `layer_sync_s`: what a layerwise transfer takes beyond its bytes, once for each request: from
       the last byte until the decode replica can go on (Splitwise: some 5 ms between H100, 8 ms
       between A100, for any prompt).
+    - `kv_wait_limit`: KV that would take more than so many times as long as computing the prompt where it
+      is awaited is given up, and computed there. The running network: 1.5. Infinite: none is.
     - `streams`: TCP streams of a transfer, each of which carries one window per round trip; None:
       as many as the link needs.
     - `gateways`: the boxes whose gateways take the requests, in turn. What they and replicas say to
@@ -106,6 +108,7 @@ class SimSettings:
     layerwise: bool = True
     layerwise_from: int = 0
     layer_sync_s: float = 0.0
+    kv_wait_limit: float = inf
     streams: int | None = None
     gateways: tuple[str, ...] = ()
     message_s: float = 0.0
@@ -126,6 +129,8 @@ class SimSettings:
             raise WorldError(f"streams is {self.streams}; it must be at least 1")
         if self.layerwise_from < 0:
             raise WorldError(f"layerwise_from is {self.layerwise_from}; it must not be negative")
+        if not self.kv_wait_limit > 0.0:
+            raise WorldError(f"kv_wait_limit is {self.kv_wait_limit}; it must be above 0")
         for name in ("layer_sync_s", "message_s", "report_s", "detect_s", "dead_s", "told_s", "quiet_s"):
             value = getattr(self, name)
             if value is not None and not value >= 0.0:

@@ -138,7 +138,7 @@ class _World:
         self._settings = settings
         self._model_of = model_of
         self._network = FluidNetwork(link_capacities(cluster, settings.streams))
-        self._transfers = KVTransfers(self._network, layerwise=settings.layerwise)
+        self._transfers = KVTransfers(self._network, layerwise=settings.layerwise, wait_limit=settings.kv_wait_limit)
         self._network_event = _WorldEvent(self, self._advance_network)
         self._network_alarm = NEVER
         self._planning_event = _WorldEvent(self, self._plan)

@@ -12,7 +12,6 @@ from typing import Final
 
 import msgspec
 
-
 SLOWED: Final = "/"
 """In the name of a card, before what its rates are divided by."""
 

@@ -13,7 +13,7 @@ core.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
 from typing import Final
@@ -45,9 +45,13 @@ TOLERANCE: Final = 0.05
 ESTIMATE_TOLERANCE: Final = 0.1
 """Between what the planner expects and what the simulator finds."""
 STEADY_REQUESTS: Final = 4000
+SPREAD: Final = (0.5, 0.65, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5)
+"""Factors on what messages take, in runs that are simulated beside each other: which of two boxes a request goes to
+hangs on moments, live as well."""
 PERCENTILES: Final = (50, 90, 99)
-SHOWN_ONLY: Final = ("e2e", "ttft_p99", "tpot_p99")
-"""E2E follows from the others; of some hundred requests the 99th percentile is one of them."""
+SHOWN_ONLY: Final = ("e2e", "ttft_p99", "tpot_p99", "throughput")
+"""E2E follows from the others; of some hundred requests the 99th percentile is one of them, and throughput hangs on the
+last."""
 ESTIMATED: Final = ("ttft_p50_s", "ttft_p90_s", "tpot_p50_s", "tpot_p90_s", "attainment")
 
 
@@ -75,13 +79,17 @@ class LiveTraffic:
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure of all runs. `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1;
-    None where there is nothing to compare. `counts`, `is_estimated`: whether they are held against a tolerance."""
+    """One figure of all runs.
+
+    `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1; None where there is
+    nothing to compare. `spread`: standard deviation over mean of the simulated runs. `counts`, `is_estimated`: whether
+    they are held against a tolerance."""
 
     name: str
     expected: float | None
     steady: float | None
     simulated: float
+    spread: float
     live: float
     estimate_error: float | None
     difference: float
@@ -90,7 +98,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a comparison has found. Seconds, requests and tokens per second."""
+    """Everything that a comparison has found. Seconds, requests and tokens per second. `own_plans_goodput_s`: where
+    something goes wrong, of a simulation whose coordinator plans by itself."""
 
     ok: bool
     estimate_ok: bool
@@ -110,6 +119,7 @@ class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
     schedule: tuple[str, ...]
     figures: tuple[Figure, ...]
     failed: int
+    own_plans_goodput_s: float | None
     median_request_ttft_difference: float
     median_request_e2e_difference: float
     link_gbps: float
@@ -154,26 +164,29 @@ def expected_figures(proposal: Proposal, rate: float) -> dict[str, float]:
 
 def compare(
     live: Mapping[str, float],
-    simulated: Mapping[str, float],
+    simulated: Sequence[Mapping[str, float]],
     expected: Mapping[str, float] | None = None,
     steady: Mapping[str, float] | None = None,
     *,
     has_faults: bool = False,
 ) -> tuple[Figure, ...]:
-    """All side by side. Where something goes wrong, goodput alone counts: what single requests are late by depends on
-    the very moment."""
+    """All side by side; of the simulated runs the mean. Where something goes wrong, goodput alone counts: what single
+    requests are late by depends on the very moment."""
 
     def figure(name: str, value: float) -> Figure:
+        found = np.array([each[name] for each in simulated])
+        modelled = float(found.mean())
         planned, lasting = (expected or {}).get(name), (steady or {}).get(name)
         has_both = planned is not None and lasting is not None
         return Figure(
             name=name,
             expected=planned,
             steady=lasting,
-            simulated=simulated[name],
+            simulated=modelled,
+            spread=float(found.std()) / modelled if modelled else 0.0,
             live=value,
             estimate_error=_difference(lasting, planned) if planned is not None and lasting is not None else None,
-            difference=_difference(value, simulated[name]),
+            difference=_difference(value, modelled),
             counts=name.startswith("goodput") if has_faults else not name.startswith(SHOWN_ONLY),
             is_estimated=has_both and name in ESTIMATED,
         )
@@ -198,7 +211,8 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     plan = plan_for_most(live.plans, float(trace.arrival_s[traffic.lead]), float(trace.arrival_s[-1]))
     network = simulated_network(settings, live, service_of(settings, traffic.workload(rate), plan.service))
     say("simulating the same requests")
-    simulated = network.run(trace, live.plans, live.happened)
+    run = trace, live.plans, live.happened
+    simulated = network.run(*run)
     expected = steady = None
     if not settings.schedule:
         say(f"simulating {STEADY_REQUESTS} requests of the same kind")
@@ -206,9 +220,13 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         expected = expected_figures(proposal, rate) if proposal is not None else None
         steady = figures_of(_steady(network, traffic, rate, plan), plan.deadlines)
     seen, modelled = (_without_lead(outcomes, traffic.lead) for outcomes in (live.outcomes, simulated))
+    predicted = network.predict(trace, live.plans[0][1], live.happened) if settings.schedule else None
     figures = compare(
         figures_of(seen, plan.deadlines),
-        figures_of(modelled, plan.deadlines),
+        [
+            figures_of(_without_lead(network.with_messages(factor).run(*run), traffic.lead), plan.deadlines)
+            for factor in SPREAD
+        ],
         expected,
         steady,
         has_faults=bool(settings.schedule),
@@ -238,6 +256,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         schedule=tuple(map(str, settings.schedule)),
         figures=figures,
         failed=int((~live.outcomes.completed).sum()),
+        own_plans_goodput_s=None if predicted is None else _goodput(predicted, traffic.lead, plan.deadlines),
         median_request_ttft_difference=_median_difference(seen.ttft_s, modelled.ttft_s),
         median_request_e2e_difference=_median_difference(seen.e2e_s, modelled.e2e_s),
         link_gbps=float(cluster.gbps[0, -1]),
@@ -249,6 +268,19 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         notes=_notes(live),
         elapsed_s=time.monotonic() - began,
     )
+
+
+def describe_verdicts(found: LiveComparison) -> list[str]:
+    """Whether they agree, in a line each."""
+    counted = dict.fromkeys(figure.name.partition("_")[0] for figure in found.figures if figure.counts)
+    what = ", ".join(name.upper() if name in ("ttft", "tpot") else name for name in counted)
+    verdict = "agree" if found.ok else "do not agree"
+    lines = [f"live and simulated {verdict} within {found.tolerance:.0%} on {what}"]
+    if any(figure.is_estimated for figure in found.figures):
+        kept = "agree" if found.estimate_ok else "do not agree"
+        within = f"within {found.estimate_tolerance:.0%}"
+        lines.append(f"expected and simulated {kept} {within} on TTFT and TPOT (p50, p90) and attainment")
+    return lines
 
 
 def plan_for_most(plans: tuple[tuple[float, Plan], ...], first_s: float, last_s: float) -> Plan:
@@ -284,6 +316,10 @@ def _without_lead(outcomes: Outcomes, lead: int) -> Outcomes:
         output=trace.output[lead:],
     )
     return Outcomes(trace=rest, ttft_s=outcomes.ttft_s[lead:], e2e_s=outcomes.e2e_s[lead:])
+
+
+def _goodput(outcomes: Outcomes, lead: int, deadlines: Deadlines) -> float:
+    return figures_of(_without_lead(outcomes, lead), deadlines)["goodput_requests_s"]
 
 
 def _difference(value: float, reference: float) -> float:

@@ -26,7 +26,15 @@ from ..errors import UsageError
 from ..failures import explain
 from ..options.planning import SPECS
 from ..options.values import settings_of
-from .comparison import ESTIMATE_TOLERANCE, TOLERANCE, Figure, LiveComparison, LiveTraffic, run_comparison
+from .comparison import (
+    ESTIMATE_TOLERANCE,
+    TOLERANCE,
+    Figure,
+    LiveComparison,
+    LiveTraffic,
+    describe_verdicts,
+    run_comparison,
+)
 from .live_page import write_live_page
 from .network import Say
 from .nodes import MAX_REQUESTS, LiveSettings
@@ -69,7 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--slo",
         default="5x",
-        help="deadlines: multiples of a lone request on the fastest node, like 5x (default), or seconds: ttft=2,tpot=0.1",
+        help="deadlines: multiples of a lone request on the fastest node, like 5x (default), or seconds: "
+        "ttft=2,tpot=0.1",
     )
     add("--workload", choices=tuple(AZURE), default="conversation", help="Azure's lengths (default: conversation)")
     add("--requests", type=int, default=80, metavar="N", help="default: 80")
@@ -260,7 +269,8 @@ def show(found: LiveComparison) -> None:
     load = f", {found.load:.0%} of what the best plan is expected to carry" if found.load is not None else ""
     console.print(
         f"lengths: {found.lengths}; arrivals: {found.arrivals}{load}; links: {found.link_gbps:.2f} Gb/s, "
-        f"{found.link_rtt_s * 1e3:.2f} ms, and {found.message_s * 1e3:.1f} ms for each message in the processes at its ends"
+        f"{found.link_rtt_s * 1e3:.2f} ms, and {found.message_s * 1e3:.1f} ms for each message in the processes at "
+        "its ends"
     )
     console.print(
         f"deadlines: {limits.ttft_s:.3g} s to the first token, {limits.tpot_s * 1e3:.3g} ms from token to token, "
@@ -273,21 +283,11 @@ def show(found: LiveComparison) -> None:
     )
     for note in found.notes:
         console.print(f"note: {note}")
-    for line in verdicts(found):
+    if found.own_plans_goodput_s is not None:
+        goodput = f"{found.own_plans_goodput_s:.3f}/s"
+        console.print(f"note: goodput where the simulated coordinator makes the plans, too: {goodput}")
+    for line in describe_verdicts(found):
         console.print(line)
-
-
-def verdicts(found: LiveComparison) -> list[str]:
-    """Whether they agree, in a line each."""
-    counted = dict.fromkeys(figure.name.partition("_")[0] for figure in found.figures if figure.counts)
-    what = ", ".join(name.upper() if name in ("ttft", "tpot") else name for name in counted)
-    verdict = "agree" if found.ok else "do not agree"
-    lines = [f"live and simulated {verdict} within {found.tolerance:.0%} on {what}"]
-    if any(figure.is_estimated for figure in found.figures):
-        kept = "agree" if found.estimate_ok else "do not agree"
-        within = f"within {found.estimate_tolerance:.0%}"
-        lines.append(f"expected and simulated {kept} {within} on TTFT and TPOT (p50, p90) and attainment")
-    return lines
 
 
 def _value(figure: Figure, value: float | None) -> str:

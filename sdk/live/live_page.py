@@ -15,11 +15,13 @@ from ...sims.experiments.page import Page, PageTable, ResultRow, write_index, wr
 from ...sims.workloads import azure
 from .comparison import (
     ESTIMATE_TOLERANCE,
+    SPREAD,
     STEADY_REQUESTS,
     TOLERANCE,
     Figure,
     LiveComparison,
     LiveTraffic,
+    describe_verdicts,
     run_comparison,
 )
 from .network import Say
@@ -29,6 +31,9 @@ from .schedule import LiveFaultKind, Schedule, ScheduledFault
 NAME: Final = "live"
 COMMAND: Final = "python -m p2pserve.sdk.live_comparison --page docs/results"
 MODEL: Final = "qwen2.5-32b"
+SMALL_MODEL: Final = "qwen2-7b"
+"""Its KV is a fifth of the other's: for long prompts, and where one process carries all of an emulated network."""
+
 CARDS: Final = ("2xA40", "2xRTX A6000", "4xRTX A5000", "4xRTX 3090 Ti")
 NODES: Final = 8
 LOAD: Final = 0.7
@@ -43,7 +48,7 @@ SCHEDULE: Final[Schedule] = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePart:
     """One run: Azure's `workload`, deadlines, the cards' rates divided by `slowed`, so that two cores carry the tokens,
-    and how much is asked."""
+    how much is asked, and what serves it."""
 
     workload: str
     slo: str
@@ -51,13 +56,15 @@ class PagePart:
     requests: int
     rate: float | None = None
     schedule: Schedule = ()
+    model: str = MODEL
+    cards: tuple[str, ...] = CARDS
 
     def settings(self) -> LiveSettings:
         """Of the nodes."""
         suffix = f"/{self.slowed}" if self.slowed > 1 else ""
         return LiveSettings(
-            nodes=NODES, cards=[card + suffix for card in CARDS], specs=Specs.TABLE1.value, model=MODEL, codec="kv4",
-            max_batched_tokens=2048, slo=self.slo, schedule=self.schedule,
+            nodes=NODES, cards=[card + suffix for card in self.cards], specs=Specs.TABLE1.value, model=self.model,
+            codec="kv4", max_batched_tokens=2048, slo=self.slo, schedule=self.schedule,
         )  # fmt: skip
 
     def traffic(self) -> LiveTraffic:
@@ -72,10 +79,13 @@ class PagePart:
 CALM_PARTS: Final = (
     PagePart(workload="conversation", slo="3x", slowed=2, requests=75),
     PagePart(workload="conversation", slo="5x", slowed=4, requests=60),
-    PagePart(workload="coding", slo="3x", slowed=1, requests=70),
-    PagePart(workload="coding", slo="5x", slowed=2, requests=80),
+    PagePart(workload="coding", slo="3x", slowed=6, requests=75, model=SMALL_MODEL),
+    PagePart(workload="coding", slo="5x", slowed=8, requests=80, model=SMALL_MODEL),
 )
-FAULTY_PART: Final = PagePart(workload="conversation", slo="3x", slowed=2, requests=50, rate=0.6, schedule=SCHEDULE)
+FAULTY_PART: Final = PagePart(
+    workload="conversation", slo="2x", slowed=6, requests=60, rate=0.7, schedule=SCHEDULE,
+    model=SMALL_MODEL, cards=("A40", "RTX A6000", "RTX A5000", "RTX 3090 Ti"),
+)  # fmt: skip
 
 
 class LiveRunRow(ResultRow, frozen=True):
@@ -83,6 +93,7 @@ class LiveRunRow(ResultRow, frozen=True):
 
     workload: str
     deadlines: str
+    model: str
     slowed_by: int
     requests_s: float
     requests: int
@@ -104,6 +115,7 @@ class LiveFigureRow(ResultRow, frozen=True):
     simulated_long: float | None
     long_over_expected: float | None
     simulated: float
+    simulated_spread: float
     live: float
     live_over_simulated: float
 
@@ -123,6 +135,8 @@ def write_live_page(folder: Path, say: Say) -> tuple[Page, bool]:
     for part in (*CALM_PARTS, FAULTY_PART):
         say(f"{part.workload}, deadlines {part.slo}{', with faults' if part.schedule else ''}")
         found.append(run_comparison(part.settings(), part.traffic(), TOLERANCE, say))
+        for line in (*found[-1].notes, *describe_verdicts(found[-1])):
+            say(line)
     *calm, faulty = found
     page = build_page(list(zip(CALM_PARTS, calm, strict=True)), (FAULTY_PART, faulty))
     write_page(page, folder)
@@ -133,11 +147,10 @@ def write_live_page(folder: Path, say: Say) -> tuple[Page, bool]:
 def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[PagePart, LiveComparison]) -> Page:
     """The page of these runs."""
     part, found = faulty
-    schedule = ", ".join(found.schedule)
     return Page(
         name=NAME,
         title="Expected, simulated and live: eight emulated boxes",
-        assumes=_ASSUMES.format(model=MODEL, cards=", ".join(CARDS), load=LOAD, steady=STEADY_REQUESTS),
+        assumes=_ASSUMES.format(cards=", ".join(CARDS), load=LOAD, steady=STEADY_REQUESTS, runs=len(SPREAD)),
         command=COMMAND,
         tables=(
             PageTable("Runs", [_run_row(each, result) for each, result in (*calm, faulty)]),
@@ -149,9 +162,7 @@ def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[Pa
             PageTable(
                 "With faults",
                 [_fault_row(figure) for figure in _shown(found)],
-                about=f"{part.workload}, {part.slo}, {found.rate:g} requests/s; links of {found.link_gbps:g} Gb/s and "
-                f"{found.link_rtt_s * 1e3:.0f} ms, emulated. The schedule, of network and simulator alike: {schedule}. "
-                "Of these figures goodput is held against the tolerance.",
+                about=_describe_faults(part, found),
             ),
         ),
         remarks=_remarks([result for _, result in calm], found),
@@ -160,14 +171,16 @@ def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[Pa
 
 _ASSUMES: Final = """\
 Eight nodes run as processes of one machine, two of each: {cards}, as ThunderServe's table 1 has them. GPUs are emulated
-(`docs/emulated.md`); nodes, gateways, plans, sockets and KV bytes of {model} are real. Cards are slowed where it says
+(`docs/emulated.md`); nodes, gateways, plans, sockets and KV bytes are real. Cards are slowed where it says
 so, in the network, in the plan and in the simulation alike: two cores carry some 250 tokens a second. Deadlines are
 multiples of the mean request alone on the fastest box. Poisson arrivals at {load:.0%} of what the planner expects the
 best plan to carry in time; the first fifth of the requests fills the network and does not count.
 
 *Expected* is the planner's estimate of the plan that the network made and followed; *simulated long* is that plan with
 {steady:,} requests; *simulated* is the live run's own requests with its plans as they changed, links as nodes measured
-them; *live* is what a client saw."""
+them, on average over {runs} runs in which messages take half to one and a half of the measured time, since which box a
+request goes to hangs on moments (*simulated spread*: standard deviation over mean of these runs); *live* is what a
+client saw."""
 
 
 def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
@@ -176,6 +189,7 @@ def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
     return LiveRunRow(
         workload=part.workload + (", with faults" if part.schedule else ""),
         deadlines=part.slo,
+        model=part.model,
         slowed_by=part.slowed,
         requests_s=found.rate,
         requests=found.requests,
@@ -185,6 +199,14 @@ def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
         of_them_ours=found.own_cores,
         expected_and_simulated=kept,
         simulated_and_live=_verdict(found.ok, found.tolerance),
+    )
+
+
+def _describe_faults(part: PagePart, found: LiveComparison) -> str:
+    return (
+        f"{part.model} on {', '.join(part.cards)}; {part.workload}, {part.slo}, {found.rate:g} requests/s; links of "
+        f"{found.link_gbps:g} Gb/s and {found.link_rtt_s * 1e3:.0f} ms, emulated. The schedule, of network and "
+        f"simulator alike: {', '.join(found.schedule)}. Of these figures goodput is held against the tolerance."
     )
 
 
@@ -201,6 +223,7 @@ def _figure_row(part: PagePart, found: LiveComparison, figure: Figure) -> LiveFi
         simulated_long=figure.steady,
         long_over_expected=None if figure.estimate_error is None else 1.0 + figure.estimate_error,
         simulated=figure.simulated,
+        simulated_spread=figure.spread,
         live=figure.live,
         live_over_simulated=1.0 + figure.difference,
     )
@@ -234,14 +257,18 @@ def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
     kept = [figure for figure in estimated if abs(figure.estimate_error or 0.0) <= ESTIMATE_TOLERANCE]
     worst = max(live, key=lambda figure: abs(figure.difference))
     goodput = next(figure for figure in faulty.figures if figure.name.startswith("goodput"))
+    planned = faulty.own_plans_goodput_s or 0.0
+    cores, message_ms = [each.cores for each in calm], [each.message_s * 1e3 for each in calm]
     late = sum(each.late for each in (*calm, faulty))
     return f"""\
 - Live and simulated are within {TOLERANCE:.0%} in {len(near)} of {len(live)} figures (the 99th percentile is shown and
 not held against it: of so few requests it is one of them); the furthest is {worst.name.replace("_", " ")} at
 {1.0 + worst.difference:.3f}.
-- Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT at
-the 50th and 90th percentile, and attainment.
-- With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated.
+- Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT
+at the 50th and 90th percentile, and attainment.
+- With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated, which follows the plans that the
+network made. Where the simulated coordinator makes the plans, too, it is {planned:.3f} requests/s; live
+{goodput.live:.3f}.
 - What a live first token is late by is the time that its request takes through the processes of client, gateway, two
-agents and two engines, on {calm[0].cores:.1f} to {max(each.cores for each in calm):.1f} busy cores. Emulated engines fell
-behind their model {late} times."""
+agents and two engines: {min(message_ms):.1f} to {max(message_ms):.1f} ms for each message, as measured before each
+run, with {min(cores):.1f} to {max(cores):.1f} busy cores. Emulated engines fell behind their model {late} times."""

@@ -68,8 +68,8 @@ class LiveRun:
 
     `outcomes` by the client's clock from the trace's arrivals. `plans` with the moments they took
     effect. `numbers`: the nodes' peers by their numbers. `before`: the network's status at the
-    beginning, when it served `lone` requests. `recovered`: requests with more than one attempt; `late`: engines behind their model.
-    `cores` of this machine were busy on average, `own_cores` with this run."""
+    beginning, when it served `lone` requests. `recovered`: requests with more than one attempt;
+    `late`: engines behind their model. `cores` of this machine were busy on average, `own_cores` with this run."""
 
     outcomes: Outcomes
     plans: tuple[tuple[float, Plan], ...]

@@ -21,6 +21,7 @@ from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.probing.figures import Source
 from ...node.engine.emulated.engine import model_capacity
 from ...node.engine.emulated.model import emulated_model, parse_cards
+from ...node.engine.transfers.wait_limits import WaitLimitSettings
 from ...node.messages import Status
 from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace
@@ -36,7 +37,6 @@ from ...sims.scenario import (
     SimSettings,
     roofline_model,
 )
-from ...sims.workloads import workload_of
 from ...sims.world import simulate
 from ..chaos.links import CALM, NEAR
 from ..simulating.changes import settings_with_network_times
@@ -63,6 +63,10 @@ class SimulatedNetwork:
     message_s: float = 0.0  # that the processes at both ends of a message take
     client_s: float = 0.0  # the round trip from the clients to their gateways
 
+    def with_messages(self, factor: float) -> SimulatedNetwork:
+        """With messages that take so many times as long."""
+        return replace(self, message_s=self.message_s * factor)
+
     def predict(self, trace: Trace, plan: Plan, happened: Sequence[Happened]) -> Outcomes:
         """Serve the trace by this plan, and by those that the simulated coordinator makes when something happens."""
         problem = Problem(cluster=self.cluster, services=(self.service,), pinned={})
@@ -82,7 +86,9 @@ class SimulatedNetwork:
         )
         boxes = self.cluster.boxes
         gateways = self.gateways or tuple(box.id for box in boxes)
-        settings = SimSettings(engine=engine, gateways=gateways, message_s=self.message_s)
+        settings = SimSettings(
+            engine=engine, gateways=gateways, message_s=self.message_s, kv_wait_limit=WaitLimitSettings().gain
+        )
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans
         run = ServiceRun(service=self.service, plan=first, trace=trace)
@@ -97,19 +103,15 @@ class SimulatedNetwork:
         left = []
         for request in lone:
             prefill, gateway = request.prefill or request.decode, self.gateways
-            replica = Replica(
-                id=prefill, phase=Phase.MIXED,
-                stages=(Stage(peer=prefill, tp=self._gpus(prefill), first_layer=0, last_layer=self.service.model.layers),),
-            )  # fmt: skip
+            gpus, layers = self.cluster.boxes[self.cluster.index(prefill)].gpus, self.service.model.layers
+            stage = Stage(peer=prefill, tp=gpus, first_layer=0, last_layer=layers)
+            replica = Replica(id=prefill, phase=Phase.MIXED, stages=(stage,))
             times = roofline_model(self.cluster, self.service, replica).times
             step_s = times.prefill_s(request.prompt, request.prompt * (request.prompt + 1) / 2)
             ends = [prefill] if request.prefill in (None, request.decode) else [request.decode, prefill]
             links_s = sum(self._rtt_s(gateway[0] if gateway else None, end) for end in ends) + self.client_s
             left.append((request.ttft_s - step_s - links_s) / (CLIENT_MESSAGES + 2 * len(ends)))
         return max(0.0, median(left)) if left else 0.0
-
-    def _gpus(self, peer: str) -> int:
-        return self.cluster.boxes[self.cluster.index(peer)].gpus
 
     def _rtt_s(self, one: str | None, other: str) -> float:
         """Between two nodes; from None, the client's gateway, which may be any."""

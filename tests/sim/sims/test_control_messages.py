@@ -1,5 +1,7 @@
 """What gateways and replicas say to each other takes half a round trip: added up by hand, and while boxes are lost."""
 
+from math import inf
+
 import pytest
 
 from p2pserve.coordinator.plan import Phase
@@ -101,17 +103,33 @@ def test_a_prefill_box_that_is_lost_leaves_the_prompt_to_the_decode_box(lost_at:
     assert outcome.prefill.tolist() == outcome.decode.tolist() == [1]
 
 
+@pytest.mark.parametrize(("wait_limit", "e2e_s"), [(1.5, 4.5), (18.0, 4.5), (20.0, 24.0)])
+def test_kv_that_would_take_too_long_is_given_up_and_computed(wait_limit: float, e2e_s: float) -> None:
+    # 20 s on the link from 1.0 on, or, half a second after that, a second for the prompt and one for each token left.
+    found = go(SPLIT, ONE, cluster_of("pd"), settings=SimSettings(layerwise=False, kv_wait_limit=wait_limit))
+    assert times_of(found) == pytest.approx([1.0, e2e_s])
+    assert found.services[0].prefill.tolist() == ([0] if e2e_s > 20.0 else [1])
+
+
+def test_a_wait_limit_is_above_0() -> None:
+    with pytest.raises(WorldError, match="kv_wait_limit is 0"):
+        SimSettings(kv_wait_limit=0.0)
+
+
+@pytest.mark.parametrize(("wait_limit", "bits_s"), [(inf, 2e8), (1.5, 2e8), (1.5, 2e6), (1e-3, 2e7)])
 @pytest.mark.parametrize("rtt_s", [0.02, 0.7])
 @pytest.mark.parametrize("kv_tokens", [800, 20_000])
-def test_everything_ends_once_and_everything_is_given_back(kv_tokens: int, rtt_s: float) -> None:
+def test_everything_ends_once_and_everything_is_given_back(
+    kv_tokens: int, rtt_s: float, wait_limit: float, bits_s: float
+) -> None:
     trace = busy_trace(400)
     changes: list[Change] = [
         BoxLost(2.0, "q"), BoxLost(2.1, "d"), BoxLost(3.0, "m"), BoxJoined(3.1, "d"), BoxJoined(5.0, "q"),
         BoxLost(5.3, "d"), BoxJoined(6.5, "d"),
     ]  # fmt: skip
     result = go(
-        BUSY, trace, cluster_of("pqdem", bits_s=2e8, rtt_s=rtt_s), times=QUICK, kv_tokens=kv_tokens,
-        settings=SimSettings(detect_s=0.3, gateways=tuple("pqdem")), changes=changes,
+        BUSY, trace, cluster_of("pqdem", bits_s=bits_s, rtt_s=rtt_s), times=QUICK, kv_tokens=kv_tokens,
+        settings=SimSettings(detect_s=0.3, gateways=tuple("pqdem"), kv_wait_limit=wait_limit), changes=changes,
     )  # fmt: skip
     outcome = result.services[0]
     assert outcome.outcomes.completed.all()

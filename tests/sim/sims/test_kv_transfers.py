@@ -62,6 +62,21 @@ def test_layerwise_kv_leaves_while_it_is_computed_and_the_last_layer_after_it() 
     assert transfer.begun_at == 0.0
 
 
+def test_kv_is_late_when_computing_takes_less_than_what_is_left_of_it() -> None:
+    bench = Bench(layerwise=False)
+    limited = KVTransfers(bench.network, layerwise=False, wait_limit=2.0)
+    transfer = bench.transfer(room=False)
+    limited.start_prefill_step(transfer, 20, 1.0, 0.0)
+    limited.end_prefill(transfer, 1.0)
+    assert not limited.is_late(transfer, 0.0, 1.5)  # there is no room for it yet
+    limited.grant_room(transfer, 2.0)  # two seconds on the link
+    assert [limited.is_late(transfer, 0.9, now) for now in (2.0, 2.05, 2.15)] == [True, True, False]
+    assert not limited.is_late(transfer, 1.0, 2.0)
+    assert limited.may_be_late
+    assert not bench.transfers.may_be_late
+    assert not bench.transfers.is_late(transfer, 0.01, 2.0)
+
+
 def test_a_link_that_is_slower_than_the_prefill_is_what_limits() -> None:
     bench = Bench()
     transfer = bench.transfer()

@@ -95,5 +95,6 @@ def test_a_node_plans_for_the_deadlines_that_it_was_given() -> None:
     once, thrice, fixed = (
         settled(Coordinator(OWN, "raw", slo=slo), view, 3).deadlines for slo in ("1x", "3x", "ttft=2,tpot=0.5")
     )
-    assert (thrice.ttft_s, thrice.tpot_s) == (pytest.approx(3 * once.ttft_s), pytest.approx(3 * once.tpot_s))
+    assert thrice.ttft_s == pytest.approx(3 * once.ttft_s)
+    assert thrice.tpot_s == pytest.approx(3 * once.tpot_s)
     assert (fixed.ttft_s, fixed.tpot_s, fixed.e2e_s) == (2.0, 0.5, 0.0)

@@ -27,7 +27,8 @@ def logging_as_before() -> Iterator[None]:
 def figure(name: str, live: float, *, counts: bool = True, expected: float | None = None) -> Figure:
     """Of which 1.0 was simulated."""
     return Figure(
-        name=name, expected=expected, steady=1.0, simulated=1.0, live=live, difference=live - 1.0, counts=counts,
+        name=name, expected=expected, steady=1.0, simulated=1.0, spread=0.0, live=live,
+        difference=live - 1.0, counts=counts,
         estimate_error=None if expected is None else 1.0 / expected - 1.0, is_estimated=expected is not None,
     )  # fmt: skip
 
@@ -37,7 +38,7 @@ def comparison(*figures: Figure) -> LiveComparison:
         ok=all(abs(each.difference) <= 0.05 for each in figures), estimate_ok=True, tolerance=0.05,
         estimate_tolerance=0.1, emulated="8 emulated nodes", model="m", lengths="l", arrivals="a", requests=10, lead=2,
         rate=0.7, load=0.7, deadlines=Deadlines(), phases={"prefill": 3, "decode": 5}, plans=1,
-        schedule=("lose 3@20",), figures=figures, failed=0, median_request_ttft_difference=0.0,
+        schedule=("lose 3@20",), figures=figures, failed=0, own_plans_goodput_s=0.9, median_request_ttft_difference=0.0,
         median_request_e2e_difference=0.0, link_gbps=1.0, link_rtt_s=0.004, message_s=0.002,
         cores=1.5, own_cores=1.2, late=0, notes=(),
         elapsed_s=1.0,
@@ -54,6 +55,7 @@ def test_remarks_follow_the_figures() -> None:
     assert "the furthest is ttft p50 s at 1.200" in text
     assert "within 10% in 1 of 2 figures" in text
     assert "goodput live is 0.970 of the simulated" in text
+    assert "it is 0.900 requests/s; live 0.970" in text
     assert "lose 3@20" in text
     assert "not within 5%" in text
 
@@ -76,7 +78,7 @@ def test_the_command_runs_all_parts_and_writes_the_page(
     monkeypatch.setattr(live_page, "run_comparison", run)
     assert main(["--page", str(tmp_path)]) == (0 if is_ok else 1)
     assert capsys.readouterr().out.strip() == str(tmp_path / "live.md")
-    assert asked == [("3x", 0), ("5x", 0), ("3x", 0), ("5x", 0), ("3x", 4)]
+    assert asked == [("3x", 0), ("5x", 0), ("3x", 0), ("5x", 0), ("2x", 4)]
     assert (tmp_path / "live.md").read_text(encoding="utf-8").startswith("# Expected, simulated and live")
     rows = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))["tables"]
     assert len(rows["Runs"]) == 5
