@@ -62,7 +62,7 @@ class AdmissionQueues:
         kind = self._kinds[request.service][request.row]
         room, ttft_s = self._room(request.service, request.gateway), deployment.service.slo.ttft_s
         start_s = room.backlog_s + queue.start_in_s(CLIENT, request.prompt, now, room.rate, self._classes[kind])
-        prefill_s, left_s = room.start_s(request.prompt), self._admission.deadline_s
+        prefill_s, left_s = max(room.start_s(request.prompt), queue.mean_start_s(now)), self._admission.deadline_s
         expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=left_s)
         if find_refusal(kind, expected, self._admission.rules) is not None:
             return False

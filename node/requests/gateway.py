@@ -211,7 +211,9 @@ class Gateway:
         if room is None or plan is None:  # it waits for an engine, and not for others
             return
         start_s = room.backlog_s + self._queue.start_in_s(client, live.size, now, room.rate, self._classes[kind])
-        prefill_s, ttft_s = room.start_s(len(live.prompt)), plan.deadlines.ttft_s
+        # What was seen lately has in it what engines do for others, and for answers.
+        prefill_s = max(room.start_s(len(live.prompt)), self._queue.mean_start_s(now))
+        ttft_s = plan.deadlines.ttft_s
         expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=deadline - now)
         refusal = find_refusal(kind, expected, self._limits.admission)
         if refusal is not None:
