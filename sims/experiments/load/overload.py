@@ -155,8 +155,7 @@ def overload(scope: Scope) -> Page:
             PageTable(
                 BY_CLASS,
                 classes,
-                f"At the deadline; {URGENT:.0%} of the requests are urgent, {BATCH:.0%} batch. In time: by all "
-                "deadlines of the plan, which batch requests need not keep.",
+                f"At the deadline; {URGENT:.0%} are urgent, {BATCH:.0%} batch. In time: by all deadlines of the plan.",
             ),
         ),
         remarks=REMARKS,
