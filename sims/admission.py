@@ -14,6 +14,7 @@ import numpy as np
 from ..coordinator.requests.admission import (
     DEFAULT_RULES,
     AdmissionSettings,
+    ClassParts,
     ClassRules,
     Expected,
     PriorityClass,
@@ -54,6 +55,7 @@ class AdmissionQueues:
         most = admission.queue_requests
         self._quota = Quota(requests=most, size=1 << 60, all_requests=most, all_size=1 << 60)
         self._queues: dict[tuple[int, int | None], FairQueue[SimRequest]] = {}
+        self._parts: dict[tuple[int, int | None], ClassParts] = {}
         self._kinds = [draw_classes(len(deployment.trace), admission, settings.seed) for deployment in deployments]
 
     def admit(self, request: SimRequest, now: float) -> bool:
@@ -62,10 +64,16 @@ class AdmissionQueues:
         kind = self._kinds[request.service][request.row]
         room, ttft_s = self._room(request.service, request.gateway), deployment.service.slo.ttft_s
         start_s = room.backlog_s + queue.start_in_s(CLIENT, request.prompt, now, room.rate, self._classes[kind])
-        prefill_s, left_s = room.start_s(request.prompt), self._admission.deadline_s
-        expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=left_s)
+        prefill_s, left_s = max(room.start_s(request.prompt), queue.mean_start_s(now)), self._admission.deadline_s
+        parts = self._parts.setdefault((request.service, request.gateway), ClassParts(self._admission.rules))
+        parts.ask(kind)
+        expected = Expected(
+            start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=left_s, backlog_s=room.backlog_s,
+            has_its_part=parts.has_its_part(kind),
+        )  # fmt: skip
         if find_refusal(kind, expected, self._admission.rules) is not None:
             return False
+        parts.give(kind)
         try:
             queue.add(CLIENT, request, request.prompt, now, self._classes[kind])
         except OverQuota:

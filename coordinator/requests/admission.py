@@ -10,7 +10,8 @@ refused while that is so: it would hold a place and miss its deadline all the sa
 queue will have become short enough. Where nothing waits nobody is refused, however long its prompt is.
 
 Lower classes may have a smaller share of a gateway's bounded queue, so they are refused first where that is what is
-scarce. They also have fewer turns, but never none (`fair_queue`).
+scarce. They also have fewer turns, but never none (`fair_queue`). What engines have is overtaken by nobody: where that
+makes urgent requests late, a class that has had its weight's part lately is refused (`ClassParts`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf, isfinite
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, final
 
 MOST_RETRY_S: Final = 300.0
 """Nobody is told to come back later than this: by then it is another situation."""
+
+
+LATELY: Final = 128
+"""Requests that a class's part is counted over. More: parts are kept more closely; fewer: sooner."""
+
+HEAVY: Final = 0.75
+"""Of the time that urgent requests may take: where engines alone take so long, others are kept to their parts."""
 
 
 class PriorityClass(IntEnum):
@@ -97,12 +105,49 @@ class AdmissionSettings:
 
 class Expected(NamedTuple):
     """Of a request that arrives, in seconds: when its turn will come, how long its prompt takes from then on, the
-    plan's deadline for first tokens (0: none), and how long its client waits for all of the answer."""
+    plan's deadline for first tokens (0: none), and how long its client waits for all of the answer. `backlog_s`: of the
+    time to its turn, what lies at engines; `has_its_part`: its class, of what was admitted lately."""
 
     start_s: float
     prefill_s: float
     ttft_s: float
     left_s: float
+    backlog_s: float = 0.0
+    has_its_part: bool = False
+
+
+@final
+class ClassParts:
+    """Which classes have asked lately, and what of it each was given: counts of about the latest LATELY requests."""
+
+    def __init__(self, settings: AdmissionSettings) -> None:
+        self._weights = {kind: rules.weight for kind, rules in settings.rules.items()}
+        self._asked = dict.fromkeys(settings.rules, 0.0)
+        self._given = dict.fromkeys(settings.rules, 0.0)
+
+    def __repr__(self) -> str:
+        return f"<ClassParts { ({kind.label: round(part, 1) for kind, part in self._given.items()}) }>"
+
+    def ask(self, kind: PriorityClass) -> None:
+        """A request of this class has come."""
+        _count(self._asked, kind)
+
+    def give(self, kind: PriorityClass) -> None:
+        """One has been admitted."""
+        _count(self._given, kind)
+
+    def has_its_part(self, kind: PriorityClass) -> bool:
+        """Whether it was given its weight's part, beside the classes that have asked as well; alone it never has."""
+        asking = sum(weight for each, weight in self._weights.items() if each is kind or self._asked[each] > 0.5)
+        given = sum(self._given.values())
+        share = self._weights[kind] / asking
+        return share < 1.0 and given > 0.0 and self._given[kind] / given >= share
+
+
+def _count(counts: dict[PriorityClass, float], kind: PriorityClass) -> None:
+    for each in counts:
+        counts[each] *= 1.0 - 1.0 / LATELY
+    counts[kind] += 1.0
 
 
 class AdmissionRefusal(NamedTuple):
@@ -115,6 +160,12 @@ class AdmissionRefusal(NamedTuple):
 def find_refusal(kind: PriorityClass, expected: Expected, settings: AdmissionSettings) -> AdmissionRefusal | None:
     """Why a request of this class must not wait here; None: it may."""
     limit_s = min(settings.rules[kind].limit_s(expected.ttft_s), expected.left_s)
+    urgent_s = settings.rules[PriorityClass.URGENT].limit_s(expected.ttft_s)
+    engine_s = expected.backlog_s + expected.prefill_s
+    is_heavy = expected.start_s > 0.0 and engine_s > HEAVY * urgent_s
+    if is_heavy and kind is not PriorityClass.URGENT and expected.has_its_part:
+        text = f"engines take {_seconds(engine_s)} for it, and {kind.label} requests have had their part"
+        return AdmissionRefusal(text, min(MOST_RETRY_S, engine_s))
     first_s = expected.start_s + expected.prefill_s
     if not (first_s > limit_s and expected.start_s > 0.0):
         return None

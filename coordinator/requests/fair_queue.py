@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from math import ceil, inf
+from math import ceil, exp, inf
 from typing import Final, Generic, NamedTuple, NoReturn, TypeVar, final
 
 from .drain_rate import DrainRate
@@ -90,6 +90,12 @@ class QueueClass(NamedTuple):
     cost: float = 1.0
     share: float = 1.0
 
+
+STARTS: Final = 16
+"""Requests whose beginnings are averaged. More: steadier; fewer: it follows sooner what engines have to do besides."""
+
+STARTS_S: Final = 2.0
+"""Seconds in which what was seen of them fades, while there are no others."""
 
 ANY_RATE: Final = 1e12
 """For a rate that is not known: nobody is refused for it."""
@@ -213,6 +219,7 @@ class FairQueue(Generic[Key]):
         self._starting = self._unstarted = 0  # requests, and their size
         self._waiting = 0
         self._drain = DrainRate()
+        self._mean_start_s = self._started_at = 0.0  # of about the latest STARTS; the moment of the last
         self._left_at = 0.0, 0.0  # a moment, and what should have been left of that size then
 
     def __repr__(self) -> str:
@@ -229,6 +236,11 @@ class FairQueue(Generic[Key]):
     def is_starting(self, key: Key) -> bool:
         """Whether its turn has come, and it is not past its beginning."""
         return self._entries[key].is_starting
+
+    def mean_start_s(self, now: float) -> float:
+        """From a turn to the beginning that it was for, as it was lately. It fades while nothing begins: who is not
+        given turns for it would never hear that it is over."""
+        return self._mean_start_s * exp((self._started_at - now) / STARTS_S)
 
     def start_in_s(self, client: Hashable, size: int, now: float, prior: float, kind: QueueClass = USUAL) -> float:
         """About when the turn of a request would come that is added now: what waits and comes before it, at the rate at
@@ -317,6 +329,8 @@ class FairQueue(Generic[Key]):
         if not entry.is_starting:
             return
         account = self._accounts[entry.client]
+        self._mean_start_s += (now - entry.taken_at - self._mean_start_s) / STARTS
+        self._started_at = now
         # Others' requests are on so many of the mixed replicas, as far as is known here.
         held_up = min(entry.mixed, self._served - account.served) / entry.replicas
         account.pauses = [pause for pause in account.pauses if pause[0] > now]

@@ -19,7 +19,7 @@ import trio
 from ...bootstrap import PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...coordinator import Demand, DemandMeter, RoutingSettings
-from ...coordinator.requests.admission import Expected, PriorityClass, find_refusal
+from ...coordinator.requests.admission import ClassParts, Expected, PriorityClass, find_refusal
 from ...coordinator.requests.fair_queue import FairQueue, OverQuota, QueueClass, Quota
 from ...coordinator.requests.machine import RequestMachine
 from ...coordinator.requests.values import EndRequest, RequestSettings
@@ -94,6 +94,7 @@ class Gateway:
         quota = Quota(
             requests=limits.requests, size=limits.tokens, all_requests=limits.all_requests, all_size=limits.all_tokens
         )
+        self._parts = ClassParts(limits.admission)
         self._classes = {
             kind: QueueClass(kind, rules.weight, rules.cost, rules.queue_share)
             for kind, rules in limits.admission.rules.items()
@@ -237,11 +238,18 @@ class Gateway:
         if room is None or plan is None:  # it waits for an engine, and not for others
             return
         start_s = room.backlog_s + self._queue.start_in_s(client, live.size, now, room.rate, self._classes[kind])
-        prefill_s, ttft_s = room.start_s(len(live.prompt)), plan.deadlines.ttft_s
-        expected = Expected(start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=deadline - now)
+        # What was seen lately has in it what engines do for others, and for answers.
+        prefill_s = max(room.start_s(len(live.prompt)), self._queue.mean_start_s(now))
+        ttft_s = plan.deadlines.ttft_s
+        self._parts.ask(kind)
+        expected = Expected(
+            start_s=start_s, prefill_s=prefill_s, ttft_s=ttft_s, left_s=deadline - now, backlog_s=room.backlog_s,
+            has_its_part=self._parts.has_its_part(kind),
+        )  # fmt: skip
         refusal = find_refusal(kind, expected, self._limits.admission)
         if refusal is not None:
             self._queue.refuse(refusal.text, now, refusal.retry_after_s)
+        self._parts.give(kind)
 
     def _begin(self, client: PeerId, live: LiveRequest, kind: PriorityClass, arrived: float, deadline: float) -> None:
         """Let an accepted request wait for its turn. Raises OverQuota."""

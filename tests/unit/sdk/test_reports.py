@@ -27,6 +27,7 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, RequestFigures, Status, TransferFigures
 from p2pserve.node.models import ModelInfo, WeightSizes
+from p2pserve.node.observing.values import Served
 from p2pserve.sdk.actions.network import figures_line
 from p2pserve.sdk.actions.status_view import (
     COLUMNS,
@@ -128,6 +129,10 @@ def test_what_the_network_does_now_is_of_all_boxes_that_are_here() -> None:
     gone = msgspec.structs.replace(node("gone", state="dead", advert=busy), tokens_s=1000.0)
     assert now_line(status(*boxes, gone)) == "now: 3.00 requests/s, 20.0 tokens/s, $0.80/h"
     assert now_line(status(node(BOOT))) == "now: 0.00 requests/s"
+    full = msgspec.structs.replace(busy, served=Served(refused_s=2.5))
+    assert "3.00 requests/s, 5/s refused for want of a place" in now_line(
+        status(*(node(peer, advert=full) for peer in (FIRST, SECOND)))
+    )
 
 
 def test_nodes_that_are_gone_have_a_line_with_their_age() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from p2pserve.coordinator.requests.admission import (
     MOST_RETRY_S,
     AdmissionSettings,
+    ClassParts,
     ClassRules,
     Expected,
     PriorityClass,
@@ -141,3 +142,35 @@ def test_a_rate_is_never_negative_nor_beyond_what_was_seen_and_expected(
         most += taken
         drain.note(now, taken, is_waiting)
     assert 0.0 <= drain.rate(now, 7.0) <= 7.0 + most
+
+
+# ---- parts of classes, where engines have more than enough ------------------------------------------------
+
+
+def test_a_class_that_had_its_part_is_refused_while_engines_have_much_to_do_and_urgent_requests_are_not() -> None:
+    busy = Expected(start_s=4.0, prefill_s=0.0, ttft_s=1.0, left_s=300.0, backlog_s=4.0, has_its_part=True)
+    assert find_refusal(PriorityClass.URGENT, busy, SETTINGS) is None
+    for kind in (PriorityClass.NORMAL, PriorityClass.BATCH):
+        refusal = find_refusal(kind, busy, SETTINGS)
+        assert refusal is not None
+        assert refusal.text == f"engines take 4 s for it, and {kind.label} requests have had their part"
+        assert find_refusal(kind, busy._replace(has_its_part=False), SETTINGS) is None
+        assert find_refusal(kind, busy._replace(backlog_s=1.0), SETTINGS) is None
+
+
+def test_parts_are_by_weight_among_those_that_ask_and_nobody_is_left_without() -> None:
+    parts, given = ClassParts(SETTINGS), dict.fromkeys(PriorityClass, 0)
+    for _ in range(5000):
+        for kind in PriorityClass:
+            parts.ask(kind)
+            if not parts.has_its_part(kind):
+                parts.give(kind)
+                given[kind] += 1
+    total = sum(given.values())
+    for kind, rules in SETTINGS.rules.items():
+        assert given[kind] / total == pytest.approx(rules.weight / 21.0, abs=0.03)
+    alone = ClassParts(SETTINGS)
+    for _ in range(1000):
+        alone.ask(PriorityClass.BATCH)
+        assert not alone.has_its_part(PriorityClass.BATCH)
+        alone.give(PriorityClass.BATCH)

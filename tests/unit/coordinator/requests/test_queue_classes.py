@@ -155,3 +155,17 @@ def test_nothing_is_expected_to_wait_for_more_than_all_that_waits(
     for client, each, size in waiting:
         turns.add(client, each, size)
     assert 0.0 <= turns.wait_for("a", kind) <= sum(size for _, _, size in waiting) / 10.0 + 1e-9
+
+
+def test_how_long_beginnings_take_is_seen_and_fades_while_there_are_none() -> None:
+    turns = Turns()
+    assert turns.queue.mean_start_s(0.0) == 0.0
+    for _ in range(200):
+        turns.add("a", NORMAL)
+        key = turns.queue.take(ONE, turns.now)
+        assert key is not None
+        turns.now += 3.0
+        turns.queue.start(key, turns.now)
+        turns.queue.remove(key, turns.now)
+    assert turns.queue.mean_start_s(turns.now) == pytest.approx(3.0, rel=0.01)
+    assert turns.queue.mean_start_s(turns.now + 60.0) < 0.01

@@ -238,6 +238,6 @@ def test_whatever_replicas_say_the_route_is_one_of_the_plan(
         except NoRoute:
             assert excluded >= {"p1", "p2", "d1", "d2"}
             return
-    assert excluded.isdisjoint({route.prefill, route.decode})
+    assert excluded.isdisjoint({str(route.prefill), route.decode})
     assert {str(route.prefill or route.decode), route.decode} <= {"p1", "p2", "d1", "d2"}
     assert 0 <= route.split <= max(prompt, 1)

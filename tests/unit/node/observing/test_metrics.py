@@ -40,6 +40,7 @@ def test_an_idle_node_shows_every_family() -> None:
     assert found["kv_xfer_failed_total", ("lost",)] == 0.0
     assert found["replays_total", ("decode",)] == 0.0
     assert found["requests_total", ("error",)] == 0.0
+    assert found["requests_refused_total", ("batch",)] == 0.0
     assert found["slo_attainment_ratio", ()] == 1.0
     assert found["phase", ("here", "none")] == 1.0
 
@@ -116,10 +117,14 @@ def test_how_things_stand_is_shown_as_of_now() -> None:
         LinkSummary(source=a, target=b, gbps=8.0, one_stream_gbps=1.0, streams=8, rtt_s=0.02, kv_bytes=7)
         for a, b in (("here", "there"), ("there", "here"))
     )
-    snapshot = Snapshot(node="here", nodes=nodes, links=links, plan=(3, 4), is_coordinator=True, waiting=2, up_s=1000.0)
+    snapshot = Snapshot(
+        node="here", nodes=nodes, links=links, plan=(3, 4), is_coordinator=True, waiting=2, up_s=1000.0,
+        refused={"urgent": 0, "normal": 2, "batch": 5},
+    )  # fmt: skip
     found = samples(NodeCounts(), snapshot)
     assert found["plan_epoch", ()] == 3.0
     assert found["plan_generation", ()] == 4.0
+    assert found["requests_refused_total", ("batch",)] == 5.0
     assert found["phase", ("here", "prefill")] == 1.0
     assert found["phase", ("there", "prefill")] == 0.0
     assert found["role", ("there", "admin")] == 1.0
