@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -65,6 +65,7 @@ class SimSettings:
     - `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
       policies that draw lots. `known_answers`: it is told how long each answer will be, which no
       gateway knows.
+    - `until_s`: nothing happens later; requests that have not ended by then never do.
     """
 
     engine: SimEngineSettings | None = None
@@ -81,6 +82,7 @@ class SimSettings:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     known_answers: bool = False
     seed: int = 0
+    until_s: float = inf
 
     def __post_init__(self) -> None:
         if self.streams is not None and self.streams < 1:

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from .ablation import ablation
-from .baselines import baselines, deadlines
+from .baselines import baselines, deadlines, strictness
 from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
@@ -28,7 +28,6 @@ from .recovery import recovery
 from .rescheduling import rescheduling
 from .setting import Scope
 from .splitwise.provision import provision
-from .strictness import strictness
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment

@@ -10,7 +10,7 @@ from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster_file import packaged_cluster
 from p2pserve.coordinator.planning.upper.trials import TrialOutcome
-from p2pserve.sims.experiments import deployments, setting, strictness, systems
+from p2pserve.sims.experiments import baselines, deployments, setting, systems
 from p2pserve.sims.experiments.setting import CLOUD, WORKLOADS, PlannedCase, Scope, at_rate, group, planned, shapes
 from p2pserve.sims.policies import PLAN, SHARES
 from p2pserve.sims.replanning import describe_phases
@@ -181,15 +181,15 @@ def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch:
         assert dispatch == PLAN, "by the network's router"
         return rates[deployed.name, seed]
 
-    monkeypatch.setattr(strictness, "best_colocated", lambda case, scope: deploy("colocated", 2.5))
-    monkeypatch.setattr(strictness, "chosen", lambda case, scope: deploy("ours", 5.5))
-    monkeypatch.setattr(strictness, "describe_phases", lambda plan: f"shape of {plan}")
-    monkeypatch.setattr(strictness, "highest_rate", highest_rate)
+    monkeypatch.setattr(baselines, "best_colocated", lambda case, scope: deploy("colocated", 2.5))
+    monkeypatch.setattr(baselines, "chosen", lambda case, scope: deploy("ours", 5.5))
+    monkeypatch.setattr(baselines, "describe_phases", lambda plan: f"shape of {plan}")
+    monkeypatch.setattr(baselines, "highest_rate", highest_rate)
     scope = Scope(seeds=(0, 1), seconds=7.75)
-    page = strictness.strictness(scope)
+    page = baselines.strictness(scope)
     rows: Any = page.tables[0].rows
     assert {(row.workload, row.deadline) for row in rows} == {
-        (workload, f"{scale:g} x") for workload in WORKLOADS for scale in strictness.SCALES
+        (workload, f"{scale:g} x") for workload in WORKLOADS for scale in baselines.STRICTER
     }
     first = rows[0]
     assert (first.colocated, first.ours) == ("shape of colocated", "shape of ours")
@@ -197,4 +197,4 @@ def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch:
     assert (first.colocated_simulated, first.ours_simulated) == ("3 (2-4)", "5.5 (5-6)")
     assert first.ours_over_colocated == "2 (1.5-2.5)"
     rates["colocated", 0] = 0.0
-    assert strictness.strictness(Scope(seeds=(0,), seconds=7.75)).tables[0].rows[0].ours_over_colocated == "nan"  # type: ignore[attr-defined]
+    assert baselines.strictness(Scope(seeds=(0,), seconds=7.75)).tables[0].rows[0].ours_over_colocated == "nan"  # type: ignore[attr-defined]
