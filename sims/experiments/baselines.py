@@ -446,8 +446,8 @@ STRICTNESS_REMARKS: Final = """\
 - The stricter the deadlines, the more is gained by splitting: a prompt that is prefilled beside
   answers holds them up by a round, which at 10 times a lone request's pace fits and at 3 times
   hardly does. By measured figures at 3 times ours carries 2.2 times (coding) and 2.0 times
-  (conversations) what the best colocated plan does; the paper has 1.5 and 1.3, at deadlines that it
-  does not print.
+  (conversations) what the best colocated plan does, and at 5 times 1.1 times (coding); the paper has
+  1.5 and 1.3, at deadlines that it does not print.
 - At 3 times, coding, more than six of a hundred answers are too long for their deadline even where
   little comes, so that the tenth that may be late is nearly used up: a percent more or less in time
   is a quarter of the rate, of the colocated plan too (see its spread).
