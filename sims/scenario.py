@@ -102,6 +102,7 @@ class SimSettings:
     - `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
       policies that draw lots. `known_answers`: it is told how long each answer will be, which no
       gateway knows.
+    - `until_s`: nothing happens later; requests that have not ended by then never do.
     """
 
     engine: SimEngineSettings | None = None
@@ -123,6 +124,7 @@ class SimSettings:
     admission: SimAdmission | None = None
     known_answers: bool = False
     seed: int = 0
+    until_s: float = inf
 
     def __post_init__(self) -> None:
         if self.streams is not None and self.streams < 1:

@@ -67,13 +67,11 @@ def simulate(
     model_of: ModelOf = roofline_model,
     record: bool = False,
     progress: Progress | None = None,
-    until: float = inf,
 ) -> SimResult:
     """Let all requests run to their ends. With the same arguments, the same result to the last bit.
 
     `replan` is asked when the coordinator has news: of boxes, links or traffic. `record`: keep
-    every step and transfer, for a Chrome trace. `until`: nothing happens later; requests that have
-    not ended by then never do. Raises WorldError or ClusterError for what does not
+    every step and transfer, for a Chrome trace. Raises WorldError or ClusterError for what does not
     fit together.
     """
     settings = settings or SimSettings()
@@ -82,7 +80,7 @@ def simulate(
     world.prepare(changes)
     if replan is not None:
         world.add_coordinator(replan)
-    world.queue.run(until)
+    world.queue.run(settings.until_s)
     return world.result()
 
 

@@ -32,11 +32,12 @@ from .plan_options import problem_of
 from .status_view import keep_whole, open_console, print_prose
 
 FLOWS_SHOWN: Final = 12
-TRIALS: Final = 4
-TRIED_GPUS: Final = 32
-"""Plans that are simulated, and for how many GPUs at most, where nobody has said how many."""
-CHALLENGERS: Final = 2
-"""Others that challenge the best of those, for each of them."""
+TRIALS: Final = {32: 4, 128: 2}
+"""Plans that are simulated, by GPUs up to which, where nobody has said how many: as many as take some
+ten to twenty seconds."""
+CHALLENGERS: Final = 4
+"""Others that challenge the best of those, for each plan beyond the one found and the colocated
+one."""
 
 
 def run_plan(arguments: SimpleNamespace) -> int:
@@ -67,7 +68,8 @@ def run_plan(arguments: SimpleNamespace) -> int:
             trial = SimulatedTrial(problem=problem, seeds=(arguments.seed,))
             contest = PlanTrials(problem=problem, evaluator=evaluator, trial=trial)
             tried = contest.try_all(contest.pick_candidates(found, trials))
-            tried = contest.challenge(tried, found, CHALLENGERS * trials, np.random.default_rng(arguments.seed))
+            challengers = CHALLENGERS * max(0, trials - 2)
+            tried = contest.challenge(tried, found, challengers, np.random.default_rng(arguments.seed))
             found = replace(found, solution=tried[0].solution, score=evaluator.score(tried[0].solution))
     proposals = tried[0].proposals if tried else evaluator.propose(found.solution, epoch=0, version=1)
     seconds = time.monotonic() - started
@@ -89,7 +91,8 @@ def count_trials(asked: int | None, gpus: int, budget_s: float | None) -> int:
     """How many plans are simulated. Where nobody has said: as many as take a few seconds."""
     if asked is not None:
         return asked
-    return TRIALS if gpus <= TRIED_GPUS and budget_s is None else 0
+    sizes = [most for most in TRIALS if gpus <= most]
+    return TRIALS[min(sizes)] if sizes and budget_s is None else 0
 
 
 def search_plan(

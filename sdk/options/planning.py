@@ -80,7 +80,7 @@ trials_option: Final = option(
     type=COUNT,
     metavar="N",
     help="simulate the N best plans, the best colocated one among them, and choose by that; takes seconds for each; 0: "
-    "by the estimate alone (default: 4 for up to 32 GPUs without --budget-s, else 0)",
+    "by the estimate alone (default: 4 for up to 32 GPUs, 2 for up to 128, else 0, and 0 with --budget-s)",
 )
 """Whether `p2pserve plan` chooses among simulated plans."""
 

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from .ablation import ablation
-from .baselines import baselines, deadlines
+from .baselines import baselines, deadlines, strictness
 from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
@@ -31,7 +31,6 @@ from .rescheduling import rescheduling
 from .setting import Scope
 from .splitwise.pools import pools
 from .splitwise.provision import provision
-from .strictness import strictness
 
 EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
     experiment.__name__: experiment

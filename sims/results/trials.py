@@ -96,4 +96,4 @@ class SimulatedTrial:
             runs.append(ServiceRun(service=service, plan=proposal.plan, trace=trace))
         # who has not ended by then is late anyway, and of a plan that is overloaded those are most
         until = max(float(run.trace.arrival_s[-1]) + run.service.slo.e2e_s for run in runs)
-        return simulate(self.problem.cluster, runs, settings=SimSettings(seed=seed), until=until).services
+        return simulate(self.problem.cluster, runs, settings=SimSettings(seed=seed, until_s=until)).services

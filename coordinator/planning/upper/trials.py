@@ -49,7 +49,7 @@ class TrialOutcome(NamedTuple):
     capacity: float
 
 
-class Trial(Protocol):
+class PlanTrial(Protocol):
     """Tries the plans of all services together."""
 
     def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
@@ -95,7 +95,7 @@ class PlanTrials:
 
     problem: Problem
     evaluator: LowerLevel
-    trial: Trial
+    trial: PlanTrial
     epoch: int = 0
     version: int = 1
     rank: Callable[[TriedPlan], float] = attrgetter("objective")

@@ -201,7 +201,15 @@ def test_help_says_which_command_looks_at_the_running_network(capsys: pytest.Cap
 
 @pytest.mark.parametrize(
     ("asked", "gpus", "budget_s", "tried"),
-    [(None, 32, None, 4), (None, 33, None, 0), (None, 8, 1.0, 0), (2, 100, 1.0, 2), (0, 8, None, 0)],
+    [
+        (None, 32, None, 4),
+        (None, 33, None, 2),
+        (None, 128, None, 2),
+        (None, 129, None, 0),
+        (None, 8, 1.0, 0),
+        (2, 900, 1.0, 2),
+        (0, 8, None, 0),
+    ],
 )
 def test_small_clusters_have_their_best_plans_simulated(
     asked: int | None, gpus: int, budget_s: float | None, tried: int

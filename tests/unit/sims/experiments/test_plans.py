@@ -10,8 +10,8 @@ from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster_file import packaged_cluster
 from p2pserve.coordinator.planning.upper.trials import TrialOutcome
-from p2pserve.sims.experiments import deployments, setting, systems
-from p2pserve.sims.experiments.setting import CLOUD, PlannedCase, Scope, at_rate, group, planned, shapes
+from p2pserve.sims.experiments import baselines, deployments, setting, systems
+from p2pserve.sims.experiments.setting import CLOUD, WORKLOADS, PlannedCase, Scope, at_rate, group, planned, shapes
 from p2pserve.sims.policies import PLAN, SHARES
 from p2pserve.sims.replanning import describe_phases
 
@@ -167,3 +167,34 @@ def test_a_case_with_steps_of_its_own_is_planned_with_those() -> None:
     assert {replica.step_tokens for replica in large.at().plan.replicas} == {2048}
     assert min(replica.step_tokens for replica in small.at().plan.replicas) < 2048
     assert small.at().max_rate != pytest.approx(large.at().max_rate, rel=0.01)
+
+
+def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratio is of the same requests, and what carried nothing makes none."""
+    rates = {("colocated", 0): 2.0, ("colocated", 1): 4.0, ("ours", 0): 5.0, ("ours", 1): 6.0}
+
+    def deploy(name: str, expected: float) -> Any:
+        proposal = SimpleNamespace(plan=name, max_rate=expected)
+        return SimpleNamespace(name=name, at=lambda: proposal)
+
+    def highest_rate(deployed: Any, scope: Scope, seed: int, dispatch: str) -> float:
+        assert dispatch == PLAN, "by the network's router"
+        return rates[deployed.name, seed]
+
+    monkeypatch.setattr(baselines, "best_colocated", lambda case, scope: deploy("colocated", 2.5))
+    monkeypatch.setattr(baselines, "chosen", lambda case, scope: deploy("ours", 5.5))
+    monkeypatch.setattr(baselines, "describe_phases", lambda plan: f"shape of {plan}")
+    monkeypatch.setattr(baselines, "highest_rate", highest_rate)
+    scope = Scope(seeds=(0, 1), seconds=7.75)
+    page = baselines.strictness(scope)
+    rows: Any = page.tables[0].rows
+    assert {(row.workload, row.deadline) for row in rows} == {
+        (workload, f"{scale:g} x") for workload in WORKLOADS for scale in baselines.STRICTER
+    }
+    first = rows[0]
+    assert (first.colocated, first.ours) == ("shape of colocated", "shape of ours")
+    assert (first.colocated_expected, first.ours_expected) == (2.5, 5.5)
+    assert (first.colocated_simulated, first.ours_simulated) == ("3 (2-4)", "5.5 (5-6)")
+    assert first.ours_over_colocated == "2 (1.5-2.5)"
+    rates["colocated", 0] = 0.0
+    assert baselines.strictness(Scope(seeds=(0,), seconds=7.75)).tables[0].rows[0].ours_over_colocated == "nan"  # type: ignore[attr-defined]

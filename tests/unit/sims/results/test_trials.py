@@ -22,9 +22,9 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """All that was simulated: rates, seeds and ends. A request is in time while fewer come than `carried`."""
     seen: list[Any] = []
 
-    def simulate(cluster: Any, services: Any, settings: Any, until: float) -> Any:
+    def simulate(cluster: Any, services: Any, settings: Any) -> Any:
         arrivals = [run.trace.arrival_s for run in services]
-        seen.append(SimpleNamespace(arrivals=arrivals, seed=settings.seed, until=until))
+        seen.append(SimpleNamespace(arrivals=arrivals, seed=settings.seed, until=settings.until_s))
         return SimpleNamespace(
             services=[SimpleNamespace(outcomes=len(at) / float(at[-1]), service=run.service)
                       for at, run in zip(arrivals, services, strict=True)]
