@@ -242,7 +242,9 @@ class PredictedTimes(RoutingPolicy):
         steps of the decode replica would be too long; and where the first token is early enough without."""
         prefill, decode = table.prefill.replica, table.decode.replica
         rate = 1.0 / speeds.token_s[prefill] + 1.0 / forecast.chunked_token_s[decode]
-        seconds = (forecast.tokens[prefill] + forecast.tokens[decode] + uncached[prefill]) / rate + speeds.begin_s[prefill]
+        seconds = (forecast.tokens[prefill] + forecast.tokens[decode] + uncached[prefill]) / rate + speeds.begin_s[
+            prefill
+        ]
         can = (prefill != decode) & self._is_one_box[prefill] & self._is_one_box[decode]
         deadlines = self._plan.deadlines
         if deadlines.tpot_s > 0.0:
