@@ -44,7 +44,9 @@ AT_DEADLINE: Final = AdmissionSettings(
 class AdmissionQueues:
     """Of each service and gateway, one."""
 
-    def __init__(self, deployments: Sequence[Deployment], settings: SimSettings, admission: SimAdmission) -> None:
+    def __init__(self, deployments: Sequence[Deployment], settings: SimSettings) -> None:
+        assert settings.admission is not None, "queues are for admission"
+        admission = settings.admission
         self._deployments = deployments
         self._admission = admission
         self._knows_all = not settings.report_s  # gateways route as one
@@ -59,7 +61,12 @@ class AdmissionQueues:
         self._kinds = [draw_classes(len(deployment.trace), admission, settings.seed) for deployment in deployments]
 
     def admit(self, request: SimRequest, now: float) -> bool:
-        """Whether it may wait for its turn."""
+        """Whether it may wait for its turn; what is refused is logged."""
+        is_admitted = self._admit(request, now)
+        self._deployments[request.service].log.not_admitted[request.row] = not is_admitted
+        return is_admitted
+
+    def _admit(self, request: SimRequest, now: float) -> bool:
         deployment, queue = self._deployments[request.service], self._queue_of(request)
         kind = self._kinds[request.service][request.row]
         room, ttft_s = self._room(request.service, request.gateway), deployment.service.slo.ttft_s

@@ -36,7 +36,7 @@ from .engine.values import EngineSignal, SignalKind
 from .kv_transfers import HOLD_S, KVTransfer, KVTransfers
 from .results.outcomes import TransferRecord
 from .scenario import SimSettings
-from .serving import Assignment, ReplicaHost, SimRequest, SlotWaiter, Split
+from .serving import Assignment, GatewayPlaces, ReplicaHost, SimRequest, SlotWaiter, Split
 
 Act = Callable[[float], None]
 """What happens at a moment, which it is given."""
@@ -64,12 +64,9 @@ class SimGateway:
         transfer_log: list[TransferRecord] | None,
     ) -> None:
         self._deployments = deployments
-        self._cluster = cluster
-        self._gateways = tuple(cluster.index(box) for box in settings.gateways)
-        self._missing: frozenset[str] = frozenset()
+        self._places = GatewayPlaces(cluster, settings)
         self._later = later
         self._kv_transfers = kv_transfers
-        self._message_s = settings.message_s
         self._settings = RequestSettings(first_token_at_prefill=not settings.first_token_at_decode)
         self._layerwise_from = settings.layerwise_from
         self._on_load = on_load
@@ -77,21 +74,17 @@ class SimGateway:
         self._transfer_log = transfer_log
         self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
         self._keys = count()
-        self._admission = None
-        if settings.admission is not None:
-            self._admission = AdmissionQueues(deployments, settings, settings.admission)
+        self._admission = None if settings.admission is None else AdmissionQueues(deployments, settings)
         self._waiting: list[list[SimRequest]] = [[] for _ in deployments]  # nobody can take them now
 
     def accept(self, request: SimRequest, now: float) -> None:
         """A request arrives."""
-        here = [box for box in self._gateways if self._cluster.boxes[box].id not in self._missing]
-        request.gateway = here[request.row % len(here)] if here else None
+        request.gateway = self._places.gateway_of(request.row)
         name = self._deployments[request.service].service.name
         request.machine = machine = RequestMachine(
             request, service=name, prompt_tokens=request.prompt, now=now, settings=self._settings
         )
         if self._admission is not None and not self._admission.admit(request, now):
-            self._deployments[request.service].log.not_admitted[request.row] = True
             request.end()
             self._on_end(request, now)
             return
@@ -110,7 +103,7 @@ class SimGateway:
 
     def set_missing(self, missing: frozenset[str]) -> None:
         """No requests come to the gateways of these boxes."""
-        self._missing = missing
+        self._places.missing = missing
 
     def on_signals(self, replica: ReplicaHost, signals: Iterable[EngineSignal], now: float) -> None:
         """The signals of a replica's engine."""
@@ -197,17 +190,9 @@ class SimGateway:
 
     # ---- messages -------------------------------------------------------------------------------------------
 
-    def _arrival(self, request: SimRequest, replica: ReplicaHost, now: float) -> float:
-        """When what this request's gateway and this replica say to each other now is heard."""
-        gateway, head = request.gateway, self._cluster.index(replica.replica.head)
-        if gateway is None:
-            return now
-        half_s = 0.0 if gateway == head else float(self._cluster.rtt_s[gateway, head]) / 2
-        return now + half_s + self._message_s
-
     def _send(self, request: SimRequest, replica: ReplicaHost, act: Act, now: float) -> None:
         """Do this when one end hears of it from the other."""
-        self._do_at(self._arrival(request, replica, now), act, now)
+        self._do_at(now + self._places.message_s(request.gateway, replica), act, now)
 
     def _do_at(self, at: float, act: Act, now: float) -> None:
         if at > now:
@@ -229,7 +214,7 @@ class SimGateway:
             if not request.is_over:
                 self._carry_out(request, says(then), then)
 
-        self._do_at(max(self._arrival(request, replica, now), not_before), hear, now)
+        self._do_at(max(now + self._places.message_s(request.gateway, replica), not_before), hear, now)
 
     def _strand(self, assignment: Assignment, replica: ReplicaHost, now: float) -> None:
         """It comes to a replica that is lost: nobody answers."""
@@ -300,7 +285,7 @@ class SimGateway:
             if decode is None:  # the plan has changed
                 self._use_slot(waiter, prefill, waiter.route, now)
                 continue
-            half_s = self._between(prefill, decode) / 2
+            half_s = self._places.rtt_s(prefill, decode) / 2
             self._do_at(now + half_s, partial(self._split, waiter, prefill, decode, half_s), now)
 
     def _split(self, waiter: SlotWaiter, prefill: ReplicaHost, decode: ReplicaHost, half_s: float, now: float) -> None:
@@ -342,14 +327,6 @@ class SimGateway:
         prefill.prefill_tokens -= waiter.route.split
         self._on_load(prefill)
         return waiter
-
-    def _between(self, one: ReplicaHost, other: ReplicaHost) -> float:
-        """The round trip between two replicas' heads, where messages take time."""
-        if not self._gateways:
-            return 0.0
-        return float(
-            self._cluster.rtt_s[self._cluster.index(one.replica.head), self._cluster.index(other.replica.head)]
-        )
 
     # ---- both halves of a request ---------------------------------------------------------------------------
 
@@ -457,7 +434,7 @@ class SimGateway:
         if opening.first_token:
             first = range(assignment.start, assignment.start + 1)
             said = partial(request.machine.first_token, opening.attempt, first, None)
-            assignment.first_heard_at = self._arrival(request, replica, now)
+            assignment.first_heard_at = now + self._places.message_s(request.gateway, replica)
             self._note_start(request, now)
             self._hear(request, replica, said, now)
         self._kv_transfers.end_prefill(assignment.split.transfer, now)

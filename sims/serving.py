@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, final
 
 from ..coordinator.costs.step_times import StepTimes
 from ..coordinator.plan import Replica
+from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.prefixes.held import HeldPrefixes
 from ..coordinator.prefixes.index import PrefixIndex
 from ..coordinator.requests.machine import RequestMachine
@@ -23,6 +24,7 @@ from .engine.values import SimEngineError
 from .events import Scheduled
 from .kv_transfers import KVTransfer
 from .results.outcomes import ReplicaOutcome
+from .scenario import SimSettings
 
 NEVER: Final = -1.0
 
@@ -35,6 +37,37 @@ class SlotWaiter(NamedTuple):
 
     request: SimRequest
     route: Route
+
+
+@final
+class GatewayPlaces:
+    """Where gateways are, and what messages to and from replicas take. `missing`: boxes that get no requests now."""
+
+    def __init__(self, cluster: Cluster, settings: SimSettings) -> None:
+        self.missing: frozenset[str] = frozenset()
+        self._cluster = cluster
+        self._boxes = tuple(cluster.index(box) for box in settings.gateways)
+        self._message_s = settings.message_s
+
+    def gateway_of(self, row: int) -> int | None:
+        """Of a trace's request, the box whose gateway takes it: each in turn; None where they have no places."""
+        here = [box for box in self._boxes if self._cluster.boxes[box].id not in self.missing]
+        return here[row % len(here)] if here else None
+
+    def message_s(self, gateway: int | None, replica: ReplicaHost) -> float:
+        """Seconds that a message takes between a gateway and the replica's first box."""
+        if gateway is None:
+            return 0.0
+        head = self._cluster.index(replica.replica.head)
+        return self._message_s + (0.0 if gateway == head else float(self._cluster.rtt_s[gateway, head]) / 2)
+
+    def rtt_s(self, one: ReplicaHost, other: ReplicaHost) -> float:
+        """The round trip between two replicas' first boxes, where messages take time."""
+        if not self._boxes:
+            return 0.0
+        return float(
+            self._cluster.rtt_s[self._cluster.index(one.replica.head), self._cluster.index(other.replica.head)]
+        )
 
 
 @final

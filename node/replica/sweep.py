@@ -19,7 +19,6 @@ from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineHandle
 from ..learning import Learner
 
-
 DECODED: Final = 4
 """Tokens that each request is answered with: as many steps that only decode, but for the last."""
 

@@ -13,7 +13,7 @@ from ...coordinator.routing.interface import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace, TraceError
 from .cluster import RunStopped, SplitwiseCluster
-from .machine import AS_RELEASED, MachineLimits, Machine
+from .machine import AS_RELEASED, Machine, MachineLimits
 from .machine_types import MachineCatalogue, MachineType
 from .metrics import LoneRequests, Slo, missed_slos, slowdowns_over, summary
 from .setups import KV_TRANSFER_BYTES_S, MAX_PENDING_TOKENS, SetupError

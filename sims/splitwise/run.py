@@ -21,7 +21,7 @@ from ...coordinator.routing.interface import RoutingPolicy
 from ..policies.pools import SharedPool, SplitPools
 from ..records import Outcomes, Trace
 from .cluster import SplitwiseCluster
-from .machine import AS_RELEASED, MachineLimits, Machine
+from .machine import AS_RELEASED, Machine, MachineLimits
 from .setups import (
     KV_TRANSFER_BYTES_S,
     MACHINE_BYTES,

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from ...splitwise.cluster_trials import ClusterTrial, ClusterTrials, MachineUsage
+from ...splitwise.cluster_trials import ClusterTrial, MachineUsage
 from ...splitwise.metrics import PERCENTILES, SLO
 from ...splitwise.provisioning import PAPER_DESIGNS, parse_design
 from ...splitwise.setups import SETUPS
