@@ -71,8 +71,8 @@ class ProfiledTimes:
         """How many times as long so many tokens take as the model has it."""
         if not tokens:
             return 1.0
-        # Whole prompts of n tokens have n (n + 1) / 2 pairs each, which tells their mean length. A chunk has more: it is
-        # of one request.
+        # Whole prompts of n tokens have n (n + 1) / 2 pairs each, which tells their mean length. A chunk has more:
+        # it is of one request.
         known = min(tokens, KNOWN_TOKENS)
         length = min(float(known), max(1.0, 2.0 * pairs / tokens - 1.0))
         return self._factor(self._costs.told.prefill, self._costs.modelled.prefill, known / length, length)

@@ -3,8 +3,9 @@
 The plan says which pairs of replicas there are, and how much their links should carry. What is predicted of a request
 on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and live queues:
 
-    its first token    prompts ahead of it, and what is not cached of its own, at the prefill replica's rate; where the decode replica has no
-                       room for its KV, the requests ahead of it there, at the rate at which those end
+    its first token    prompts ahead of it, and what is not cached of its own, at the prefill replica's rate; where
+                       the decode replica has no room for its KV, the requests ahead of it there, at the rate at which
+                       those end
     all others         the predicted length of its answer, in steps over all requests that decode there with it
 
 A prefill and a decode replica may also share the prompt (`cronus`): then both compute what lies before them, and the

@@ -16,11 +16,11 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from ...coordinator.bounds import Count, Figure, Layer
-from ...coordinator.costs.gpus import GpuSpec
-from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.profile import StepSample
 from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
+from .emulation import Emulation as Emulation
+from .emulation import Throttling as Throttling
 from .sampling import Sampling as Sampling
 from .sampling import TopTokens as TopTokens
 from .settings import PIPELINE_DEFAULTS, TRANSFER_DEFAULTS, PipelineSettings, TransferSettings
@@ -53,25 +53,6 @@ class PipeEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kind: Literal["control", "data"]
     ticket: LinkTicket
     dial: DialPath | None = None
-
-
-class Throttling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From `after_s` seconds after an emulated engine's first step on, steps take `factor` times as long."""
-
-    after_s: Figure
-    factor: Annotated[float, msgspec.Meta(gt=0, le=1e3)]
-
-
-class Emulation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Cards that are not there. `gpu_link_gbps` (Gb/s): between two; ids below `vocabulary`. `load_gb_s`: GB/s that
-    weights are read at; 0: in no time."""
-
-    model: ModelShape
-    gpu: GpuSpec
-    gpu_link_gbps: Annotated[float, msgspec.Meta(gt=0, le=1e12)]
-    vocabulary: Annotated[int, msgspec.Meta(ge=2)]
-    load_gb_s: Figure = 0.0
-    throttling: Throttling | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

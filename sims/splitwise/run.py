@@ -72,8 +72,9 @@ def run_setup(
     """Serve a trace by a setup of `SETUPS` and a model of `MODELS`; SetupError if one is not known.
 
     `workload` ("conv" or "code") chooses how many machines the setup has for prompts and for
-    decoding, unless `machines` says so; a baseline has them all in one pool. `limits`: of what each batches. A request that never
-    ends, because no machine has the memory for it, has NaN in the outcomes.
+    decoding, unless `machines` says so; a baseline has them all in one pool. `limits`: of what each
+    batches. A request that never ends, because no machine has the memory for it, has NaN in the
+    outcomes.
     """
     known, known_model = find_setup(setup), find_model(model)
     counts = known.machines(workload) if machines is None else machines

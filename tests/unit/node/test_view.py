@@ -340,19 +340,6 @@ def test_a_load_is_what_is_in_flight_and_what_others_had_there_at_the_latest_rep
     assert [load.sent_tokens for load in view.loads({})] == [0, 0, 9], "A has reported since"
 
 
-def test_a_gateway_knows_how_many_times_its_own_requests_all_gateways_have() -> None:
-    def asked(rate: float) -> Demand:
-        return Demand(requests_s=rate, arrival_cv=1.0, lengths=((10, 10),))
-
-    view = view_of(a=advert(), b=advert(), c=advert(), d=advert())
-    assert view.gateways_like(None, SERVICE) == 1.0
-    for peer, rate in zip(view.adverts, (1.0, 1.0, 2.0, 0.0), strict=True):
-        view.adverts[peer] = msgspec.structs.replace(view.adverts[peer], demand=asked(rate))
-    found = [view.gateways_like(own, SERVICE) for own in (asked(1.0), asked(2.0), asked(0.1), asked(0.0), None)]
-    assert found == [3.0, 2.0, 3.0, 3.0, 3.0], "no more than there are with requests"
-    assert view.gateways_like(asked(9.0), SERVICE) == 1.0
-
-
 def test_starts_tell_a_restarted_engine() -> None:
     view = view_of(a=advert(starts=3), b=advert(None))
     assert [view.starts(peer) for peer in (A, B, C)] == [3, 0, 0]

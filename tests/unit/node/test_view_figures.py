@@ -170,3 +170,16 @@ def test_tables_of_links_are_followed_as_they_come_and_go() -> None:
     assert view.links_told[A] is before
     view.update_links({B: b"\xc1", C: here})
     assert set(view.links_told) == {C}
+
+
+def test_a_gateway_knows_how_many_times_its_own_requests_all_gateways_have() -> None:
+    def asked(rate: float) -> Demand:
+        return Demand(requests_s=rate, arrival_cv=1.0, lengths=((10, 10),))
+
+    view = NetworkView(adverts={PeerId(name): advert() for name in "abcd"})
+    assert view.gateways_like(None, MODEL.service) == 1.0
+    for peer, rate in zip(view.adverts, (1.0, 1.0, 2.0, 0.0), strict=True):
+        view.adverts[peer] = msgspec.structs.replace(view.adverts[peer], demand=asked(rate))
+    found = [view.gateways_like(own, MODEL.service) for own in (asked(1.0), asked(2.0), asked(0.1), asked(0.0), None)]
+    assert found == [3.0, 2.0, 3.0, 3.0, 3.0], "no more than there are with requests"
+    assert view.gateways_like(asked(9.0), MODEL.service) == 1.0

@@ -29,7 +29,7 @@ from p2pserve.sims.scenario import (
 )
 from p2pserve.sims.world import simulate
 
-from ...linear_times import LinearTimes
+from ....linear_times import LinearTimes
 
 MODEL = ModelShape(name="toy", layers=10, hidden=16, heads=1, kv_heads=1, head_dim=16, intermediate=32, vocabulary=9)
 TOKEN_GBPS = MODEL.kv_bytes_per_token * 8e-9
