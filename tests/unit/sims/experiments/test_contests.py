@@ -324,7 +324,7 @@ def test_the_baselines_in_house_are_the_best_in_trials_of_three_configurations(i
     assert found["HexGen-like"].engine is None
     split, colocated = found["DistServe-like"].deployed.solution, found["vLLM-like"].deployed.solution
     assert [part.phase for part in split].count(Phase.PREFILL) == 6, "of the three that are expected to be best"
-    assert len(split) == len(colocated) == 8
+    assert (len(split), len(colocated)) == (8, 4), "the second of each"
     assert {part.phase for part in colocated} == {Phase.MIXED}
 
 

@@ -14,6 +14,7 @@ from p2pserve.sims.experiments import baselines, deployments, setting, systems
 from p2pserve.sims.experiments.setting import CLOUD, WORKLOADS, PlannedCase, Scope, at_rate, group, planned, shapes
 from p2pserve.sims.policies import PLAN, SHARES
 from p2pserve.sims.replanning import describe_phases
+from p2pserve.sims.results.trials import SimulatedTrial
 
 
 def stage(peer: str, tp: int, first: int, last: int, first_gpu: int = 0) -> Stage:
@@ -112,7 +113,7 @@ def test_ours_and_colocated_serving_are_chosen_by_trials_of_other_requests(monke
             searched.add((case.rate, seed))
         return SimpleNamespace(solution=mixed if case.mixed_only else split, colocated=mixed, evaluated={})
 
-    class Trial(systems.SimulatedTrial):
+    class Trial(SimulatedTrial):
         def __call__(self, proposals: Any) -> TrialOutcome:
             seeds.add(self.seeds)
             phases = {replica.phase for replica in proposals[0].plan.replicas}

@@ -90,7 +90,7 @@ UNLIKE = (Group((Slice(0, 1),), P), Group((Slice(0, 1),), M), Group((Slice(1, 2)
 def test_prefill_replicas_help_each_other_with_prompts_and_decode_replicas_with_outputs() -> None:
     (found,) = lower_level(1.0).orchestrate(UNLIKE, solver=solve_quick)
     pairs, loads = found.pairs, np.array([0.6, 0.3, 0.5])
-    rates = np.arange(1.0, len(pairs.prefill) + 1.0)
+    rates = np.arange(1, len(pairs.prefill) + 1).astype(np.float64)
     prefills, decodes = found.model.pools(rates, loads)
     prompts, outputs = np.zeros(3), np.zeros(3)
     for rate, one, two in zip(rates, pairs.prefill, pairs.decode, strict=True):
