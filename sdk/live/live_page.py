@@ -178,7 +178,7 @@ best plan to carry in time; the first fifth of the requests fills the network an
 
 *Expected* is the planner's estimate of the plan that the network made and followed; *simulated long* is that plan with
 {steady:,} requests; *simulated* is the live run's own requests with its plans as they changed, links as nodes measured
-them, on average over {runs} runs in which messages take half to one and a half of the measured time, since which box a
+them, on average over {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a
 request goes to hangs on moments (*simulated spread*: standard deviation over mean of these runs); *live* is what a
 client saw."""
 

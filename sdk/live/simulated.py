@@ -63,9 +63,9 @@ class SimulatedNetwork:
     message_s: float = 0.0  # that the processes at both ends of a message take
     client_s: float = 0.0  # the round trip from the clients to their gateways
 
-    def with_messages(self, factor: float) -> SimulatedNetwork:
-        """With messages that take so many times as long."""
-        return replace(self, message_s=self.message_s * factor)
+    def with_messages(self, more_s: float) -> SimulatedNetwork:
+        """With messages that take so much longer; shorter where it is negative, and no less than no time."""
+        return replace(self, message_s=max(0.0, self.message_s + more_s))
 
     def predict(self, trace: Trace, plan: Plan, happened: Sequence[Happened]) -> Outcomes:
         """Serve the trace by this plan, and by those that the simulated coordinator makes when something happens."""

@@ -254,7 +254,7 @@ def test_the_first_requests_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         run_comparison(SETTINGS, replace(TRAFFIC, lead=lead), 0.05, lambda line: None).figures[0] for lead in (0, 1)
     )
     assert every.difference > 0.5
-    assert rest.difference == pytest.approx(0.0)
+    assert rest.difference == pytest.approx(0.0, abs=0.05)  # the mean of runs at slightly other moments
 
 
 @pytest.mark.parametrize(
