@@ -127,7 +127,7 @@ def prefixes(scope: Scope) -> Page:
             f"Mooncake's conversation trace ({requests or 'all 12,031'} requests, its order and its bursts, time "
             f"scaled to the rate) on boxes of one {GPU} each, {MODEL} whole on each of them, every box prefilling and "
             "decoding; step times by the roofline, vLLM's defaults, KV memory shared by running requests and cache "
-            f"(the longest unused goes first). Deadlines as Mooncake's: {SLO.ttft_s:g} s to the first token, "
+            f"(the longest unused goes first).\n\nDeadlines as Mooncake's: {SLO.ttft_s:g} s to the first token, "
             f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The default policy "
             "throughout; `RoutingSettings.prefix_weight` is 0 where routes do not know of caches. One gateway that "
             f"hears of all replicas at once, or {GATEWAYS}, which hear of them once a second and know their own "
