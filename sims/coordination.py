@@ -122,7 +122,7 @@ class SimCoordinator:
                 demands=tuple(self._demands), why=why, held=self._held,
                 pins={
                     box: phase
-                    for pools, plan in zip(self._pools, plans, strict=True)
+                    for pools, plan in zip(self._pools, plans, strict=False)
                     for box, phase in pools.pins(plan, now).items()
                 },
             )

@@ -7,13 +7,14 @@ down by that to a whole stride.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections import deque
 from collections.abc import Iterable
 from itertools import takewhile
 from typing import Annotated, Final, NamedTuple, final
 
 import msgspec
-import numpy as np
 
 from ..bounds import Count
 from .naming import NAME_BYTES
@@ -62,13 +63,18 @@ class PrefixNews(msgspec.Struct, frozen=True, kw_only=True):
 
 def pack_names(names: Iterable[int]) -> bytes:
     """Names in the form in which they are told."""
-    return np.fromiter(names, dtype=">u8").tobytes()
+    packed = array("Q", names)
+    if sys.byteorder == "little":  # as the network has it
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def unpack_names(told: bytes) -> list[int]:
     """The names that were told."""
-    found: list[int] = np.frombuffer(told, dtype=">u8").tolist()
-    return found
+    found = array("Q", told)
+    if sys.byteorder == "little":
+        found.byteswap()
+    return found.tolist()
 
 
 def choose_stride(blocks: int) -> int:

@@ -36,6 +36,7 @@ WORKLOADS: Final = ("coding", "conversation")
 COLUMNS: Final = (Specs.TABLE1, Specs.MEASURED)
 TARGET: Final = 0.9
 REPLANS: Final = 3
+HALVINGS: Final = 8
 """How often `most` plans again at most."""
 
 BRACKET: Final = (0.2, 1.6)
@@ -142,6 +143,11 @@ def most(case: PlannedCase, steps: int | None) -> Deployed:
     """What is expected to carry most: planned for the case's rate, and again for the rate that is
     expected of what was found, while that helps."""
     best = planned(case, steps)
+    for _ in range(HALVINGS):  # far above what can be in time, all plans look alike
+        if _carried(best) > 0.0:
+            break
+        case = replace(case, rate=0.5 * case.rate)
+        best = planned(case, steps)
     for _ in range(REPLANS):
         again = planned(replace(case, rate=float(f"{_carried(best):.2g}")), steps)
         if _carried(again) <= _carried(best):

@@ -21,6 +21,7 @@ import numpy as np
 
 from ...plan import Phase
 from ..lower.evaluator import HEADROOM, LowerLevel
+from ..model.errors import UnservedError
 from ..model.problem import Problem, Proposal, Solution
 from .moves import flips, random_neighbour
 from .scorer import never
@@ -148,7 +149,10 @@ class PlanTrials:
         is. Of whole plans, which say more of the highest rate than scores of a search."""
         expected = []
         for solution in dict.fromkeys(solutions):
-            proposals = self._propose(solution)
+            try:
+                proposals = self._propose(solution)
+            except UnservedError:
+                continue
             outcome = TrialOutcome(proposals[0].score.attainment, proposals[0].score.capacity)
             expected.append(TriedPlan(solution=solution, proposals=proposals, outcome=outcome))
         hopeful = [plan for plan in expected if plan.outcome.capacity > 0.0]

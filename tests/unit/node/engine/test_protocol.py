@@ -243,7 +243,8 @@ def test_a_path_whose_figure_cannot_be_is_refused(at: str, figure: float) -> Non
         "rate_bytes_s": 1.0,
         "rtt_s": 1.0,
     }
-    fields = msgspec.msgpack.decode(protocol.pack(FROM_ENGINE[4]))
+    report = next(message for message in FROM_ENGINE if isinstance(message, protocol.LinkReport))
+    fields = msgspec.msgpack.decode(protocol.pack(report))
     assert protocol.from_engine.decode(msgspec.msgpack.encode({**fields, "paths": [path]}))
     with pytest.raises(msgspec.ValidationError):
         protocol.from_engine.decode(msgspec.msgpack.encode({**fields, "paths": [{**path, at: figure}]}))

@@ -72,7 +72,7 @@ def test_a_command_line_as_others_may_see_it(before: list[str], after: list[str]
 def test_every_option_that_takes_a_secret_is_masked() -> None:
     """A new one is to be added to SECRET_OPTIONS, or to this test."""
     no_secrets = {"--token-file", "--api-key-file", "--admin-token-file", "--no-api-key"} | {
-        *("--max-tokens", "--prompt-tokens", "--max-num-batched-tokens"),
+        *("--max-tokens", "--prompt-tokens", "--max-num-batched-tokens", "--batch-tokens"),
     }
     root = click.Context(PROGRAM_GROUP)
     flags = {flag for _, each in walk_commands(root, (), PROGRAM_GROUP) for one in each.params for flag in one.opts}
