@@ -17,7 +17,7 @@ makes urgent requests late, a class that has had its weight's part lately is ref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from math import inf, isfinite
 from types import MappingProxyType
@@ -101,6 +101,18 @@ class AdmissionSettings:
     """The rules of each class. Of batch requests only their own deadlines count, by default."""
 
     rules: Mapping[PriorityClass, ClassRules] = field(default_factory=lambda: DEFAULT_RULES)
+
+    @classmethod
+    def with_limit(cls, lateness: float, least_s: float) -> AdmissionSettings:
+        """Normal requests wait for so long at most (see `ClassRules`), urgent ones no longer than that."""
+        urgent, normal = DEFAULT_RULES[PriorityClass.URGENT], DEFAULT_RULES[PriorityClass.NORMAL]
+        limited = {
+            PriorityClass.NORMAL: replace(normal, lateness=lateness, least_s=least_s),
+            PriorityClass.URGENT: replace(
+                urgent, lateness=min(urgent.lateness, lateness), least_s=min(urgent.least_s, least_s)
+            ),
+        }
+        return cls(rules=MappingProxyType({**DEFAULT_RULES, **limited}))
 
 
 class Expected(NamedTuple):

@@ -19,6 +19,7 @@ import trio
 from ...bootstrap import parse_address
 from ...bootstrap.trust.targets import parse_member
 from ...coordinator import Phase, RoutingSettings
+from ...coordinator.requests.admission import AdmissionSettings
 from ...kvtransport.probing.figures import BoxFigures
 from ...node.agent import Started, run_node
 from ...node.box.hardware import probe
@@ -28,7 +29,7 @@ from ...node.engine.vllm_program.backend import VLLM
 from ...node.messages import MAX_DEADLINE_S
 from ...node.observing.node_log import TOLD
 from ...node.owner.dividing import Tell, tell_nobody
-from ...node.settings import ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings
+from ...node.settings import WAN, ApiSettings, BoxEngineSettings, BoxLinkSettings, NodeSettings, NodeTuning
 from ..doctor.at_join import describe_unfit, examine_box
 from ..environment import require_network
 from ..errors import UsageError
@@ -113,7 +114,14 @@ def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> Node
         engine=settings_of(BoxEngineSettings, arguments),
         routing=RoutingSettings(policy=arguments.routing),
         phase=Phase(arguments.phase) if arguments.phase is not None else None,
+        tuning=_tuning(arguments.max_ttft),
     )
+
+
+def _tuning(max_ttft: tuple[float, float] | None) -> NodeTuning:
+    if max_ttft is None:
+        return WAN
+    return replace(WAN, clients=replace(WAN.clients, admission=AdmissionSettings.with_limit(*max_ttft)))
 
 
 def _run_node(settings: NodeSettings, arguments: SimpleNamespace) -> int:

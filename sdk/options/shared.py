@@ -12,7 +12,7 @@ from ...kernels.codecs import CODEC_NAMES
 from .. import environment
 from .command import OPTIONS, Decorated, combine, option
 from .secrets import warn_on_stderr
-from .values import COUNT, FIGURE, FILE, POSITIVE, SECONDS, Parsed
+from .values import COUNT, FIGURE, FILE, POSITIVE, SECONDS, Parsed, ttft_limit
 
 
 class _Text(click.ParamType[str]):
@@ -132,6 +132,15 @@ routing_option: Final = option(
     "cronus, prompts split where they are prefilled (Cronus)",
 )
 
+max_ttft_option: Final = option(
+    "--max-ttft",
+    shared=True,
+    type=Parsed("limit", ttft_limit),
+    metavar="TIMES|S",
+    help="refuse (429) whose first token this node's gateway expects later: multiples of the plan's deadline for it, "
+    "like 2x, or seconds (default: 10x, and at least 30 s; urgent requests 2x and 5 s)",
+)
+
 
 def price_options(section: str = OPTIONS) -> Decorated:
     """What saving time may cost."""
@@ -176,6 +185,7 @@ def place_options(*, port: int, folder: str, has_short: bool = True) -> Decorate
         codec_option,
         slo_option,
         routing_option,
+        max_ttft_option,
         option(
             "--drain-s",
             shared=True,

@@ -100,6 +100,20 @@ def throttle(text: str) -> tuple[float, float]:
     return after_s, slower
 
 
+def ttft_limit(text: str) -> tuple[float, float]:
+    """`2x`: twice the plan's deadline for the first token, as (2, 0); `8s` or `8`: eight seconds, as (0, 8)."""
+    number, is_multiple = text.rstrip("xs"), text.endswith("x")
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1e6 or text.removesuffix("x" if is_multiple else "s") != number:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no limit for the first token; write multiples of the plan's deadline, like 2x, or seconds"
+        )
+    return (value, 0.0) if is_multiple else (0.0, value)
+
+
 class UnixMoment(float):
     """Unix seconds that are shown as the time that they are."""
 

@@ -66,6 +66,17 @@ def test_nobody_waits_beyond_its_own_deadline() -> None:
         assert refusal.text == "its first token would take 4 s, and its deadline is 3 s"
 
 
+def test_a_limit_of_the_owner_is_that_of_normal_requests_and_urgent_ones_wait_no_longer() -> None:
+    def limits(lateness: float, least_s: float) -> list[float]:
+        rules = AdmissionSettings.with_limit(lateness, least_s).rules
+        return [rules[kind].limit_s(4.0) for kind in PriorityClass]
+
+    assert limits(3.0, 0.0) == [8.0, 12.0, inf]
+    assert limits(1.0, 0.0) == [4.0, 4.0, inf]
+    assert limits(0.0, 7.0) == [5.0, 7.0, inf]
+    assert limits(0.0, 2.0) == [2.0, 2.0, inf]
+
+
 def test_a_queue_that_does_not_get_on_is_told_as_such() -> None:
     refusal = find_refusal(PriorityClass.NORMAL, expected(inf), SETTINGS)
     assert refusal is not None

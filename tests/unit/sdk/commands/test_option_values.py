@@ -12,7 +12,7 @@ from p2pserve.node.settings import BoxEngineSettings, BoxLinkSettings
 from p2pserve.sdk.demo.demo import DemoSettings
 from p2pserve.sdk.live.comparison_command import build_parser
 from p2pserve.sdk.live.nodes import LiveSettings
-from p2pserve.sdk.options.values import duration, moment, settings_of, throttle
+from p2pserve.sdk.options.values import duration, moment, settings_of, throttle, ttft_limit
 
 from .parsing import parse
 
@@ -60,6 +60,21 @@ def test_what_is_no_throttling_is_refused(text: str) -> None:
 @pytest.mark.parametrize(("given", "seconds"), [([], 3.0), (["--sweep-s", "0"], 0.0), (["--sweep-s", "2.5"], 2.5)])
 def test_how_long_an_engine_is_measured(given: list[str], seconds: float) -> None:
     assert settings_of(BoxEngineSettings, parse([*JOINING, *given])).sweep_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "limit"), [("2x", (2.0, 0.0)), ("0.5x", (0.5, 0.0)), ("8s", (0.0, 8.0)), ("8", (0.0, 8.0))]
+)
+def test_a_limit_for_first_tokens_is_multiples_or_seconds(text: str, limit: tuple[float, float]) -> None:
+    assert parse([*JOINING, "--max-ttft", text]).max_ttft == limit
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "s", "0", "0x", "-2x", "nan", "infx", "1e9", "2xs", "2sx", "2ss", "2 x s", "soon"]
+)
+def test_what_is_no_limit_for_first_tokens_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="like 2x, or seconds"):
+        ttft_limit(text)
 
 
 def test_a_time_may_be_given_from_now() -> None:
