@@ -18,6 +18,7 @@ once it has been quiet for a while, in each part of the network:
 
 import argparse
 import math
+import os
 import random
 import sys
 import time
@@ -272,4 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if "PYTHONHASHSEED" not in os.environ:  # the order of sets of names is a part of what a seed repeats
+        again = [sys.executable, "-m", "p2pserve.bootstrap.dev.schedules", *sys.argv[1:]]
+        os.execve(sys.executable, again, {**os.environ, "PYTHONHASHSEED": "0"})
     sys.exit(main())
