@@ -395,34 +395,34 @@ def strictness(scope: Scope) -> Page:
 
 
 REMARKS: Final = """\
-- The estimates agree with the simulation: the expected rate is 0.89 to 1.04 times the highest one,
-  of ours 0.97 to 1.01, the 2048 rows aside (they show what is expected with budgets by deadline).
-- Over colocated serving the paper's gain in throughput (1.5 and 1.3) is found in part: 1.19 times
-  for conversations by Table 1 and 1.05 by measured figures, 1.02 times for coding by Table 1 and
-  nothing by measured figures, where ours is a colocated plan itself.
+- The estimates are rather low: the expected rate is 0.79 to 0.97 times the highest one, of ours
+  0.84 to 0.97, of the 2048 rows 0.70 to 0.84.
+- Over colocated serving, at 10 times a lone request's times, the paper's gain in throughput (1.5 and
+  1.3) is found in part: 1.16 times for conversations by Table 1 and 1.10 by measured figures; for
+  coding ours is the colocated plan itself. Stricter deadlines gain more: 2.0 and more at 3 times
+  ([by deadline](strictness.md)).
 
   Colocated serving carries so
   much because the token budget of a step follows the deadline, so that prompts hardly hold up
   answers, because its replicas are searched for as long as ours (pipelines over several boxes, of
   all cards with little memory), and because no KV has to cross links of 10 Gb/s (a coding prompt's
-  is 0.9 GB in 4 bit, which its short answers leave no time for). Deadlines could be 2.6 and 1.9
+  is 0.9 GB in 4 bit, which its short answers leave no time for). Deadlines could be 2.3 and 1.9
   times shorter for conversations (paper 1.3).
-- HexGen came before chunked prefill. With vLLM's default of 2,048 tokens the same replicas carry
-  2.0 and 1.7 times less for conversations, and 4.9 and 4.2 times less for coding, by Table 1 at
-  least: there a fifth of the expected rate, the lowest that is tried, is too much.
+- HexGen came before chunked prefill. With vLLM's default of 2,048 tokens, and replicas chosen for
+  that, it carries 1.5 and 1.4 times less than ours for conversations, and 1.7 times less for coding.
 
   A round of a
-  pipeline of slow cards then takes longer than the deadline from token to token. These replicas
-  were chosen for small budgets, though: ones chosen for 2,048 would be worse by less. What a
-  splitting system gains over a colocated one depends on the latter's chunks more than on anything
-  else here.
-- Against the A100 box, which costs a quarter more: by Table 1 0.77 to 1.02 times the throughput,
+  pipeline of slow cards then takes longer than the deadline from token to token, so these replicas
+  have fewer stages. What a splitting system gains over a colocated one depends on the latter's
+  chunks more than on anything else here.
+- Against the A100 box, which costs a quarter more: by Table 1 0.81 to 0.93 times the throughput,
   where the paper has 1.5 and 2.1. Table 1 gives the A100 the rate of its tensor cores and A5000 and
   A6000 that of their shaders, a quarter of their tensor cores'. By measured figures ours carries
   1.2 to 1.7 times as much. Both in-house systems are the best of all their configurations.
 - Deadlines: by Table 1 a request takes longer on these cards than on A100 (their end-to-end
-  deadline is 0.24 to 0.65 of ours on average); by measured figures it takes as long for
-  conversations, and half as long for coding, where the loads are more than the A100 carry.
+  deadline is 0.19 to 0.67 of ours on average); by measured figures it takes a little less for
+  conversations (1.1 and 1.2), and less for coding (1.6), where the loads are more than the A100
+  carry.
 - The router by queues is taken in all rows: in trials it carries as much as dispatch by the plan's
   shares, or more.
 """
@@ -430,17 +430,19 @@ REMARKS: Final = """\
 DEADLINE_REMARKS: Final = """\
 - Agrees: higher rates need higher SLO scales, of every deadline and system.
 - Agrees in part, for conversations: against HexGen-like the paper has all three kinds of deadlines
-  shorter. Here TPOT is 1.6 to 3.1 times shorter and end to end 1.8 to 2.6 times, since prompts do
-  not interrupt answers. TTFT is not: at half the rate and at 0.8 of it ours needs 1.6 to 2.3 times
-  the scale, because few replicas prefill and a prompt passes several boxes; only at the full rate
-  it is even, or ahead.
-- For coding ours is HexGen-like's own plan, or as good as that: most of the time goes into prompts,
-  and answers are too short to wait for KV over 10 Gb/s (see [the page beside](baselines.md)).
-- With vLLM's default of 2,048 tokens a step, HexGen-like needs 1.5 to 18 times the scale that
-  it needs with small ones, for the first token as well: a step that long is a wait for every prompt.
+  shorter. Here TPOT is 1.8 to 3.1 times shorter and end to end 1.8 to 2.5 times, since prompts do
+  not interrupt answers. TTFT is not: at half the rate and at 0.8 of it ours needs 1.7 to 2.7 times
+  the scale, because few replicas prefill and a prompt passes several boxes; at the full rate it
+  needs 0.8 to 1.1 times that.
+- For coding ours is HexGen-like's own plan: most of the time goes into prompts, and answers are too
+  short to wait for KV over 10 Gb/s (see [the page beside](baselines.md)).
+- With vLLM's default of 2,048 tokens a step, and replicas for that, HexGen-like needs as much at
+  half the rate (0.97 to 1.3 times the scale, of all three), and 6 to 8 times as much at the full
+  one: a step that long is a wait for every prompt.
 - Against the A100 box (figure 8): by Table 1 it needs the lower scales nearly everywhere, as its
-  rates on paper are much higher. By measured figures it is mostly ahead at half the rate; at 0.8 (coding)
-  and at the full rate it is overloaded, and first tokens take 35 to 126 times a lone request's.
+  rates on paper are much higher. By measured figures it needs lower ones for conversations up to 0.8
+  of the rate; for coding at 0.8, and at the full rate, it is overloaded, and first tokens take 35 to
+  113 times a lone request's.
 """
 STRICTNESS_REMARKS: Final = """\
 - The stricter the deadlines, the more is gained by splitting: a prompt that is prefilled beside

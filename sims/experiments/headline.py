@@ -141,14 +141,14 @@ def _row(figure: str, paper: str, ours: dict[str, str], page: str) -> HeadlineRo
 
 REMARKS: Final = """\
 - What agrees: by measured figures ours carries 1.2 to 1.7 times what the A100 box carries; for
-  conversations deadlines are 2.6 and 1.9 times shorter than those of colocated serving; compression
+  conversations deadlines are 2.3 and 1.9 times shorter than those of colocated serving; compression
   and shares are worth most where links are full; new phases and shares alone serve better than none
   after a loss and take a fraction of a second; planning takes seconds.
 - What does not: over colocated serving whose chunks suit the deadlines, the gain in throughput is
-  1.05 and 1.19 times for conversations and hardly any for coding instead of 1.3 and 1.5; over the
-  same replicas with vLLM's default chunks of 2,048 tokens, which they were not chosen for, it is
-  1.8 to 5.0 times. By Table 1, which takes the A100's tensor cores and other cards' shaders, the
-  A100 box carries as much or more.
+  1.16 and 1.10 times for conversations and none for coding instead of 1.3 and 1.5, at deadlines of
+  10 times a lone request's; [at 3 times](strictness.md) it is 1.5 to 2.3. Over replicas for vLLM's
+  default chunks of 2,048 tokens it is 1.4 to 1.7 times. By Table 1, which takes the A100's tensor
+  cores and other cards' shaders, the A100 box carries more.
 - Not printed in the paper, and decisive: bandwidth between the boxes, rates and deadlines of its
   plans, chunk size of its baselines, output lengths of its figures for links. See the pages.
 """

@@ -30,7 +30,7 @@ def served_by(answer: Answer) -> str:
 
 async def converse(network: Cluster, prompts: list[str], turns: int) -> list[list[Answer]]:
     """Conversations, each turn of them with all before it; both gateways take them in turn. All begin at the same
-    time, so that they begin on both boxes."""
+    time."""
     gateway = [network.nodes[0].peer]
     first = await network.ask_all(prompts, gateways=gateway, max_tokens=8, ignore_eos=True)
     found, texts = [[answer] for answer in first], list(prompts)
@@ -51,7 +51,6 @@ def check_where_they_went(found: list[list[Answer]]) -> None:
         for before, answer in pairwise(conversation):
             assert answer.figures is not None
             assert answer.figures.cached_tokens >= before.prompt_tokens - 128
-    assert len({served_by(conversation[0]) for conversation in found}) == 2  # and they are not all on one box
 
 
 def test_conversations_go_on_at_emulated_engines_that_hold_their_prefixes(tmp_path: Path) -> None:
@@ -59,7 +58,10 @@ def test_conversations_go_on_at_emulated_engines_that_hold_their_prefixes(tmp_pa
         prompts = [f"# file {number}\n" + f"value_{number} = {number}\n" * 60 for number in range(4)]
         async with open_cluster(None, tmp_path, "qwen2-7b", 2, knobs=(EMULATED, EMULATED), phases=MIXED) as network:
             await network.wait_plan(2)
-            check_where_they_went(await converse(network, prompts, 3))
+            found = await converse(network, prompts, 3)
+            check_where_they_went(found)
+            # These engines take as long as GPUs would, so that the later ones find the first box busy.
+            assert len({served_by(conversation[0]) for conversation in found}) == 2
             status = await network.status()
             cached = [
                 node.advert.served.cached_tokens
