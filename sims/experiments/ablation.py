@@ -113,14 +113,13 @@ def _run(problem: Problem, plan: Plan, dispatch: str, scope: Scope) -> tuple[flo
 REMARKS: Final = """\
 - Agrees in kind: without compression requests take longer wherever KV crosses links, and without
   orchestration nearly everywhere. At 3 requests/s with 16 bit links are full (a coding prompt's KV
-  is 3.3 GB, 2.6 s of 10 Gb/s), so that requests queue: 1.6 to 8.7 times as long, where the paper
+  is 3.3 GB, 2.6 s of 10 Gb/s), so that requests queue: 1.7 to 2.0 times as long, where the paper
   has 1.3.
 - Coding by measured figures has replicas that do both only: the codec is nothing to it.
-- At 0.5 requests/s 16 bit costs conversations nothing by Table 1 and 1.7 times by measured figures,
-  and coding 2.7 times. The paper's 1.3 for a single request needs links that are slower than
-  prefill, and no relay around them.
-- Random dispatch by itself costs 1.0 to 1.3 times at 0.5 requests/s and 1.1 to 5.9 times at 3; the
-  paper has 4. With 16 bit besides, links decide: 1.0 to 1.8 times, and 1.1 to 21.
-- `By plan and queues` takes 0.86 to 1.01 times as long as the shares alone, and as many are in time
+- At 0.5 requests/s 16 bit costs 1.06 to 1.08 times. The paper's 1.3 for a single request needs links
+  that are slower than prefill, and no relay around them.
+- Random dispatch by itself costs 1.0 to 1.1 times at 0.5 requests/s and 1.1 to 2.7 times at 3; the
+  paper has 4. With 16 bit besides, links decide: 1.0 to 2.1 times, and 1.1 to 25.
+- `By plan and queues` takes 0.68 to 1.01 times as long as the shares alone, and as many are in time
   or more.
 """

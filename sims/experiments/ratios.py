@@ -138,20 +138,19 @@ def _solution(problem: Problem, prefill: int) -> Solution:
 
 
 REMARKS: Final = """\
-- Agrees by measured figures: of 16 GPUs 5:3 for coding and 3:5 for conversation are best, as in the
-  paper, and attainment falls off to both sides. For coding 6:2 carries nearly as much, with fewer
-  requests in time at the rate of the best.
+- Agrees by measured figures: of 16 GPUs 3:5 for conversation is best, as in the paper, and
+  attainment falls off to both sides. For coding 6:2 carries most, and the paper's 5:3 0.89 of that.
 - Agrees in kind: the best ratio moves with the size of the cluster. By measured figures it is 3:1,
-  4:2 and 5:3 for coding, 2:2, 2:4 and 3:5 for conversation. The paper prints numbers for 16 GPUs
+  4:2 and 6:2 for coding, 2:2, 2:4 and 3:5 for conversation. The paper prints numbers for 16 GPUs
   only.
-- For each GPU the best ratio of 8, 12 and 16 carries 17, 18 and 18 output tokens/s (coding) and 99,
-  115 and 116 (conversation): four replicas are divided less finely than eight.
-- By Table 1 the best of 16 GPUs are 7:1 and 6:2. There an A5000 has 27.8 TFLOPS, which is its shader rate;
-  prompts take four times as long as its tensor cores need, and more replicas have to prefill. The
-  paper's own ratios speak for tensor rates.
+- For each GPU the best ratio of 8, 12 and 16 carries 18, 20 and 19 output tokens/s (coding) and 97,
+  108 and 121 (conversation): four replicas are divided less finely than eight.
+- By Table 1 the best of 16 GPUs are 7:1 and 6:2. There an A5000 has 27.8 TFLOPS, which is its shader
+  rate; prompts take four times as long as its tensor cores need, and more replicas have to prefill.
+  The paper's own ratios speak for tensor rates.
 - The planner's estimate is right about which side limits, but supposes the router that goes by
   queues. Here requests are sent by the plan's shares alone, and prefill replicas carry up to 1.35
   times less by measured figures. By Table 1, where long prompts come near the deadline even alone,
-  it is mostly a fifth to a half of what is expected: a few that are sent to a busy replica push
+  the best ratios carry 0.6 to 1.1 of what is expected: a few that are sent to a busy replica push
   more than a tenth of the requests over it.
 """
