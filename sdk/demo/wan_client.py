@@ -20,6 +20,7 @@ import trio
 from ...node.messages import Status
 from ..client import AsyncClient
 from ..errors import ClientError
+from ..requests import new_request_id
 
 WORD: Final = " x"  # one token of the bundled tokenizer, however often it is repeated
 LOOK_S: Final = 0.25
@@ -95,7 +96,11 @@ async def _ask_one(client: AsyncClient, orders: ClientOrders) -> None:
     first_at = last_at = asked_at
     tokens = 0
     try:
-        stream = client.generate(WORD * orders.prompt, stream=True, max_tokens=orders.output, deadline_s=DEADLINE_S)
+        # All prompts are alike; none is to be found in a cache, since what is shown is KV under way.
+        salt = new_request_id()
+        stream = client.generate(
+            WORD * orders.prompt, stream=True, max_tokens=orders.output, deadline_s=DEADLINE_S, cache_salt=salt
+        )
         async with stream:
             async for delta in stream:
                 if delta.tokens:

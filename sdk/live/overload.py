@@ -31,6 +31,7 @@ from ..demo.report import covers
 from ..environment import BOOTSTRAP
 from ..errors import DemoFailed
 from ..failures import explain
+from ..requests import new_request_id
 
 Say = Callable[[str], None]
 PLAN_S: Final = 60.0
@@ -125,7 +126,9 @@ async def _answers(client: AsyncClient, settings: OverloadSettings, count: int) 
     found = []
     for _ in range(count):
         began = first = trio.current_time()
-        async with client.generate(" y" * settings.own_prompt, stream=True, max_tokens=settings.own_output) as stream:
+        async with client.generate(
+            " y" * settings.own_prompt, stream=True, max_tokens=settings.own_output, cache_salt=new_request_id()
+        ) as stream:
             async for delta in stream:
                 if delta.tokens and first == began:
                     first = trio.current_time()
