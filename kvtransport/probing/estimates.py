@@ -271,18 +271,17 @@ class LinkEstimator:
         while self._least and self._least[-1][1] >= rtt_s:
             self._least.pop()
         self._least.append((now, rtt_s))
-        while self._least[0][0] < now - self.settings.rtt_window_s:
-            self._least.popleft()
+        self._drop_old_least(now)
 
     def on_transfer(self, sample: TransferSample, *, now: float) -> bool:
         """A real transfer, or a stretch of one, has moved bytes over the link. Returns whether it has measured the
         link as a burst would: the link set its pace, for long enough to tell a rate."""
         self._failures, self._heard = 0, True
         gbps = gbps_of(sample.bytes, sample.seconds)
-        rtt_s = self._rtt_now
         if sample.link_limited:
             sample = self._join_stretch(sample, now)
-            if sample.bytes < self.settings.least_bytes or sample.seconds < max(self.settings.least_s, 3.0 * rtt_s):
+            least_s = max(self.settings.least_s, 3.0 * self._empty_rtt(now))
+            if sample.bytes < self.settings.least_bytes or sample.seconds < least_s:
                 # Too short: it tells neither what the link carries nor what it does not. What follows may join it.
                 self._stretch = (now, sample)
                 return False
@@ -369,6 +368,16 @@ class LinkEstimator:
     def _rtt_now(self) -> float:
         return self._rtt.value if self._rtt.known else self._prior.rtt_s
 
+    def _empty_rtt(self, now: float) -> float:
+        """The round trip when nothing waits before the link: what a transfer queues up there takes part in all others,
+        seconds where the link has become slow, and says nothing of windows nor of when a stream has got going."""
+        self._drop_old_least(now)
+        return self._least[0][1] if self._least else self._rtt_now
+
+    def _drop_old_least(self, now: float) -> None:
+        while self._least and self._least[0][0] < now - self.settings.rtt_window_s:
+            self._least.popleft()
+
     def _capacity_now(self, now: float) -> tuple[float, float, bool]:
         """Gb/s, confidence, and whether it may be more."""
         prior = self._prior
@@ -398,7 +407,7 @@ class LinkEstimator:
     def _on_rate(self, gbps: float, streams: int, weight: float, *, limited: bool, now: float) -> None:
         self._samples += 1
         each = gbps / streams
-        rtt_s = self._rtt_now
+        rtt_s = self._empty_rtt(now)
         window = self._single.value if self._single.known and not self._single.floor else one_stream_gbps(rtt_s)
         by_window = each >= self.settings.window_share * window or (streams == 1 and self._loss >= self.settings.lossy)
         if limited and (streams == 1 or by_window):
@@ -418,6 +427,8 @@ class LinkEstimator:
             self._capacity.reset()
         if self._capacity.add(gbps, weight, now):
             self._record(now, SampleKind.CHANGED, self._capacity.value)
+            if self._single.known and self._single.value > self._capacity.value:
+                self._single.reset()  # one stream was seen to carry more than all do now
 
     def _reason(self, now: float) -> str:
         if self._capacity.known:

@@ -37,6 +37,7 @@ class LinkInUse:
     reported_at: float = 0.0
     used_at: float = 0.0
     is_changing: bool = False  # other paths are being made ready
+    still_s: float = 0.0  # for so long the link has set the pace, and nothing arrived: what arrives next took that, too
 
     def is_moving(self, now: float, fresh_s: float) -> bool:
         """Whether something was under way lately; an engine that has nothing more to send just falls silent."""
@@ -113,10 +114,14 @@ class PathSelector:
         known = self._links.get(link)
         is_moving = known is not None and known.is_moving(now, self._tuning.fresh_s)
         waiting = known.waiting_bytes if known is not None and is_moving else 0
-        seen, reported_at = (known.seen, known.reported_at) if known is not None else ({}, now)
+        seen, reported_at, still_s = (
+            (known.seen, known.reported_at, known.still_s) if known is not None else ({}, now, 0.0)
+        )
         query = replace(query, bytes=query.bytes + waiting, relays=self._usable_relays(ends.peer, now))
         controller = PathController(query, choice, now=now)
-        self._links[link] = LinkInUse(ends, query, cache, choice, controller, seen, seen, waiting, reported_at, now)
+        self._links[link] = LinkInUse(
+            ends, query, cache, choice, controller, seen, seen, waiting, reported_at, now, still_s=still_s
+        )
 
     def replace_links(self, ends: Ends, link: bytes) -> list[bytes]:
         """Forget the links of these ends but this one; returns them."""
@@ -229,14 +234,16 @@ class PathSelector:
             if _via(path.label) is not None:
                 continue  # a relay's links are its own to measure
             estimator = self._knowledge.estimator(peer)
-            if path.rtt_s is not None and path.connections:
+            if path.rtt_s is not None and path.connections and not limited:  # else it is what waits before the link
                 estimator.on_ping(path.rtt_s, now=now)
             moved = path.bytes_acknowledged - known.seen.get(path.label, 0)
             if moved > 0 and seconds > 0 and known.seen:
                 streams = max(1, path.connections)
-                sample = TransferSample(bytes=moved, seconds=seconds, streams=streams, link_limited=limited)
+                took_s = seconds + (known.still_s if limited else 0.0)
+                sample = TransferSample(bytes=moved, seconds=took_s, streams=streams, link_limited=limited)
                 if estimator.on_transfer(sample, now=now):
                     self._knowledge.note_measured(peer)
+            known.still_s = known.still_s + seconds if limited and moved == 0 else 0.0
 
 
 def _via(label: str) -> str | None:

@@ -167,6 +167,23 @@ class TestBounds:
         assert link.figures(0.0).capacity_gbps == pytest.approx(2.0)
         assert not link.figures(0.0).capacity_is_floor
 
+    def test_one_stream_carries_no_more_than_all_do_now(self) -> None:
+        link = fed(2.0)
+        link.on_transfer(moved(0.5, streams=1, limited=False), now=0.0)
+        for _ in range(2):
+            link.on_transfer(moved(0.03), now=0.0)
+        assert link.figures(0.0).capacity_gbps == pytest.approx(0.03, rel=1e-3)
+
+    def test_what_waits_before_the_link_is_no_longer_path(self) -> None:
+        """A window per second would have carried as much, if the path took a second."""
+        link = LinkEstimator(GUESS)
+        link.on_ping(0.01, now=0.0)
+        for at in (1.0, 2.0):
+            link.on_ping(1.0, now=at)
+        link.on_transfer(moved(one_stream_gbps(1.0) * 4, 2.0, streams=4), now=3.0)
+        assert link.figures(3.0).capacity_gbps == pytest.approx(one_stream_gbps(1.0) * 4, rel=1e-3)
+        assert not link.figures(3.0).capacity_is_floor
+
     def test_no_burst_at_all_counts_as_a_failure(self) -> None:
         link = LinkEstimator(GUESS, EstimateSettings(failures_to_unreachable=2))
         link.on_burst(burst(0.0), now=0.0)
@@ -191,6 +208,14 @@ class TestShortTransfers:
         for seconds, told in ((0.049, False), (0.051, True)):
             link = LinkEstimator(prior(1, 1.0, 5.0))
             link.on_transfer(moved(4.0, seconds), now=1.0)
+            assert (link.figures(1.0).source is Source.MEASURED) is told
+
+    def test_long_enough_is_by_the_round_trip_of_a_link_that_is_empty(self) -> None:
+        for least_s, told in ((0.1, True), (1.0, False)):
+            link = LinkEstimator(prior(1, 1.0, 5.0))
+            for rtt_s in (least_s, 1.0, 1.0):
+                link.on_ping(rtt_s, now=0.0)
+            link.on_transfer(moved(0.1, 0.5), now=1.0)
             assert (link.figures(1.0).source is Source.MEASURED) is told
 
     @pytest.mark.parametrize(("gap", "joined"), [(0.09, True), (0.11, False)])

@@ -95,6 +95,43 @@ def test_a_link_that_has_begun_anew_counts_from_nothing() -> None:
     assert [sample.bytes for sample in world.estimator.samples] == [10 * MB]
 
 
+def test_what_arrives_took_the_time_in_which_nothing_did() -> None:
+    """A link that has become slow moves a piece in two or three reports: all of them are the time that it took."""
+    world = Reports()
+    world.begin(0.0)
+    for at, moved in ((0.25, 10), (0.5, 11), (0.75, 11), (1.0, 11), (1.25, 12)):
+        world.report(at, 50 * MB, path(moved * MB))
+    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.25, 0.75])
+    assert all(sample.link_limited for sample in world.estimator.samples)
+
+
+def test_the_time_in_which_nothing_was_to_be_sent_is_nobodys() -> None:
+    world = Reports()
+    world.begin(0.0)
+    for at, waiting, moved in ((0.25, 50, 10), (0.5, 50, 10), (0.75, 0, 10), (1.0, 50, 10), (1.25, 50, 11)):
+        world.report(at, waiting * MB, path(moved * MB))
+    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.25])
+
+
+def test_a_transfer_that_begins_keeps_the_time_in_which_nothing_arrived() -> None:
+    world = Reports()
+    world.begin(0.0)
+    world.report(0.25, 50 * MB, path(10 * MB))
+    world.report(0.5, 50 * MB, path(10 * MB))
+    world.begin(0.6)
+    world.report(0.75, 50 * MB, path(11 * MB))
+    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.5])
+
+
+def test_round_trips_behind_what_the_link_holds_up_are_not_the_links() -> None:
+    world = Reports()
+    world.begin(0.0)
+    world.report(0.25, 50 * MB, path(10 * MB, rtt_s=0.02))
+    world.report(0.5, 50 * MB, path(11 * MB, rtt_s=2.0))
+    world.report(0.75, 0, path(12 * MB, rtt_s=0.03))
+    assert world.estimator.pings == [(0.02, 0.25), (0.03, 0.75)]
+
+
 def test_a_path_that_has_moved_nothing_yet_has_not_begun_anew() -> None:
     world = Reports()
     world.begin(0.0)
