@@ -23,6 +23,26 @@ DIRECT = "direct"
 
 @final
 @dataclass(slots=True, eq=False)
+class LinkFlow:
+    """How a link flows, by its reports. What it moves tells its rate once something has arrived of what is under way:
+    until then streams are dialled and get going, and the first bytes are on their way."""
+
+    is_going: bool = False
+    is_empty: bool = True  # at the last report nothing was under way
+    still_s: float = 0.0  # for so long nothing has arrived though it was going: what arrives next took that, too
+
+    def note(self, seconds: float, moved: int, limited: bool, in_flight: int) -> float | None:
+        """A report says what was moved since the last one; `limited`: much was waiting all the time. Returns how long
+        that took, if the link's rate follows from it."""
+        took_s = seconds + self.still_s if limited and self.is_going else None
+        self.still_s = took_s or 0.0 if moved == 0 else 0.0
+        self.is_going = (self.is_going and limited) or (moved > 0 and not self.is_empty)
+        self.is_empty = in_flight == 0
+        return took_s
+
+
+@final
+@dataclass(slots=True, eq=False)
 class LinkInUse:
     """A link to a worker of another node: its choices, and what its paths had moved at the last report."""
 
@@ -37,7 +57,7 @@ class LinkInUse:
     reported_at: float = 0.0
     used_at: float = 0.0
     is_changing: bool = False  # other paths are being made ready
-    still_s: float = 0.0  # for so long the link has set the pace, and nothing arrived: what arrives next took that, too
+    flow: LinkFlow = field(default_factory=LinkFlow)
 
     def is_moving(self, now: float, fresh_s: float) -> bool:
         """Whether something was under way lately; an engine that has nothing more to send just falls silent."""
@@ -114,14 +134,12 @@ class PathSelector:
         known = self._links.get(link)
         is_moving = known is not None and known.is_moving(now, self._tuning.fresh_s)
         waiting = known.waiting_bytes if known is not None and is_moving else 0
-        seen, reported_at, still_s = (
-            (known.seen, known.reported_at, known.still_s) if known is not None else ({}, now, 0.0)
-        )
+        seen, reported_at = (known.seen, known.reported_at) if known is not None else ({}, now)
         query = replace(query, bytes=query.bytes + waiting, relays=self._usable_relays(ends.peer, now))
         controller = PathController(query, choice, now=now)
-        self._links[link] = LinkInUse(
-            ends, query, cache, choice, controller, seen, seen, waiting, reported_at, now, still_s=still_s
-        )
+        self._links[link] = LinkInUse(ends, query, cache, choice, controller, seen, seen, waiting, reported_at, now)
+        if known is not None:
+            self._links[link].flow = known.flow
 
     def replace_links(self, ends: Ends, link: bytes) -> list[bytes]:
         """Forget the links of these ends but this one; returns them."""
@@ -228,7 +246,7 @@ class PathSelector:
         )
 
     def _measure(self, known: LinkInUse, report: protocol.LinkReport, limited: bool, now: float) -> None:
-        """What moved directly since the last report measures the link; `limited`: the link set the pace."""
+        """What moved directly since the last report measures the link; `limited`: much was waiting at both."""
         seconds, peer = now - known.reported_at, known.ends.peer
         for path in report.paths:
             if _via(path.label) is not None:
@@ -237,13 +255,14 @@ class PathSelector:
             if path.rtt_s is not None and path.connections and not limited:  # else it is what waits before the link
                 estimator.on_ping(path.rtt_s, now=now)
             moved = path.bytes_acknowledged - known.seen.get(path.label, 0)
+            took_s = known.flow.note(seconds, moved, limited, path.bytes_in_flight)
             if moved > 0 and seconds > 0 and known.seen:
                 streams = max(1, path.connections)
-                took_s = seconds + (known.still_s if limited else 0.0)
-                sample = TransferSample(bytes=moved, seconds=took_s, streams=streams, link_limited=limited)
+                sample = TransferSample(
+                    bytes=moved, seconds=took_s or seconds, streams=streams, link_limited=took_s is not None
+                )
                 if estimator.on_transfer(sample, now=now):
                     self._knowledge.note_measured(peer)
-            known.still_s = known.still_s + seconds if limited and moved == 0 else 0.0
 
 
 def _via(label: str) -> str | None:

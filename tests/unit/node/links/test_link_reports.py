@@ -68,8 +68,10 @@ class Reports:
         return self.selector.on_report(report, now)
 
 
-def path(moved: int, *, label: str = DIRECT, connections: int = 4, rtt_s: float | None = None) -> protocol.PathReport:
-    return protocol.PathReport(label, connections, moved, 0, 0.0, rtt_s)
+def path(
+    moved: int, *, label: str = DIRECT, connections: int = 4, rtt_s: float | None = None, in_flight: int = MB
+) -> protocol.PathReport:
+    return protocol.PathReport(label, connections, moved, in_flight, 0.0, rtt_s)
 
 
 def test_a_new_transfer_counts_from_what_its_link_had_moved_before() -> None:
@@ -99,28 +101,49 @@ def test_what_arrives_took_the_time_in_which_nothing_did() -> None:
     """A link that has become slow moves a piece in two or three reports: all of them are the time that it took."""
     world = Reports()
     world.begin(0.0)
-    for at, moved in ((0.25, 10), (0.5, 11), (0.75, 11), (1.0, 11), (1.25, 12)):
+    for at, moved in ((0.25, 10), (0.5, 11), (0.75, 12), (1.0, 12), (1.25, 12), (1.5, 13)):
         world.report(at, 50 * MB, path(moved * MB))
-    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.25, 0.75])
-    assert all(sample.link_limited for sample in world.estimator.samples)
+    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.25, 0.25, 0.75])
+    assert [sample.link_limited for sample in world.estimator.samples] == [False, True, True]
+
+
+def test_a_link_that_is_getting_going_is_not_slow() -> None:
+    """Connections are dialled, first bytes are on their way: that takes long where a box is far away."""
+    world = Reports()
+    world.begin(0.0)
+    for at, moved in ((0.25, 0), (0.5, 0), (0.75, 0), (1.0, 1), (1.25, 9)):
+        world.report(at, 50 * MB, path(moved * MB, in_flight=MB if at > 0.25 else 0))
+    limited = [(sample.bytes, sample.seconds) for sample in world.estimator.samples if sample.link_limited]
+    assert limited == [(8 * MB, pytest.approx(0.25))]
+
+
+def test_a_link_that_was_empty_gets_going_anew() -> None:
+    """What the last transfer moved came long before the next one began."""
+    world = Reports()
+    world.begin(0.0)
+    reports = ((0.25, 50, 10), (0.5, 0, 19), (9.0, 50, 20), (9.25, 50, 21), (9.5, 50, 22))
+    for at, waiting, moved in reports:
+        world.report(at, waiting * MB, path(moved * MB, in_flight=waiting * MB))
+    assert [sample.link_limited for sample in world.estimator.samples] == [False, False, False, True]
 
 
 def test_the_time_in_which_nothing_was_to_be_sent_is_nobodys() -> None:
     world = Reports()
     world.begin(0.0)
-    for at, waiting, moved in ((0.25, 50, 10), (0.5, 50, 10), (0.75, 0, 10), (1.0, 50, 10), (1.25, 50, 11)):
+    reports = ((0.25, 50, 10), (0.5, 50, 11), (0.75, 50, 11), (1.0, 0, 11), (1.25, 50, 11), (1.5, 50, 12))
+    for at, waiting, moved in reports:
         world.report(at, waiting * MB, path(moved * MB))
-    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.25])
+    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.25, 0.25])
 
 
 def test_a_transfer_that_begins_keeps_the_time_in_which_nothing_arrived() -> None:
     world = Reports()
     world.begin(0.0)
-    world.report(0.25, 50 * MB, path(10 * MB))
-    world.report(0.5, 50 * MB, path(10 * MB))
-    world.begin(0.6)
-    world.report(0.75, 50 * MB, path(11 * MB))
-    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.5])
+    for at, moved in ((0.25, 10), (0.5, 11), (0.75, 11)):
+        world.report(at, 50 * MB, path(moved * MB))
+    world.begin(0.8)
+    world.report(1.0, 50 * MB, path(12 * MB))
+    assert [sample.seconds for sample in world.estimator.samples] == pytest.approx([0.25, 0.5])
 
 
 def test_round_trips_behind_what_the_link_holds_up_are_not_the_links() -> None:
@@ -155,19 +178,21 @@ def test_a_link_is_measured_by_what_it_moved_between_two_reports(
     """The link set the pace where much was waiting at both."""
     world = Reports()
     world.begin(0.0)
-    world.report(1.0, before, path(10 * MB))
+    world.report(0.5, before, path(9 * MB))
     assert world.estimator.samples == []  # nobody knows how much of that moved since the transfer began
+    world.report(1.0, before, path(10 * MB))
     world.report(3.0, now, path(14 * MB), blocked=blocked)
-    assert world.estimator.samples == [TransferSample(bytes=4 * MB, seconds=2.0, streams=4, link_limited=limited)]
+    assert world.estimator.samples[1:] == [TransferSample(bytes=4 * MB, seconds=2.0, streams=4, link_limited=limited)]
     assert world.knowledge.take_measured() == ({T} if limited else set())
 
 
 def test_a_transfer_too_short_to_tell_a_rate_does_not_put_a_burst_off() -> None:
     world = Reports()
     world.begin(0.0)
+    world.report(0.5, WAN.limited_bytes, path(9 * MB))
     world.report(1.0, WAN.limited_bytes, path(10 * MB))
     world.report(3.0, WAN.limited_bytes, path(10 * MB + 1000))
-    assert [sample.link_limited for sample in world.estimator.samples] == [True]
+    assert [sample.link_limited for sample in world.estimator.samples] == [False, True]
     assert world.knowledge.take_measured() == set()
 
 

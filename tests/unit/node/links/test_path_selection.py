@@ -181,8 +181,8 @@ def test_a_link_that_set_the_pace_has_been_measured() -> None:
     for blocked, waiting, measured in ((False, 10 * MB, 1), (True, 10 * MB, 0), (False, MB, 0)):
         world = Selection(direct_gbps=2.0)
         world.begin()
-        world.report(MB, waiting, 1.0, blocked=blocked)
-        world.report(20 * MB, waiting, 2.0, blocked=blocked)
+        for moved, now in ((MB, 1.0), (2 * MB, 2.0), (20 * MB, 3.0)):
+            world.report(moved, waiting, now, blocked=blocked)
         assert len(world.knowledge.take_measured()) == measured
 
 
