@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
+from itertools import islice
 from math import inf
 from typing import Final, NamedTuple, final
 
 from ..capacity import LinkView
-from ..plan import Plan
+from ..plan import Plan, Replica
 from ..routing.interface import ReplicaLoads, Route
 
 OVERHEAD_S: Final = 0.1
@@ -127,15 +128,20 @@ def list_sources(
 ) -> list[str]:
     """The replicas that name more of the prompt than the one replica of this route, and could send it there, which has
     room for the prompt now; none with `excluded` boxes."""
-    if route.prefill is not None or loads.kv_free_tokens[loads.index[route.decode]] < prompt_tokens:
-        return []
-    able = [
-        each.id
-        for each in plan.replicas
-        if len(each.stages) == 1 and each.prefills and excluded.isdisjoint((each.id, *each.peers))
-    ]
-    if route.decode not in able:
-        return []
     here = named.get(route.decode, 0)
-    more = [name for name in able if named.get(name, 0) > here]
-    return sorted(more, key=lambda name: -named[name])[:MAX_SOURCES]
+    if route.prefill is not None or max(named.values(), default=0) <= here:
+        return []
+    if loads.kv_free_tokens[loads.index[route.decode]] < prompt_tokens:
+        return []
+    if not _may_exchange(plan.replica(route.decode), excluded):
+        return []
+    more = [each for each in plan.replicas if named.get(each.id, 0) > here]
+    more.sort(key=lambda each: -named[each.id])
+    able = (each.id for each in more if _may_exchange(each, excluded))
+    return list(islice(able, MAX_SOURCES))
+
+
+def _may_exchange(replica: Replica | None, excluded: frozenset[str]) -> bool:
+    if replica is None or len(replica.stages) > 1 or not replica.prefills:
+        return False
+    return excluded.isdisjoint((replica.id, *replica.peers))
