@@ -66,7 +66,8 @@ class PrefixKnowledge:
     ) -> PrefixFetch | None:
         """What of a prompt comes from one of `sources` to the replica that would compute it; see `fetching`."""
         held = {each: named.get(each, 0) for each in sources if self.trust.is_source(each, now)}
-        held[target] = int(named.get(target, 0) * self.trust.share(target))
+        held[target] = named.get(target, 0)
+        held = self.believe(held)
         return choose_fetch(
             prompt_tokens, target, held, token_s=token_s, links=links, under_way=self._fetches, share=share
         )

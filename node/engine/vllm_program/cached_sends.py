@@ -45,4 +45,5 @@ class CachedSends:
             decoding = sum(each.num_computed_tokens >= each.num_prompt_tokens for each in scheduler.running)
             needed = decoding + sum(tokens for _, tokens in self._waiting)
             limit = max(1, scheduler.max_num_scheduled_tokens - needed)
+            limit = min(limit, self._usual or limit)  # 0: they have no other limit
         scheduler.scheduler_config.long_prefill_token_threshold = limit

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
 from p2pserve.node.engine.vllm_program.cached_sends import CachedSends
 
-BLOCK, BUDGET, USUAL = 16, 100, 0
+BLOCK, BUDGET = 16, 100
 
 
 def request(tokens: int, computed: int = 0) -> Any:
@@ -19,7 +20,7 @@ def request(tokens: int, computed: int = 0) -> Any:
     )  # fmt: skip
 
 
-def scheduler_of(waiting: Sequence[Any], running: Sequence[Any] = ()) -> Any:
+def scheduler_of(waiting: Sequence[Any], running: Sequence[Any] = (), usual: int = 0) -> Any:
     """What of vLLM's is looked at."""
     queue = FCFSRequestQueue()
     for each in waiting:
@@ -28,7 +29,7 @@ def scheduler_of(waiting: Sequence[Any], running: Sequence[Any] = ()) -> Any:
         block_size=BLOCK,
         max_num_scheduled_tokens=BUDGET,
         running=list(running),
-        scheduler_config=SimpleNamespace(long_prefill_token_threshold=USUAL),
+        scheduler_config=SimpleNamespace(long_prefill_token_threshold=usual),
         waiting=queue,
     )
 
@@ -42,16 +43,17 @@ def test_one_that_is_cached_but_for_a_block_goes_to_the_front() -> None:
     assert list(scheduler.waiting) == [cached, first, longer]
 
 
-def test_prompts_under_way_leave_it_its_tokens_until_it_runs() -> None:
+@pytest.mark.parametrize(("usual", "limit"), [(0, BUDGET - 1 - 1), (500, BUDGET - 1 - 1), (40, 40)])
+def test_prompts_under_way_leave_it_its_tokens_until_it_runs(usual: int, limit: int) -> None:
     answering, prompt, cached = request(40, 40), request(500, 128), request(33)
-    scheduler = scheduler_of([cached], [answering, prompt])
+    scheduler = scheduler_of([cached], [answering, prompt], usual)
     sends = CachedSends(scheduler)
     sends.add(cached, 32)
     sends.limit_running()
-    assert scheduler.scheduler_config.long_prefill_token_threshold == BUDGET - 1 - 1
+    assert scheduler.scheduler_config.long_prefill_token_threshold == limit
     cached.status = RequestStatus.RUNNING
     sends.limit_running()
-    assert scheduler.scheduler_config.long_prefill_token_threshold == USUAL
+    assert scheduler.scheduler_config.long_prefill_token_threshold == usual
 
 
 def test_prompts_under_way_get_on_however_many_there_are() -> None:
