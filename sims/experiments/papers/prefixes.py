@@ -70,11 +70,7 @@ WAYS: Final[Mapping[str, _Way]] = {
 
 
 FETCHING: Final[Mapping[str, _Way]] = {
-    f"KV of prefixes over {gbps:g} Gb/s{spread}": _Way(
-        cached=True, routed=True, gateways=gateways, blind=ROUTED + spread, fetch_gbps=gbps
-    )
-    for spread, gateways, rates in (("", 0, LINKS_GBPS), (SPREAD, GATEWAYS, LINKS_GBPS[:1]))
-    for gbps in rates
+    f"KV of prefixes over {gbps:g} Gb/s": _Way(cached=True, routed=True, fetch_gbps=gbps) for gbps in LINKS_GBPS
 }
 """Compared with routes by prefix alone."""
 
@@ -191,8 +187,7 @@ def prefixes(scope: Scope) -> Page:
                 [
                     row
                     for boxes in BOXES
-                    for spread in ("", SPREAD)
-                    for row in _fetch_rows(boxes, ROUTED + spread, carried, requests, scope.halvings)
+                    for row in _fetch_rows(boxes, carried[boxes, ROUTED], requests, scope.halvings)
                 ],
                 "In `kv4`, where that is expected to take no longer than computing it "
                 "(`RoutingSettings.prefix_fetch`). The highest rate as above, looked for more finely, and first "
@@ -229,22 +224,20 @@ def _latency_row(boxes: int, way: str, rate: float, requests: int | None) -> Fir
     )
 
 
-def _fetch_rows(
-    boxes: int, alone: str, known: Mapping[tuple[int, str], float], requests: int | None, halvings: int
-) -> list[FetchRow]:
-    """Of one number of gateways: routes by prefix alone, and with KV from other boxes over each of the links."""
-    ways = [alone, *(name for name, way in FETCHING.items() if way.blind == alone)]
-    low, high = (factor * known[boxes, alone] for factor in NEAR)
+def _fetch_rows(boxes: int, rate: float, requests: int | None, halvings: int) -> list[FetchRow]:
+    """Routes by prefix alone, which carry about this rate, and with KV from other boxes over each of the links."""
+    ways = [ROUTED, *FETCHING]
+    low, high = (factor * rate for factor in NEAR)
     carried = {way: _search(boxes, way, requests, halvings - 1, low, high) for way in ways}
     rows = []
     for way in ways:
-        found = _run(boxes, way, carried[alone], requests)
+        found = _run(boxes, way, carried[ROUTED], requests)
         rows.append(
             FetchRow(
                 boxes=boxes,
                 way=way,
                 requests_per_s=carried[way],
-                over_routes_alone=carried[way] / carried[alone],
+                over_routes_alone=carried[way] / carried[ROUTED],
                 TTFT_mean_s=found.ttft_mean_s,
                 TTFT_P90_s=found.ttft_p90_s,
                 TPOT_P90_ms=1e3 * found.tpot_p90_s,
