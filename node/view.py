@@ -16,10 +16,13 @@ from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.demand_meter import expected_workload
 from ..coordinator.planning.model.cluster_file import PCIE_GBPS, card_link_gbps
+from ..coordinator.planning.model.kv_cost import kv_gigabits
+from ..coordinator.prefixes.fetching import KvLinks
 from ..coordinator.repair.damping import BoxSign
 from ..coordinator.repair.ending import can_finish, is_planned_without
 from ..coordinator.routing.interface import ReplicaLoads
 from ..coordinator.worth import BoxLine, weigh_boxes
+from ..kernels.codecs import CODEC_NAMES, codec_named
 from ..kvtransport.probing.figures import Source
 from .adverts import AdvertBook, find_box_fault, find_fault, join_faults
 from .box.hardware import Hardware
@@ -262,6 +265,15 @@ class NetworkView(AdvertBook):
     def links(self) -> list[LinkView]:
         """Links as the boxes at their beginnings tell of them, by source and target: round trips, rates and prices."""
         return self._planner_links.between(self.adverts, self.links_told)
+
+    def kv_links(self, sources: Iterable[str], target: PeerId, codec: str) -> KvLinks | None:
+        """What is known of KV on its way from some boxes to one other, in this codec; None: it cannot be said."""
+        advert = self.adverts.get(target)
+        if advert is None or advert.model is None or codec not in CODEC_NAMES:
+            return None
+        links = self._planner_links.to(target, map(PeerId, sources), self.adverts, self.links_told)
+        gigabits = kv_gigabits(advert.model.shape, 1.0, codec_named(codec).bits)
+        return KvLinks(gigabits, lambda source, _: links.get(source))
 
     def lines(self) -> dict[str, BoxLine]:
         """By box, the best that was measured over its links, beside what was offered: both ends' owners say."""

@@ -10,10 +10,12 @@ from typing import final
 
 import numpy as np
 
+from ..coordinator.capacity import LinkView
 from ..coordinator.costs.sweep import profile_times
 from ..coordinator.plan import Plan, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.planning.model.workload import Service
+from ..coordinator.prefixes.fetching import KvLinks, PrefixFetch, list_sources, route_fetch
 from ..coordinator.prefixes.knowledge import ExpectedPrefill, PrefixKnowledge
 from ..coordinator.profile import ReplicaProfile
 from ..coordinator.routing.interface import NoRoute, ReplicaLoads, Route
@@ -71,6 +73,7 @@ class Deployment:
         self._held: frozenset[str] = frozenset()  # boxes that are the last to be taken
         self._changed: dict[str, ReplicaHost] = {}  # since the router last heard of them
         self._links: dict[tuple[str, str], TransferLinks] = {}
+        self._kv_links = KvLinks(self.token_bytes * 8e-9, self._link_between)
         self._check_pieces(run.trace)
         self.check_links()
 
@@ -103,10 +106,51 @@ class Deployment:
         if known is not None and names:
             prefill = route.prefill or route.decode
             queued = int(router.loads.prefill_tokens[router.loads.index[prefill]])
-            known.note_route(row, prefill, lambda _: names, ExpectedPrefill(now, tokens, queued, named.get(prefill, 0)))
+            fetch = self._choose_fetch(route, tokens, named, known, excluded | self._held, router, now)
+            expected = ExpectedPrefill(now, tokens, queued, named.get(prefill, 0))
+            known.note_route(row, prefill, lambda _: names, expected, fetch)
+            if fetch is not None:
+                route = route_fetch(route, fetch, tokens)
         if self._settings.report_s and row is not None:
             self._count_own(row, gateway, route, tokens)
         return route
+
+    def _choose_fetch(
+        self,
+        route: Route,
+        tokens: int,
+        named: Mapping[str, int],
+        known: PrefixKnowledge,
+        excluded: frozenset[str],
+        router: Router,
+        now: float,
+    ) -> PrefixFetch | None:
+        """What of its prompt comes from another replica, none of those with `excluded` boxes."""
+        share = self._settings.routing.prefix_fetch
+        if not share:
+            return None
+        sources = list_sources(self.plan, route, named, excluded=excluded, loads=router.loads, prompt_tokens=tokens)
+        if not sources:
+            return None
+        token_s = self._profile(self.hosts[route.decode]).prefill.token_s
+        return known.choose_fetch(
+            tokens, route.decode, named, sources=sources, token_s=token_s, links=self._kv_links, share=share, now=now
+        )
+
+    def _link_between(self, source: str, target: str) -> LinkView | None:
+        cluster, ends = self._cluster, (self.hosts[source].replica.head, self.hosts[target].replica.head)
+        one, two = map(cluster.index, ends)
+        if not cluster.gbps[one, two] > 0.0:
+            return None
+        return LinkView(
+            source=ends[0], target=ends[1], rtt_s=float(cluster.rtt_s[one, two]), gbps=float(cluster.gbps[one, two])
+        )
+
+    def note_first_token(self, request: SimRequest, at: float) -> None:
+        """Its answer has begun."""
+        gateway = request.gateway if self._settings.report_s else None
+        if (known := self._prefixes.get(gateway)) is not None:
+            known.note_first_token(request.row, at)
 
     @property
     def lends_replicas(self) -> bool:
@@ -215,7 +259,8 @@ class Deployment:
         self._uncount_own(row)
         self._routed[row] = gateway, route.decode
         self._reports[route.decode].own[gateway] += 1
-        self._reports[route.prefill or route.decode].own_tokens[gateway] += tokens
+        first = route.decode if route.cached else route.prefill or route.decode
+        self._reports[first].own_tokens[gateway] += tokens - route.cached
 
     def _uncount_own(self, row: int) -> None:
         gateway, decode = self._routed.pop(row, (None, ""))

@@ -96,7 +96,9 @@ class SimGateway:
         while self._admission is not None and (following := self._admission.take(request, now)) is not None:
             self._carry_out(following, following.machine.network_changed(now), now)
 
-    def _note_start(self, request: SimRequest, now: float) -> None:
+    def _note_start(self, request: SimRequest, at: float, now: float) -> None:
+        """Its answer begins at this moment."""
+        self._deployments[request.service].note_first_token(request, at)
         if self._admission is not None and not request.count:
             self._admission.start(request, now)
             self._give_turns(request, now)
@@ -119,11 +121,11 @@ class SimGateway:
             elif signal.kind is SignalKind.FIRST_TOKEN:
                 assignment.first_at = signal.at
                 assignment.end_prefill()
-                self._note_start(assignment.request, now)
+                self._note_start(assignment.request, signal.at, now)
             elif assignment.split is None:
                 continue
             elif signal.kind is SignalKind.HAS_ROOM:
-                kv_transfers.grant_room(assignment.split.transfer, now)
+                kv_transfers.grant_room(assignment.split.transfer, now, assignment.decode_seq.cached)
             else:
                 kv_transfers.start_prefill_step(assignment.split.transfer, signal.tokens, signal.at, now)
 
@@ -381,13 +383,8 @@ class SimGateway:
             self._strand(assignment, prefill, now)
             return
         if not prefill.engine.can_fit(sequence):
-            failed = partial(
-                request.machine.open_failed,
-                opening.attempt,
-                opening.prefill,
-                "it is longer than the KV memory",
-                prefill.number,
-            )
+            why = "it is longer than the KV memory"
+            failed = partial(request.machine.open_failed, opening.attempt, opening.prefill, why, prefill.number)
             self._hear(request, prefill, failed, now)
             return
         links = deployment.transfer_links(prefill.replica, decode.replica)
@@ -404,7 +401,8 @@ class SimGateway:
         self._on_load(prefill)
         assignment.submit(now)
         self._on_load(decode)
-        transfer.has_room = decode.engine.has_blocks_for(assignment.decode_seq)
+        if decode.engine.has_blocks_for(assignment.decode_seq):
+            self._kv_transfers.grant_room(transfer, now, assignment.decode_seq.cached)
 
     def _prefill_at_decode(self, request: SimRequest, now: float) -> None:
         assignment = request.assignment
@@ -435,7 +433,7 @@ class SimGateway:
             first = range(assignment.start, assignment.start + 1)
             said = partial(request.machine.first_token, opening.attempt, first, None)
             assignment.first_heard_at = now + self._places.message_s(request.gateway, replica)
-            self._note_start(request, now)
+            self._note_start(request, now, now)
             self._hear(request, replica, said, now)
         self._kv_transfers.end_prefill(assignment.split.transfer, now)
         if self._kv_transfers.may_be_late:

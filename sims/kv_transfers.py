@@ -39,13 +39,14 @@ class TransferLinks(NamedTuple):
 
 @final
 class KVTransfer:
-    """The transfer of one request's KV. `unsent`: tokens that are computed and not in any flow;
+    """The transfer of one request's KV. `unsent`: tokens that are computed and not in any flow; `present`: the first
+    ones that are in the receiver's cache, as far as they are not computed yet, and are not sent;
     `is_short`: it is sent after the prefill whatever others are; `is_layerwise`: some of it was sent
     while the prompt was computed."""
 
     __slots__ = (
         "begun_at", "flows", "has_room", "is_layerwise", "is_prefilled", "is_short", "layers", "limited", "links",
-        "prefilled_at", "request", "token_bytes", "unsent"
+        "prefilled_at", "present", "request", "token_bytes", "unsent"
     )  # fmt: skip
 
     def __init__(self, request: int, links: TransferLinks, token_bytes: float, layers: int) -> None:
@@ -60,6 +61,7 @@ class KVTransfer:
         self.is_prefilled = False  # all of it
         self.prefilled_at = nan
         self.unsent = 0
+        self.present = 0
         self.flows: dict[int, Flow] = {}  # under way, by key
         self.limited: list[tuple[Flow, LinkShare, float]] = []  # no faster than they are computed; bytes of a layer
 
@@ -80,6 +82,11 @@ class KVTransfers:
     def start_prefill_step(self, transfer: KVTransfer, tokens: int, until: float, now: float) -> None:
         """A step has begun that prefills so many tokens and ends at `until`."""
         self._lift_limits(transfer, now)
+        here = min(tokens, transfer.present)
+        transfer.present -= here
+        tokens -= here
+        if not tokens:
+            return
         layers = transfer.layers
         streams = self._layerwise and not transfer.is_short
         if not (streams and transfer.has_room and until > now and layers > 1):
@@ -98,9 +105,12 @@ class KVTransfers:
         self._lift_limits(transfer, now)
         self._send_rest(transfer, now)
 
-    def grant_room(self, transfer: KVTransfer, now: float) -> None:
-        """The decode replica has reserved blocks: what is computed may be sent."""
+    def grant_room(self, transfer: KVTransfer, now: float, present: int = 0) -> None:
+        """The decode replica has reserved blocks: what is computed may be sent, but for the first `present` tokens,
+        which it has in its cache."""
         transfer.has_room = True
+        here = min(present, transfer.unsent)
+        transfer.unsent, transfer.present = transfer.unsent - here, present - here
         if transfer.is_prefilled:
             self._send_rest(transfer, now)
 

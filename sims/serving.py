@@ -261,7 +261,8 @@ class Assignment:
         self.is_submitted = True
         self.decode.outstanding += 1
         self.decode.decodes += 1
-        self.prefill_tokens -= self.decode.engine.prefixes.count_cached(self.decode_seq)
+        if not self.decode_seq.external:
+            self.prefill_tokens -= self.decode.engine.prefixes.count_cached(self.decode_seq)
         self.decode.prefill_tokens += self.prefill_tokens
         self.decode.engine.submit(self.decode_seq, now)
 

@@ -21,4 +21,4 @@ def place(
     if whole and left == 1:
         # The prefill replica samples the only token: no KV has to move, and nobody else is needed.
         return OpenDecode(attempt, prefill)
-    return OpenDecode(attempt, route.decode, prefill, route.split, whole)
+    return OpenDecode(attempt, route.decode, prefill, route.split, whole, route.cached)

@@ -86,7 +86,8 @@ class OpenDecode(msgspec.Struct, frozen=True, gc=False):
     """Ask a replica to serve the request to its end; answer with `decode_opened` or `open_failed`.
 
     With `prefill` it is to receive the KV of the first `split` tokens from there, and the first
-    token of the answer if `first_token`; without, it computes all of the prompt.
+    token of the answer if `first_token`; without, it computes all of the prompt. `cached`: of those tokens, that the
+    prefill replica need not compute.
     """
 
     attempt: int
@@ -94,6 +95,7 @@ class OpenDecode(msgspec.Struct, frozen=True, gc=False):
     prefill: str | None = None
     split: int = 0
     first_token: bool = False
+    cached: int = 0
 
 
 class OpenPrefill(msgspec.Struct, frozen=True, gc=False):

@@ -70,13 +70,15 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     `split` is how many tokens of the prompt the prefill replica computes, from its beginning: any
     number from 1 to all of them, or 0 without such a replica. `splits_there`: that replica says how
-    many when it takes the request, `split` at most (`balancer`).
+    many when it takes the request, `split` at most (`balancer`). `cached`: so many of those tokens it has in its
+    cache, and sends without computing them (`prefixes.fetching`).
     """
 
     prefill: str | None
     decode: str
     split: int = 0
     splits_there: bool = False
+    cached: int = 0
 
     @classmethod
     def between(cls, prefill: str, decode: str, split: int) -> Route:
@@ -218,7 +220,9 @@ class RoutingSettings:
     queues say. Higher values let idle replicas take more over thin links, which then fall behind.
     `prefix_weight`: a token whose KV a replica holds counts for so many in its queue. Higher: prompts go
     more to where their prefix is, and queues grow longer there before others take some; 0: prefixes do
-    not count.
+    not count. `prefix_fetch`: the KV of a prefix comes from another replica that holds it where that is
+    expected to take at most this share of the time of computing it (`prefixes.fetching`). Higher: more is
+    fetched, for less; 0: nothing.
 
     Of the policy `hetero`: `kv_pressure` is theta of Xiong et al., equation 7: a replica counts as
     e^(theta * u) times as slow while the share u of its KV cache is spoken for. Higher values share
@@ -236,6 +240,7 @@ class RoutingSettings:
     remembered_requests: int = 128
     free_share: float = 1.5
     prefix_weight: float = 4.0
+    prefix_fetch: float = 1.0
     kv_pressure: float = 2.0
     length_predictor: str = "learned"
     max_pending_tokens: int = 8192
@@ -248,6 +253,8 @@ class RoutingSettings:
             raise PolicyError(f"routing.free_share is {self.free_share}; it must be at least 1")
         if not (isfinite(self.prefix_weight) and self.prefix_weight >= 0.0):
             raise PolicyError(f"routing.prefix_weight is {self.prefix_weight}; it must be 0 or more")
+        if not (isfinite(self.prefix_fetch) and self.prefix_fetch >= 0.0):
+            raise PolicyError(f"routing.prefix_fetch is {self.prefix_fetch}; it must be 0 or more")
         if not (isfinite(self.kv_pressure) and self.kv_pressure >= 0.0):
             raise PolicyError(f"routing.kv_pressure is {self.kv_pressure}; it must be 0 or more")
         if self.length_predictor not in LENGTH_PREDICTORS:

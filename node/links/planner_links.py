@@ -38,6 +38,17 @@ class PlannerLinks:
 
     def between(self, peers: Iterable[PeerId], told: Mapping[PeerId, LinkTable]) -> list[LinkView]:
         """Links between these boxes, by source and target, as the boxes at their beginnings tell of them."""
+        return [link for source in self._update(peers, told) for link in self._made[source][1]]
+
+    def to(
+        self, target: PeerId, sources: Iterable[PeerId], peers: Iterable[PeerId], told: Mapping[PeerId, LinkTable]
+    ) -> dict[str, LinkView]:
+        """By their sources, the links from some of the boxes to one of them."""
+        known = set(self._update(peers, told)).intersection(sources)
+        return {source: link for source in known for link in self._made[source][1] if link.target == target}
+
+    def _update(self, peers: Iterable[PeerId], told: Mapping[PeerId, LinkTable]) -> Iterable[PeerId]:
+        """Make what has changed; returns these boxes in order."""
         tables = {peer: told.get(peer, _UNTOLD) for peer in sorted(peers)}
         ends = {peer: _LinkEnd(table.site, table.box) for peer, table in tables.items()}
         if ends != self._ends:
@@ -46,7 +57,7 @@ class PlannerLinks:
             made = self._made.get(source)
             if made is None or made[0] is not table:
                 self._made[source] = (table, _make_links(source, table, ends))
-        return [link for source in tables for link in self._made[source][1]]
+        return tables
 
 
 def _make_links(source: PeerId, table: LinkTable, ends: Mapping[PeerId, _LinkEnd]) -> tuple[LinkView, ...]:

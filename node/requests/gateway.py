@@ -300,6 +300,7 @@ class Gateway:
             return
         self._queue.grow(key, count, self._limits.output_cost * count)
         self._queue.start(key, trio.current_time())
+        self._routes.note_first_token(request.token, trio.current_time())
         self._give_turns()  # also after later tokens: pauses end while others' answers go on
 
     def on_stalled(self, replica: PeerId) -> None:

@@ -11,8 +11,10 @@ from ...bootstrap import PeerId
 from ...coordinator import Demand, NoRoute, Plan, Route, Router, RoutingSettings
 from ...coordinator.capacity import Links
 from ...coordinator.names import name_of
+from ...coordinator.prefixes.fetching import PrefixFetch, list_sources, route_fetch
 from ...coordinator.prefixes.index import NamesOf
 from ...coordinator.prefixes.knowledge import ExpectedPrefill, PrefixKnowledge
+from ...coordinator.profile import ReplicaProfile
 from ...coordinator.repair.damping import DampingSettings, FlapDamping
 from ...coordinator.requests.stalls import ExpectedTimes
 from ...coordinator.requests.values import FindRoute
@@ -71,22 +73,65 @@ class RouteFinder:
     ) -> Route:
         """The route for what the machine of this request wants; `left` tokens of its answer may still come, `names_of`
         has the names of its prefixes. Raises NoRoute."""
-        known = self._prefixes
-        if known is None or names_of is None:
-            return self._find(wanted, now, left, request, NOTHING_CACHED)
-        named = known.find_named(names_of, now)
-        route = self._find(wanted, now, left, request, known.believe(named))
-        if self._router is not None:
+        view, known = self._view, self._prefixes
+        plan = view.plan
+        if plan is None or plan.service != self.service:
+            raise NoRoute("the coordinator has made no plan for it yet")
+        named = known.find_named(names_of, now) if known is not None and names_of is not None else {}
+        believed = known.believe(named) if known is not None else NOTHING_CACHED
+        route, avoided = self._find(wanted, plan, now, left, request, believed)
+        if known is not None and names_of is not None and self._router is not None:
+            fetch = self._choose_fetch(wanted, plan, route, named, avoided, now)
             prefill, loads = route.prefill or route.decode, self._router.loads
             queued = int(loads.prefill_tokens[loads.index[prefill]])
             expected = ExpectedPrefill(now, wanted.tokens, queued, named.get(prefill, 0))
-            known.note_route(request, prefill, names_of, expected)
+            known.note_route(request, prefill, names_of, expected, fetch)
+            if fetch is not None:
+                route = route_fetch(route, fetch, wanted.tokens)
+        self._note_sent(route, plan, wanted.tokens)
         return route
 
-    def _find(self, wanted: FindRoute, now: float, left: int, request: str | None, cached: Mapping[str, int]) -> Route:
-        view, plan = self._view, self._view.plan
-        if plan is None or plan.service != self.service:
-            raise NoRoute("the coordinator has made no plan for it yet")
+    def _choose_fetch(
+        self,
+        wanted: FindRoute,
+        plan: Plan,
+        route: Route,
+        named: Mapping[str, int],
+        avoided: frozenset[str],
+        now: float,
+    ) -> PrefixFetch | None:
+        """What of the prompt comes from another replica; nothing where its KV so far may come from the one that it
+        leaves."""
+        share, router, known = self._settings.prefix_fetch, self._router, self._prefixes
+        if not share or wanted.leaving or router is None or known is None:
+            return None
+        sources = list_sources(plan, route, named, excluded=avoided, loads=router.loads, prompt_tokens=wanted.tokens)
+        links = self._view.kv_links(sources, PeerId(route.decode), plan.codec) if sources else None
+        profile = self._update_profiles(plan, router)[router.loads.index[route.decode]] if sources else None
+        if links is None or profile is None:
+            return None
+        return known.choose_fetch(
+            wanted.tokens,
+            route.decode,
+            named,
+            sources=sources,
+            token_s=profile.prefill.token_s,
+            links=links,
+            share=share,
+            now=now,
+        )
+
+    def _find(
+        self,
+        wanted: FindRoute,
+        plan: Plan,
+        now: float,
+        left: int,
+        request: str | None,
+        cached: Mapping[str, int],
+    ) -> tuple[Route, frozenset[str]]:
+        """The route, and the heads of replicas that were better not taken."""
+        view = self._view
         faults = self._find_faults(plan, wanted)
         unusable = frozenset(faults)
         needed_s = plan.deadlines.ttft_s + plan.deadlines.tpot_s * left  # at most, where the plan keeps its deadlines
@@ -96,15 +141,12 @@ class RouteFinder:
         unsure = self.hung | stalled | ending
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._settings, earlier=self._router)
-            self._profiles = ReplicaProfiles(plan) if self._router.needs_profiles else None
+            self._profiles = ReplicaProfiles(plan)
         self._router.report(view.loads(self._queues()), view.gateways_like(self._demand(), self.service))
         prices = (sum(view.usd_per_hour(peer) for peer in replica.peers) for replica in plan.replicas)
         self._router.loads.usd_per_hour[:] = list(prices)
-        if self._profiles is not None:
-            signs = {peer: _sign(advert) for peer in plan.peers if (advert := view.adverts.get(PeerId(peer)))}
-            self._profiles.update(
-                signs, lambda: view.boxes(self.service), lambda: Links(view.links()), self._router.loads.profiles
-            )
+        if self._router.needs_profiles:
+            self._update_profiles(plan, self._router)
         route = partial(
             self._router.route,
             wanted.tokens,
@@ -113,22 +155,35 @@ class RouteFinder:
             max_output_tokens=left or None,
             cached_tokens=cached,
         )
+        avoided = unusable | unsure | {wanted.leaving}
         try:
-            return self._note_sent(route(exclude=unusable | unsure | {wanted.leaving}), plan, wanted.tokens)
+            return route(exclude=avoided), avoided
         except NoRoute as error:
             if wanted.leaving or unsure <= unusable:
                 raise self._explain(error, faults, plan, now) from None
         try:
-            return self._note_sent(route(exclude=unusable), plan, wanted.tokens)
+            return route(exclude=unusable), avoided
         except NoRoute as error:
             raise self._explain(error, faults, plan, now) from None
 
-    def _note_sent(self, route: Route, plan: Plan, tokens: int) -> Route:
+    def _update_profiles(self, plan: Plan, router: Router) -> list[ReplicaProfile | None]:
+        """How fast the replicas are, in the plan's order."""
+        view, profiles = self._view, router.loads.profiles
+        signs = {peer: _sign(advert) for peer in plan.peers if (advert := view.adverts.get(PeerId(peer)))}
+        if self._profiles is not None:
+            self._profiles.update(signs, lambda: view.boxes(self.service), lambda: Links(view.links()), profiles)
+        return profiles
+
+    def _note_sent(self, route: Route, plan: Plan, tokens: int) -> None:
         """Count the prompt where it is computed: others' gateways may send as much there meanwhile."""
-        first = plan.replica(route.prefill or route.decode)
+        first = plan.replica(route.decode if route.cached else route.prefill or route.decode)
         if first is not None:
-            self._view.note_sent(PeerId(first.head), tokens)
-        return route
+            self._view.note_sent(PeerId(first.head), tokens - route.cached)
+
+    def note_first_token(self, request: str, now: float) -> None:
+        """The answer to a request has begun. Again is no matter."""
+        if self._prefixes is not None:
+            self._prefixes.note_first_token(request, now)
 
     def end_request(self, request: str, output_tokens: int | None, first_token_at: float | None = None) -> None:
         """A request has ended, with so many tokens of its answer; None: not with all of it. `first_token_at`: where it

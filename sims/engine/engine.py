@@ -6,7 +6,8 @@ preemption.
     while engine.wake_at < inf:
         signals = engine.advance(engine.wake_at)
 
-The rules are those of vLLM's scheduler, first come first served. A step decodes one token for every
+The rules are those of vLLM's scheduler, first come first served, but for prompts that are cached and only to be sent,
+which go first: the prompts under way leave them the few tokens that they need. A step decodes one token for every
 decoding sequence and spends what is left of the token budget on prompts, in order of arrival; the
 last of them may get a chunk only. A prompt is admitted when the KV of all of it fits, and then has
 all of those blocks. When a decoding sequence needs a block and none is free, the one that joined
@@ -78,6 +79,7 @@ class Engine:
             raise SimEngineError(f"KV memory of {kv_tokens} tokens is less than a block of {settings.block_tokens}")
         self._free = self.blocks
         self.prefixes = PromptCache(settings)
+        self._block_tokens = settings.block_tokens
         self.settings = settings  # may be replaced between steps
         self._stages = stages
         self._record = record
@@ -133,7 +135,10 @@ class Engine:
         """Take it into the queue. Raises SimEngineError for one that never fits."""
         if not self.can_fit(sequence):
             raise SimEngineError(f"{sequence!r} needs more KV than the {self.blocks} blocks there are")
-        self._queue.append(sequence)
+        if self._is_cached_send(sequence):
+            self._queue.appendleft(sequence)
+        else:
+            self._queue.append(sequence)
         if sequence.external and len(self._queue) == 1:
             # Blocks can be reserved in the middle of a run, except those that its steps are still going to take.
             spoken_for = self._batch.blocks_for(self._run_steps) if self._run_end != inf else 0
@@ -380,13 +385,13 @@ class Engine:
         """Prefill chunks of one step, up to `budget` tokens; admits in order what fits."""
         chunks: list[_PromptChunk] = []
         while budget > 0:
-            if not self._to_prefill:
-                sequence = self._admit()
-                if sequence is None:
-                    break
-                if sequence.external:
-                    signals.append(EngineSignal(SignalKind.HAS_ROOM, sequence, 0.0))
+            if not self._to_prefill or (self._queue and self._is_cached_send(self._queue[0])):
+                admitted = self._admit()
+                if admitted is not None and admitted.external:
+                    signals.append(EngineSignal(SignalKind.HAS_ROOM, admitted, 0.0))
                     continue
+            if not self._to_prefill:
+                break
             sequence = self._to_prefill[0]
             tokens = min(budget, sequence.known - sequence.computed)
             chunks.append(_PromptChunk(sequence, sequence.computed, tokens))
@@ -404,6 +409,7 @@ class Engine:
         wanted = self._blocks_wanted(sequence)
         if wanted > self._free or not (sequence.external or self._has_place()):
             return None
+        goes_first = self._is_cached_send(sequence)
         self._queue.popleft()
         self._take_blocks(self.prefixes.use(sequence))
         sequence.blocks = self._blocks_wanted(sequence)
@@ -412,13 +418,19 @@ class Engine:
         if sequence.external:
             self._awaiting_kv[sequence.key] = sequence
         else:
-            self._to_prefill.append(sequence)
+            (self._to_prefill.appendleft if goes_first else self._to_prefill.append)(sequence)
             self._prefilling += 1
         return sequence
+
+    def _is_cached_send(self, sequence: Sequence) -> bool:
+        """Whether another engine waits for KV that is here, but for a block at most."""
+        return sequence.sends_kv and sequence.known - self.prefixes.count_cached(sequence) <= self._block_tokens
 
     def _queue_received(self, sequence: Sequence) -> None:
         """Its KV is here: it decodes next, or first prefills what is left of its prompt."""
         sequence.computed, sequence.external = sequence.external, 0
+        self.counts.received_tokens += sequence.computed - sequence.cached
+        self.prefixes.insert(sequence)
         if sequence.computed == sequence.known - 1:
             self._to_decode.append(sequence)
         else:

@@ -24,7 +24,7 @@ class PromptCache:
         return self.pieces.used * self._piece_blocks
 
     def count_cached(self, sequence: Sequence) -> int:
-        """Tokens of its prompt that are cached now."""
+        """Tokens of its prompt that are cached now, of those that it is to compute or be sent."""
         return self.pieces.find(self._usable(sequence)).blocks * self.piece_tokens
 
     def count_shared(self, sequence: Sequence) -> int:
@@ -42,8 +42,10 @@ class PromptCache:
         return found.unused * self._piece_blocks
 
     def insert(self, sequence: Sequence) -> None:
-        """All of its prompt is computed: what was not cached is from now on."""
-        added = self.pieces.insert(self._usable(sequence), len(sequence.shared))
+        """So much of its prompt is here as is computed, or came from another engine: what was not cached is from now
+        on."""
+        here = min(sequence.computed, sequence.known - 1) // self.piece_tokens if self.piece_tokens else 0
+        added = self.pieces.insert(sequence.prefix[:here], len(sequence.shared))
         sequence.shared += added
         sequence.blocks -= len(added) * self._piece_blocks
 
@@ -63,7 +65,8 @@ class PromptCache:
         return len(sequence.shared) * self._piece_blocks
 
     def _usable(self, sequence: Sequence) -> tuple[int, ...]:
-        """The pieces of its prompt that it need not compute where they are cached: the last token it always does."""
-        if not self.piece_tokens or sequence.external:
+        """The pieces of its prompt that it need not compute, or be sent, where they are cached: the last token it
+        always does."""
+        if not self.piece_tokens:
             return ()
-        return sequence.prefix[: (sequence.known - 1) // self.piece_tokens]
+        return sequence.prefix[: ((sequence.external or sequence.known) - 1) // self.piece_tokens]

@@ -88,6 +88,7 @@ class EngineCounts:
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of prompts, that were in the prefix cache and not computed
+    received_tokens: int = 0  # of prompts, whose KV another engine has sent
     output_tokens: int = 0
     preemptions: int = 0
     peak_blocks: int = 0

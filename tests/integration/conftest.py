@@ -231,12 +231,13 @@ async def open_cluster(
     drain_s: float = 1.0,
     requests: RequestSettings | None = None,
     policy: str = "plan",
+    routing: RoutingSettings | None = None,
 ) -> AsyncIterator[Cluster]:
     """A bootstrap and `nodes` nodes on loopback, all in this process, with engines from one fork server, or, without
     `channels`, each from its own.
 
     `knobs` has what is different for the engines of the first nodes, `announce` where they say that they are,
-    `requests` how long their gateways wait, `policy` how they route. Several
+    `requests` how long their gateways wait, `policy` or `routing` how they route. Several
     nodes are pinned to `phases` in turn: of so small a model and machine, the planner would let each do both.
     """
     said: list[str] = []
@@ -259,7 +260,7 @@ async def open_cluster(
                 codec=codec,
                 engine=replace(KNOBS, **changes),
                 requests=requests or RequestSettings(),
-                routing=RoutingSettings(policy=policy),
+                routing=routing or RoutingSettings(policy=policy),
                 drain_s=drain_s,
                 phase=phase,
                 announce=at,

@@ -12,7 +12,9 @@ filled in this order:
 2. Waiting requests, oldest first, while the token budget and the places last, all known tokens of
    the next one fit, and none has just been preempted. One whose KV another engine computes gets its
    blocks, if enough are left for the prompts that others still have to compute, and waits until the
-   KV has come. The others begin behind what is in the prefix cache of their prompts.
+   KV has come. The others begin behind what is in the prefix cache of their prompts. A prompt that
+   is only to be sent, and cached but for a block at most, waits for no other, and prompts of 1 leave
+   it its tokens.
 
 The simulator (`sims/engine`) takes many steps at once in closed form and therefore has a scheduler
 of its own; a test runs both on random requests and compares them step by step.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple, final
 
 from ....coordinator.costs.step_times import StepTimes, chunk_pairs
@@ -150,7 +153,10 @@ class Batcher:
         """Queue a new request."""
         if not sequence.external:
             sequence.cached = self._prefixes.find(self._usable(sequence)).blocks * self.block_size
-        self._waiting.append(sequence)
+        if self._is_cached_send(sequence):
+            self._waiting.appendleft(sequence)  # another engine waits for it, and there is hardly anything to compute
+        else:
+            self._waiting.append(sequence)
 
     def remove(self, request: str) -> None:
         """Forget a request in any state, or one that is not known; KV that is sent stays."""
@@ -187,12 +193,15 @@ class Batcher:
     def schedule(self) -> Batch:
         """Make up the next step; nothing is scheduled in it when nothing can be computed now."""
         budget = self._step_tokens
+        cached_sends = self._count_cached_sends()
+        decoding = sum(sequence.known - sequence.computed == 1 for sequence in self._running)
+        most = max(1, budget - decoding - cached_sends) if cached_sends else budget
         scheduled: list[ScheduledTokens] = []
         preempted: list[str] = []
         at = 0
         while at < len(self._running) and budget:
             sequence = self._running[at]
-            count = min(budget, sequence.known - sequence.computed)
+            count = min(budget, most, sequence.known - sequence.computed)
             while not self._reserve(sequence, sequence.computed + count):
                 alone = self._running[-1] is sequence
                 loser = self._reclaim_from_waiting() if alone else None
@@ -262,6 +271,14 @@ class Batcher:
     def _usable(self, sequence: BatchedRequest) -> tuple[int, ...]:
         """The blocks of its prompt that it need not compute where they are cached: the last token it always does."""
         return sequence.prefix[: (sequence.known - 1) // self.block_size]
+
+    def _is_cached_send(self, sequence: BatchedRequest) -> bool:
+        return sequence.sends_kv and sequence.known - sequence.cached <= self.block_size
+
+    def _count_cached_sends(self) -> int:
+        """Tokens to be computed of those at the head of the queue."""
+        first = takewhile(self._is_cached_send, self._waiting)
+        return sum(sequence.known - sequence.cached for sequence in first)
 
     def _use_cached(self, sequence: BatchedRequest) -> None:
         """It begins behind what is cached of its prompt, unless it has KV already or is to be given some."""

@@ -35,6 +35,7 @@ from ..vllm.speed import measure, measure_worker
 from ..vllm.synchronisations import record_if_asked
 from ..vllm.weights import telling_weights
 from .arguments import build_engine, device_kind, eos_tokens, stage_config
+from .cached_sends import CachedSends
 from .constraints import BACKEND, ConstraintSupport
 from .held_blocks import HeldBlockEvents
 from .logprobs import prompt_top_tokens, top_tokens
@@ -144,6 +145,7 @@ class EngineRunner:
         self._transfers = connector.scheduler_side
         cache = self._engine.vllm_config.cache_config
         self._held = HeldBlockEvents(self._scheduler, choose_stride(cache.num_gpu_blocks or 0))
+        self._cached_sends = CachedSends(self._scheduler)
         self._step_tokens = int(self._scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, _RunningRequest] = {}
         self._eos = eos_tokens(self._engine.model_config)
@@ -208,6 +210,7 @@ class EngineRunner:
                 if isinstance(message, protocol.Stop):
                     return
                 self._handle(message)
+            self._cached_sends.limit_running()
             # Of vLLM's engine, its core: it is the text of answers that the rest of it is for.
             outputs = self._engine.engine_core.get_output().outputs
             late = [*self._refuse_unconstrained(), *self._expire()]
@@ -282,14 +285,17 @@ class EngineRunner:
         if answered:
             request.append_output_token_ids(list(answered))
             request.prefill_stats = None  # vLLM's are for a prompt alone: it is wrong of KV that reaches beyond
+        cached = self._held.count_cached(request)
         self._requests[submit.request] = _RunningRequest(
             time.monotonic() + submit.deadline_s,
             submit.receive[0].ticket.transfer if submit.awaits_first_token else None,
-            len(submit.prompt) - max(submit.receive_tokens if submit.receive else 0, self._held.count_cached(request)),
+            len(submit.prompt) - max(submit.receive_tokens if submit.receive else 0, cached),
             frozenset(sampling.stop_token_ids),
             not submit.send,
         )
         self._core.add_request(request, wave)
+        if submit.send:
+            self._cached_sends.add(request, cached)
 
     def _check(self, submit: protocol.Submit) -> None:
         """Raise ValueError for what vLLM would find out inside a step, which takes the engine with it."""

@@ -1,4 +1,5 @@
-"""Prefix caches on Mooncake's conversation trace: what routes that follow them are worth."""
+"""Prefix caches on Mooncake's conversation trace: what routes that follow them are worth, and KV that comes from other
+boxes."""
 
 from __future__ import annotations
 
@@ -35,6 +36,11 @@ LOADS: Final = (0.5, 0.8, 1.0, 1.2)
 """Shares of what caches without routes by prefix carry."""
 QUICK_REQUESTS: Final = 300
 GATEWAYS: Final = 4
+LINKS_GBPS: Final = (10.0, 5.0, 1.0)
+NEAR: Final = (0.94, 1.14)
+"""Times the rate of routes by prefix alone: between these, the highest with KV from other boxes is looked for."""
+WAIT_LIMIT: Final = 1.5
+"""As in the running network: see `SimSettings.kv_wait_limit`."""
 
 COLD: Final = "no prefix cache"
 BLIND: Final = "caches, routes that do not know them"
@@ -44,12 +50,14 @@ SPREAD: Final = ", 4 gateways"
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way to serve: whether replicas cache prompts, whether routes follow that, and what it is compared with."""
+    """A way to serve: whether replicas cache prompts, whether routes follow that, over which links KV of prefixes comes
+    from other boxes (0: it does not), and what it is compared with."""
 
     cached: bool
     routed: bool
     gateways: int = 0
     blind: str = BLIND
+    fetch_gbps: float = 0.0
 
 
 WAYS: Final[Mapping[str, _Way]] = {
@@ -61,8 +69,15 @@ WAYS: Final[Mapping[str, _Way]] = {
 }
 
 
+FETCHING: Final[Mapping[str, _Way]] = {
+    f"KV of prefixes over {gbps:g} Gb/s": _Way(cached=True, routed=True, fetch_gbps=gbps) for gbps in LINKS_GBPS
+}
+"""Compared with routes by prefix alone."""
+
+
 class _Figures(NamedTuple):
-    """What is shown of one run: `cached` of prompt tokens; `computed`: by the box that computed most, over the mean."""
+    """What is shown of one run: `cached` of prompt tokens; `computed`: by the box that computed most, over the mean;
+    of prompt tokens, those computed anywhere (`prefilled`), and those whose KV came from another box (`received`)."""
 
     attained: float
     ttft_mean_s: float
@@ -70,6 +85,8 @@ class _Figures(NamedTuple):
     tpot_p90_s: float
     cached: float
     computed: float
+    prefilled: float
+    received: float
 
 
 class GoodputRow(ResultRow, frozen=True):
@@ -94,6 +111,21 @@ class FirstTokenRow(ResultRow, frozen=True):
     TPOT_P90_ms: float
     cached: str
     most_computed_over_mean: float
+
+
+class FetchRow(ResultRow, frozen=True):
+    """What one way carries where KV comes from other boxes, beside routes by prefix alone, and its figures at the rate
+    that those carry. `computed`, `from_other_boxes`: of prompt tokens."""
+
+    boxes: int
+    way: str
+    requests_per_s: float
+    over_routes_alone: float
+    TTFT_mean_s: float
+    TTFT_P90_s: float
+    TPOT_P90_ms: float
+    computed: str
+    from_other_boxes: str
 
 
 REMARKS: Final = """\
@@ -150,6 +182,17 @@ def prefixes(scope: Scope) -> Page:
                 ],
                 "At half, four fifths, all, and 1.2 times of what caches without routes by prefix carry.",
             ),
+            PageTable(
+                "KV of prefixes from other boxes",
+                [
+                    row
+                    for boxes in BOXES
+                    for row in _fetch_rows(boxes, carried[boxes, ROUTED], requests, scope.halvings)
+                ],
+                "In `kv4`, where that is expected to take no longer than computing it "
+                "(`RoutingSettings.prefix_fetch`). The highest rate as above, looked for more finely, and first "
+                "tokens at the rate that routes alone carry.",
+            ),
         ),
         remarks=REMARKS,
     )
@@ -181,8 +224,37 @@ def _latency_row(boxes: int, way: str, rate: float, requests: int | None) -> Fir
     )
 
 
+def _fetch_rows(boxes: int, rate: float, requests: int | None, halvings: int) -> list[FetchRow]:
+    """Routes by prefix alone, which carry about this rate, and with KV from other boxes over each of the links."""
+    ways = [ROUTED, *FETCHING]
+    low, high = (factor * rate for factor in NEAR)
+    carried = {way: _search(boxes, way, requests, halvings - 1, low, high) for way in ways}
+    rows = []
+    for way in ways:
+        found = _run(boxes, way, carried[ROUTED], requests)
+        rows.append(
+            FetchRow(
+                boxes=boxes,
+                way=way,
+                requests_per_s=carried[way],
+                over_routes_alone=carried[way] / carried[ROUTED],
+                TTFT_mean_s=found.ttft_mean_s,
+                TTFT_P90_s=found.ttft_p90_s,
+                TPOT_P90_ms=1e3 * found.tpot_p90_s,
+                computed=f"{found.prefilled:.1%}",
+                from_other_boxes=f"{found.received:.1%}",
+            )
+        )
+    return rows
+
+
 def _highest_rate(boxes: int, way: str, requests: int | None, halvings: int) -> float:
     low, high = (factor * boxes for factor in BRACKET)
+    return _search(boxes, way, requests, halvings, low, high)
+
+
+def _search(boxes: int, way: str, requests: int | None, halvings: int, low: float, high: float) -> float:
+    """The highest rate at which enough are in time, between two."""
     for _ in range(halvings):
         rate = (low + high) / 2
         if _run(boxes, way, rate, requests).attained >= TARGET:
@@ -194,35 +266,41 @@ def _highest_rate(boxes: int, way: str, requests: int | None, halvings: int) -> 
 
 @cache
 def _run(boxes: int, way: str, rate: float, requests: int | None) -> _Figures:
-    cluster, served, trace = _cluster(boxes), WAYS[way], mooncake(rate=rate, requests=requests)
+    served, trace = {**WAYS, **FETCHING}[way], mooncake(rate=rate, requests=requests)
+    cluster = _cluster(boxes, served.fetch_gbps or LINKS_GBPS[0])
     model = model_shape(MODEL)
     service = Service(name=MODEL, model=model, workload=workload_of(trace), slo=SLO)
     pieces = MOONCAKE_BLOCK // ENGINE.block_tokens if served.cached else 0
     weight = RoutingSettings().prefix_weight if served.routed else 0.0
     settings = SimSettings(
         engine=SimEngineSettings(prefix_blocks=pieces),
-        routing=RoutingSettings(prefix_weight=weight),
+        routing=RoutingSettings(
+            prefix_weight=weight, prefix_fetch=RoutingSettings().prefix_fetch if served.fetch_gbps else 0.0
+        ),
+        kv_wait_limit=WAIT_LIMIT,
         gateways=tuple(box.id for box in cluster.boxes[: served.gateways]),
         report_s=1.0 if served.gateways else 0.0,
     )
     result = simulate(cluster, [ServiceRun(service=service, plan=_plan(boxes), trace=trace)], settings=settings)
     outcomes = result.services[0].outcomes
-    computed = [replica.counts.prompt_tokens for replica in result.replicas]
+    computed, asked = [replica.counts.prompt_tokens for replica in result.replicas], float(trace.prompt.sum())
     return _Figures(
         attained=attainment(outcomes, SLO),
         ttft_mean_s=float(outcomes.ttft_s.mean()),
         ttft_p90_s=float(np.percentile(outcomes.ttft_s, 90)),
         tpot_p90_s=float(np.percentile(outcomes.tpot_s, 90)),
-        cached=sum(replica.counts.cached_tokens for replica in result.replicas) / float(trace.prompt.sum()),
+        cached=sum(replica.counts.cached_tokens for replica in result.replicas) / asked,
         computed=max(computed) / float(np.mean(computed)),
+        prefilled=sum(computed) / asked,
+        received=sum(replica.counts.received_tokens for replica in result.replicas) / asked,
     )
 
 
-def _cluster(boxes: int) -> Cluster:
+def _cluster(boxes: int, gbps: float) -> Cluster:
     apart = ~np.eye(boxes, dtype=bool)
     return Cluster(
         boxes=tuple(Box(id=f"box-{number}", gpu=gpu_table().find(GPU), gpus=1) for number in range(boxes)),
-        gbps=np.where(apart, 10.0, 0.0),
+        gbps=np.where(apart, gbps, 0.0),
         rtt_s=np.where(apart, 1e-3, 0.0),
         usd_per_gb=np.zeros((boxes, boxes)),
     )

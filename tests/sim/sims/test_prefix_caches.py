@@ -24,6 +24,7 @@ from p2pserve.sims.world import simulate
 
 from ...linear_times import LinearTimes
 
+FIRST_TOKEN, PREFILLED = SignalKind.FIRST_TOKEN, SignalKind.PREFILLED
 TIMES = LinearTimes(step=1.0, token=0.01, request=0.1, context=0.001)
 CACHED = SimEngineSettings(max_batched_tokens=100, max_sequences=8, block_tokens=4, prefix_blocks=2)
 
@@ -118,14 +119,99 @@ def test_cached_kv_is_sent_with_the_first_step() -> None:
     assert engine.free_tokens == 400
 
 
+def test_what_is_cached_and_only_to_be_sent_waits_for_no_prompt() -> None:
+    engine = engine_of()
+    run(engine, 0.0, Sequence(1, 50, 2, prefix=(1, 2, 3, 4, 5, 6)))
+    long, other = Sequence(2, 290, 2), Sequence(3, 60, 2)
+    send = Sequence(4, 49, 0, sends_kv=True, prefix=(1, 2, 3, 4, 5, 6))
+    engine.submit(long, 100.0)
+    engine.submit(other, 100.0)
+    engine.advance(100.0)  # a step of 100 tokens is under way, and two more of the long prompt would follow
+    engine.submit(send, 100.1)
+    signals = run(engine, 100.1)
+    at = {signal.sequence.key: signal.at for signal in signals if signal.kind in (FIRST_TOKEN, PREFILLED)}
+    assert at[4] == pytest.approx(104.0)  # the end of the next step
+    assert at[4] < at[2] < at[3]
+    engine.release_kv(send, 200.0)
+    engine.check_integrity()
+
+
+def test_a_prompt_that_is_to_be_computed_before_it_is_sent_waits_for_its_turn() -> None:
+    engine = engine_of()
+    engine.submit(Sequence(2, 290, 2), 100.0)
+    engine.submit(Sequence(4, 49, 0, sends_kv=True, prefix=(1, 2, 3, 4, 5, 6)), 100.0)
+    at = {signal.sequence.key: signal.at for signal in run(engine, 100.0) if signal.kind in (FIRST_TOKEN, PREFILLED)}
+    assert at[2] <= at[4]
+
+
+def receive(engine: Engine, now: float, sequence: Sequence) -> list[EngineSignal]:
+    """KV comes as soon as there is room for it."""
+    engine.submit(sequence, now)
+    if not engine.has_blocks_for(sequence):
+        engine.advance(engine.wake_at)
+    engine.receive_kv(sequence, now)
+    return run(engine, now)
+
+
+def test_what_another_engine_has_sent_is_cached_like_what_was_computed() -> None:
+    engine = engine_of()
+    receive(engine, 0.0, Sequence(1, 50, 2, external=33, prefix=(1, 2, 3, 4, 5, 6)))
+    assert (engine.counts.received_tokens, engine.counts.prompt_tokens) == (33, 17)
+    run(engine, 100.0, Sequence(2, 50, 2, prefix=(1, 2, 3, 4, 5, 6)))
+    assert (engine.counts.cached_tokens, engine.counts.prompt_tokens) == (48, 17 + 2)
+    assert engine.free_tokens == 400
+
+
+def test_what_is_cached_here_need_not_be_sent() -> None:
+    engine = engine_of()
+    run(engine, 0.0, Sequence(1, 20, 2, prefix=(1, 2)))
+    sequence = Sequence(2, 50, 2, external=33, prefix=(1, 2, 3, 4, 5, 6))
+    receive(engine, 100.0, sequence)
+    assert engine.counts.received_tokens == 33 - 16
+    receive(engine, 200.0, Sequence(3, 50, 2, external=33, prefix=(1, 2, 3, 4, 5, 6)))
+    assert engine.counts.received_tokens == 33 - 16 + 1  # the last token of what is asked for always comes
+    assert engine.free_tokens == 400
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_block_is_lost_where_prompts_are_sent_and_received(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = engine_of(kv_tokens=rng.choice((160, 400)))
+    waiting: list[Sequence] = []
+    for key in range(80):
+        prompt = rng.randrange(4, 60)
+        prefix = tuple(100 * depth + rng.randrange(2) for depth in range(prompt // 8))
+        kind = rng.choice(("computed", "sent", "received"))
+        sequence = Sequence(
+            key,
+            prompt,
+            0 if kind == "sent" else rng.randrange(1, 20),
+            sends_kv=kind == "sent",
+            external=rng.randrange(1, prompt) if kind == "received" else 0,
+            prefix=prefix,
+        )
+        engine.submit(sequence, float(key))
+        if kind == "received":
+            waiting.append(sequence)
+        while engine.wake_at <= key + 1.0:
+            for signal in engine.advance(engine.wake_at):
+                if signal.kind is PREFILLED:
+                    engine.release_kv(signal.sequence, engine.wake_at if engine.wake_at < inf else float(key))
+            engine.check_integrity()
+        for each in [each for each in waiting if engine.has_blocks_for(each)]:
+            waiting.remove(each)
+            (engine.receive_kv if rng.random() < 0.8 else engine.expect_no_kv)(each, key + 1.0)
+            engine.check_integrity()
+
+
 # ---- whole simulations ------------------------------------------------------------------------------------
 
 
-def cluster_of(boxes: int) -> Cluster:
+def cluster_of(boxes: int, gbps: float) -> Cluster:
     apart = ~np.eye(boxes, dtype=bool)
     return Cluster(
         boxes=tuple(Box(id=f"box-{n}", gpu=gpu_table().find("A100-SXM4-80GB"), gpus=1) for n in range(boxes)),
-        gbps=np.where(apart, 10.0, 0.0),
+        gbps=np.where(apart, gbps, 0.0),
         rtt_s=np.where(apart, 0.001, 0.0),
         usd_per_gb=np.zeros((boxes, boxes)),
     )
@@ -153,18 +239,21 @@ def simulated(
     boxes: int = 4,
     gateways: tuple[str, ...] = (),
     report_s: float = 0.0,
+    fetch: float = RoutingSettings().prefix_fetch,
+    gbps: float = 10.0,
 ) -> SimResult:
     """Of five boxes one is lost on the way."""
     workload = Workload(name="chat", prompts=trace.prompt, outputs=trace.output, rate=1.0)
-    service = Service(name="chat", model=model_shape("qwen2-7b"), workload=workload)
+    service = Service(name="chat", model=model_shape("qwen2-7b"), workload=workload, kv_bits=4.5)
     return simulate(
-        cluster_of(boxes),
+        cluster_of(boxes, gbps),
         [ServiceRun(service=service, plan=plan or plan_of(boxes), trace=trace)],
         settings=SimSettings(
             engine=SimEngineSettings(prefix_blocks=32),
-            routing=RoutingSettings(prefix_weight=weight),
+            routing=RoutingSettings(prefix_weight=weight, prefix_fetch=fetch),
             gateways=gateways,
             report_s=report_s,
+            kv_wait_limit=1.5,
         ),
         changes=[BoxLost(30.0, "box-1")] if boxes > 4 else [],
     )
@@ -194,6 +283,37 @@ def test_requests_survive_the_loss_of_a_box_with_its_cache(gateways: tuple[str, 
     trace = mooncake(rate=4.0, requests=300)
     result = simulated(trace, weight=4.0, boxes=5, gateways=gateways, report_s=1.0)
     assert result.services[0].outcomes.completed.all()
+    assert (result.services[0].replays > 0).any()
+
+
+def received_tokens(result: SimResult) -> int:
+    return sum(replica.counts.received_tokens for replica in result.replicas)
+
+
+def test_prefixes_that_other_boxes_hold_come_from_there_and_less_is_computed() -> None:
+    trace = mooncake(rate=4.0, requests=600)
+    alone, fetched = (simulated(trace, weight=4.0, fetch=share) for share in (0.0, 1.0))
+    computed = [sum(replica.counts.prompt_tokens for replica in result.replicas) for result in (alone, fetched)]
+    assert received_tokens(alone) == 0 < received_tokens(fetched)
+    assert computed[1] < computed[0]
+    assert fetched.services[0].outcomes.completed.all()
+    assert fetched.services[0].outcomes.ttft_s.mean() < alone.services[0].outcomes.ttft_s.mean()
+
+
+def test_over_links_on_which_kv_takes_longer_than_computing_nothing_is_fetched() -> None:
+    trace = mooncake(rate=4.0, requests=300)
+    alone, slow = (simulated(trace, weight=4.0, gbps=1.0, fetch=share) for share in (0.0, 1.0))
+    assert received_tokens(slow) == 0
+    assert np.array_equal(slow.services[0].outcomes.ttft_s, alone.services[0].outcomes.ttft_s)
+
+
+@pytest.mark.parametrize("gateways", [(), ("box-0", "box-2")])
+def test_requests_survive_the_loss_of_a_box_whose_prefixes_they_wait_for(gateways: tuple[str, ...]) -> None:
+    trace = mooncake(rate=6.0, requests=400)
+    result = simulated(trace, weight=0.01, boxes=5, gateways=gateways, report_s=1.0 if gateways else 0.0)
+    outcomes = result.services[0].outcomes
+    assert received_tokens(result) > 0
+    assert outcomes.completed.all()
     assert (result.services[0].replays > 0).any()
 
 

@@ -78,3 +78,26 @@ def test_what_is_cached_does_not_count_as_to_be_computed(engine_channels: list[i
             assert engine.stats.pending_prefill_tokens <= 9 + 300 - 2 * BLOCK
 
     trio.run(main)
+
+
+def test_what_is_cached_and_only_to_be_sent_waits_for_no_prompt(engine_channels: list[int], random_model: Path) -> None:
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            engine, other = await start(), await start()
+            prompt = prompt_of(300)
+            fresh = await engine.generate(prompt)
+            with listening() as (way, listener):
+                received = other.submit(prompt, receive=way, receive_tokens=2 * BLOCK + 1)
+                # With a step of one block, these take all of it eight times.
+                long = [engine.submit(prompt_of(500, seed), count=2) for seed in (1, 2)]
+                sent = engine.submit(prompt[: 2 * BLOCK + 1], send=way)
+                other.attach(*await accepted(listener))
+                result = await delivered(engine, other, way, received)
+                for each in long:
+                    assert len((await engine.finished(each)).tokens) == 2
+            order = [request for request in engine.results if request in (sent, *long)]  # by their first tokens
+            assert order == [sent, *long]
+            assert engine.results[sent].cached == 2 * BLOCK
+            assert result.tokens == fresh.tokens
+
+    trio.run(main)

@@ -16,16 +16,21 @@ from p2pserve.coordinator import (
     PhaseFit,
     Plan,
     Replica,
+    Route,
     RoutingSettings,
     Stage,
 )
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import Deadlines
+from p2pserve.coordinator.prefixes.held import PrefixNews, PrefixVersion, pack_names
+from p2pserve.coordinator.prefixes.knowledge import PrefixKnowledge
+from p2pserve.coordinator.prefixes.naming import prefix_names
 from p2pserve.coordinator.requests.stalls import ExpectedTimes
 from p2pserve.coordinator.requests.values import FindRoute
+from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.messages import Advert, EngineAdvert
+from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.requests.engine_room import prefill_tokens_s
 from p2pserve.node.requests.routes import RouteFinder
@@ -266,3 +271,77 @@ def test_requests_that_have_not_ended_count_under_the_next_plan() -> None:
     alone.end_request("never routed", None)
     together = [alone.find(WANTED, 1.0, 400, f"t{number}").decode for number in range(6)]
     assert before + after == together
+
+
+# ---- prefixes that another box holds ----------------------------------------------------------------------
+
+BLOCK = 16
+PROMPT = tuple(range(400))
+LONG = FindRoute(len(PROMPT), {})
+
+
+def fetching_finder(view: NetworkView, known: PrefixKnowledge, share: float = 1.0) -> RouteFinder:
+    """Of two boxes, ONE holds the prompt and is busy."""
+    known.index.take(
+        ONE,
+        PrefixNews(
+            version=PrefixVersion(1, 1), block_tokens=BLOCK, held=pack_names(prefix_names(PROMPT, BLOCK)), lost=b""
+        ),
+    )
+    routing = RoutingSettings(prefix_weight=1e-6, prefix_fetch=share)
+    return RouteFinder(view, SERVICE, routing, lambda: {ONE: Queue(9, 10_000)}, prefixes=known)
+
+
+def linked_view(codec: str = "raw") -> NetworkView:
+    plan = msgspec.structs.replace(plan_of(ONE, TWO), codec=codec)
+    # so slow that the prompt takes seconds
+    slow = msgspec.structs.replace(
+        advert(), engine=EngineAdvert(state="ready", tflops=1e-6, memory_gbps=1e-3, starts=1, kv_tokens=10_000)
+    )
+    view = NetworkView(adverts={ONE: slow, TWO: slow}, plan=plan)
+    link = LinkFigures(rtt_s=0.001, one_stream_gbps=10.0, capacity_gbps=10.0)
+    view.links_told = {ONE: LinkTable(links={TWO: link})}
+    return view
+
+
+def find_with_names(routes: RouteFinder, wanted: FindRoute = LONG) -> Route:
+    return routes.find(wanted, 0.0, request="r", names_of=lambda size: prefix_names(PROMPT, size))
+
+
+def test_a_prefix_comes_from_the_box_that_holds_it() -> None:
+    routes = fetching_finder(linked_view(), PrefixKnowledge())
+    assert find_with_names(routes) == Route(prefill=ONE, decode=TWO, split=399, cached=399)
+    assert routes.find(LONG, 0.0, request="r") == Route(prefill=None, decode=TWO)  # nobody has named its prefixes
+
+
+@pytest.mark.parametrize(("codec", "share"), [("raw", 1e-6), ("of the next release", 1.0), ("raw", 0.0)])
+def test_it_is_computed_where_that_is_sooner_or_cannot_be_said_or_is_not_wanted(codec: str, share: float) -> None:
+    routes = fetching_finder(linked_view(codec), PrefixKnowledge(), share)
+    assert find_with_names(routes) == Route(prefill=None, decode=TWO)
+
+
+def test_a_box_that_has_failed_with_the_request_or_leaves_or_does_not_answer_is_not_asked_for_its_prefix() -> None:
+    routes = fetching_finder(linked_view(), PrefixKnowledge())
+    for wanted in (FindRoute(400, {ONE: 1}), FindRoute(400, {}, ONE)):
+        assert find_with_names(routes, wanted) == Route(prefill=None, decode=TWO)
+    routes.hung = frozenset([ONE])
+    assert find_with_names(routes) == Route(prefill=None, decode=TWO)
+
+
+def test_what_is_fetched_is_not_counted_as_to_be_computed() -> None:
+    view = linked_view()
+    routes = fetching_finder(view, PrefixKnowledge())
+    find_with_names(routes)
+    sent = {load.replica: load.sent_tokens for load in view.loads({})}
+    assert sent == {ONE: 0, TWO: 1}
+
+
+def test_fetches_are_under_way_until_their_answers_have_begun() -> None:
+    known = PrefixKnowledge()
+    view = linked_view()
+    routes = fetching_finder(view, known)
+    find_with_names(routes)
+    assert "<OpenFetches 1>" in repr(known)
+    routes.note_first_token("r", 1.0)
+    assert "<OpenFetches 0>" in repr(known)
+    routes.end_request("r", 20, 1.0)

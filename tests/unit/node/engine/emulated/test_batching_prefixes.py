@@ -112,3 +112,17 @@ def test_no_block_is_lost_or_held_twice(seed: int) -> None:
             engine.release_sent(sending.pop(0))
         engine.check_integrity()
     assert cached > 0
+
+
+def test_what_is_cached_and_only_to_be_sent_waits_for_no_prompt() -> None:
+    engine = batcher(blocks=100)
+    run(engine, request("a", 18, prefix=(1, 2, 3, 4)))
+    engine.add(request("long", 150))
+    engine.complete(engine.schedule())
+    engine.add(request("other", 20))
+    engine.add(request("sent", 17, 1, (1, 2, 3, 4), sends_kv=True))
+    engine.add(request("computed first", 17, 1, (1, 2, 8, 9), sends_kv=True))
+    batches = run(engine)
+    steps = [{entry.sequence.request: entry.tokens for entry in batch.scheduled} for batch in batches]
+    assert steps[0] == {"long": 63, "sent": 1}
+    assert steps[1] == {"long": 23, "other": 20, "computed first": 9}
