@@ -25,7 +25,7 @@ from .links.path_selection import PathSelector
 from .links.reach import PathTo
 from .observing.values import EventKind
 from .prefixes.salts import CacheSalts
-from .replica.hosting import Host, describe_length, engine_configs
+from .replica.hosting import Host, describe_kv_quality, describe_length, engine_configs
 from .requests.gateway import Gateway
 from .requests.local_clients import LocalClients
 from .settings import NodeTuning
@@ -64,8 +64,9 @@ class Serving:
             nursery=nursery,
             tuning=settings.tuning,
         )
-        if (shortened := describe_length(served, settings.engine)) is not None:
-            joined.say(shortened)
+        for line in (describe_length(served, settings.engine), describe_kv_quality(served, settings.engine)):
+            if line is not None:
+                joined.say(line)
         self.host = Host(
             served,
             engine_configs(served, hardware, settings.engine, settings.home / "engine.log", codec=settings.codec),

@@ -15,6 +15,7 @@ import trio
 from ...bootstrap import PeerId
 from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
+from ...coordinator.planning.model.kv_quality import find_kv_quality
 from .. import messages
 from ..box.errors import NodeError
 from ..box.hardware import Hardware
@@ -47,6 +48,14 @@ def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | N
     if longest is None or settings.max_model_len is not None:
         return None
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
+
+
+def describe_kv_quality(served: ServedModel, settings: BoxEngineSettings) -> str | None:
+    """For people, where the owner wants KV in 8 bits, and nobody has measured what that costs this model."""
+    dtype, shape = settings.kv_cache_dtype, served.model.info.shape
+    if dtype == "auto" or find_kv_quality(shape, dtype) is not None:
+        return None
+    return f"{shape.name}: what KV in {dtype} costs in quality is not known; --kv-cache-dtype auto leaves it as it is"
 
 
 def describe_wait(share: Share, layers: int) -> str:

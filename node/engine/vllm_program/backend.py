@@ -37,6 +37,7 @@ def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedM
     require_engine(hardware, os.environ)
     model = open_model(name)
     require_dtype(name, quantisation_of(model.folder, name), knobs.dtype, hardware)
+    model.keep_kv_as(knobs.kv_cache_dtype)
     share = share_of(model.info, hardware, knobs)
     require_shared_memory(hardware, share.tp)
     return ServedModel(model=model, text=TextModel(model.folder), share=share)
