@@ -11,6 +11,7 @@ import trio
 
 from ..bootstrap import PeerId
 from ..bootstrap.network import Network
+from ..coordinator.costs.model_shape import KV_8_BIT
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .api.accounts import KeyAccounts
@@ -245,7 +246,8 @@ class Serving:
         if engine.state == "ready" and not engine.kv_tokens:  # a stage: its head has the scheduler
             self._say("stage ready: the head of its replica serves requests")
         elif engine.state == "ready":
-            self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache")
+            bits = " in 8 bits" if self.served.model.info.shape.kv_value_bytes == KV_8_BIT else ""
+            self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache{bits}")
         elif engine.detail and not is_long:
             self._say(f"engine {engine.state}: {engine.detail}")
 

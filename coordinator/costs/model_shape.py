@@ -19,6 +19,9 @@ KvCacheDtype = Literal["auto", "fp8", "fp8_e5m2"]
 
 KV_CACHE_DTYPES: Final[tuple[KvCacheDtype, ...]] = get_args(KvCacheDtype)
 
+KvChoice = KvCacheDtype | Literal["choose"]
+"""What people ask for; choose: 8 bits where what they cost in quality is known for the model."""
+
 
 class ModelShapeError(ValueError):
     """Dimensions that no model has, or a name that is not known; the text names the field."""

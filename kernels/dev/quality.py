@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="a table, or one JSON object (text)")
     parser.add_argument("--quick", action="store_true", help=f"a small sample, to see that nothing is broken ({QUICK})")
-    parser.add_argument("--threads", type=_threads, help="threads for the model (torch's own choice)")
+    parser.add_argument("--threads", type=count, help="threads for the model (torch's own choice)")
     arguments = parser.parse_args(argv)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -165,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if broken_bounds(report) else 0
 
 
-def _threads(text: str) -> int:
+def count(text: str) -> int:
+    """An option's whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

@@ -136,5 +136,4 @@ def choose_limits(settings: BoxEngineSettings, tokens: int, requests: int, longe
         max_model_len=settings.max_model_len or longest,
         max_batched_tokens=tokens,
         max_requests=settings.max_requests or min(requests, tokens),
-        kv_cache_dtype=settings.kv_cache_dtype,
     )

@@ -41,10 +41,10 @@ engine_options: Final = combine(
     ),
     _engine(
         "--kv-cache-dtype",
-        type=click.Choice(KV_CACHE_DTYPES),
+        type=click.Choice((*KV_CACHE_DTYPES, "choose")),
         default="auto",
         help="what the KV cache holds: auto (default): as the model's files say, mostly 16 bits; fp8 or fp8_e5m2: 8 "
-        "bits, for twice as many tokens, at some cost in quality",
+        "bits, for twice as many tokens, at some cost in quality; choose: fp8 where that cost is known for the model",
     ),
     _engine(
         "max_batched_tokens",

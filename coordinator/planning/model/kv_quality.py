@@ -12,7 +12,7 @@ from importlib.resources import files
 from io import StringIO
 from typing import Final, NamedTuple
 
-from ...costs.model_shape import KvCacheDtype, ModelShape
+from ...costs.model_shape import KvCacheDtype, KvChoice, ModelShape
 
 FILE: Final = "kv_quality.csv"
 
@@ -50,6 +50,8 @@ def find_kv_quality(model: ModelShape, dtype: KvCacheDtype) -> KvQuality | None:
     return next((row for row in read_kv_quality() if row[:4] == wanted), None)
 
 
-def choose_kv_cache_dtype(model: ModelShape) -> KvCacheDtype:
-    """8 bits where their quality is known for the model, else as its files say."""
+def resolve_kv_cache_dtype(wanted: KvChoice, model: ModelShape) -> KvCacheDtype:
+    """What is wanted; to choose: 8 bits where their quality is known for the model, else as its files say."""
+    if wanted != "choose":
+        return wanted
     return "fp8" if find_kv_quality(model, "fp8") is not None else "auto"

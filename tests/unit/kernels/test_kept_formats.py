@@ -47,14 +47,24 @@ def test_what_is_rounded_stays_what_it_is(rounding: partial[torch.Tensor], dtype
     assert not torch.equal(once, values)
 
 
-def test_the_table_has_a_column_for_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def samples(monkeypatch: pytest.MonkeyPatch) -> list[Sample]:
+    """What the model would be asked for; it answers at once."""
+    found = []
+
     def score(names: list[str], sample: Sample) -> tuple[dict[str, TokenScores], dict[str, list[Rouge]]]:
+        found.append(sample)
         losses = {name: torch.full((4,), 1.0 + 0.01 * number) for number, name in enumerate(names)}
         tokens = {name: TokenScores(loss, loss - 1.0, loss > 0.0) for name, loss in losses.items()}
         return tokens, {name: [rouge("a b c", "a b c")] for name in names}
 
     monkeypatch.setattr(quality_kept, "score_model", score)
+    return found
+
+
+def test_the_table_has_a_column_for_each_format(samples: list[Sample]) -> None:
     title, _, columns, *rows = quality_kept.measure(QUICK)
+    assert samples == [QUICK]
     assert "emulated" in title
     assert columns.split() == ["raw", *KEPT]
     found = {row[:32].strip(): row[32:].split() for row in rows}
@@ -64,7 +74,15 @@ def test_the_table_has_a_column_for_each_format(monkeypatch: pytest.MonkeyPatch)
     assert all(any(row.startswith(f"{name}: ") for row in rows) for name in KEPT)
 
 
-def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_smaller_sample_says_that_it_is_one(samples: list[Sample], capsys: pytest.CaptureFixture[str]) -> None:
+    assert quality_kept.main([]) == 0
+    assert quality_kept.main(["--windows", "2", "--continuations", "3"]) == 0
+    assert [(sample.windows, sample.continuations) for sample in samples] == [(None, 60), (2, 3)]
+    assert "sample: part of it: 2 window(s) of argparse" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--threads", "--windows", "--continuations"])
+def test_wrong_options_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        quality_kept.main(["--threads", "none"])
-    assert "--threads" in capsys.readouterr().err
+        quality_kept.main([option, "0"])
+    assert "'0' is not a whole number of at least 1" in capsys.readouterr().err
