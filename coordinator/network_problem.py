@@ -21,11 +21,12 @@ from numpy.typing import NDArray
 from .calibration import BATCH, calibrate_boxes, measured_costs
 from .capacity import BoxView, KvCodec, Links, LinkView
 from .costs.gpus import GpuSpec, Specs, gpu_table
-from .costs.model_shape import ModelShape
+from .costs.model_shape import KV_8_BIT, KV_16_BIT, ModelShape
 from .costs.profiled_times import ProfiledTimes
 from .costs.replica import GIB, StageHardware, kv_capacity_tokens
 from .demand import Demand, is_idle
 from .demand_meter import expected_workload
+from .names import count_of
 from .pipelines import BoxGroup, group_boxes
 from .plan import Phase, Plan, PlanError, Stage
 from .planning.lower.evaluator import LowerLevel
@@ -132,7 +133,7 @@ def build_network_problem(
     groups = group_boxes(list(usable.values()), between, previous, why)
     if not groups:
         return None
-    model = usable[groups[0].head].model
+    model = _common_model((usable[stage.peer] for group in groups for stage in group.stages), why)
     rooms = [_kv_room(group, usable, previous) for group in groups]
     told = list(demands)
     workload = expected_workload(told, longest=max(rooms))
@@ -222,13 +223,13 @@ def _select_boxes(offered: list[BoxView], why: list[str]) -> list[BoxView]:
         offered = [box for box in offered if not box.emulated]
     offers: defaultdict[ModelShape, list[BoxView]] = defaultdict(list)
     for box in offered:
-        offers[_without_name(box.model)].append(box)
+        offers[_comparable(box.model)].append(box)
     common = max(offers, key=lambda model: _rank_model(model, offers[model]), default=None)
     why += [
         f"{box.peer} left out: its model ({box.layers} layers of {box.model.hidden}) is not that of the others "
         f"({common.layers} layers of {common.hidden})"
         for box in offered
-        if common is not None and _without_name(box.model) != common
+        if common is not None and _comparable(box.model) != common
     ]
     return offers[common] if common is not None else []
 
@@ -238,9 +239,21 @@ def _rank_model(model: ModelShape, boxes: Sequence[BoxView]) -> tuple[object, ..
     return sum(box.fits for box in boxes) >= model.layers, len(boxes), msgspec.structs.astuple(model)
 
 
-def _without_name(model: ModelShape) -> ModelShape:
-    """Without the name, which is a matter of where a box has the model from."""
-    return msgspec.structs.replace(model, name="")
+def _comparable(model: ModelShape) -> ModelShape:
+    """Without the name, which is a matter of where a box has the model from, and without how its engine keeps KV, which
+    is its owner's choice: KV goes from either kind of engine to the other."""
+    return msgspec.structs.replace(model, name="", kv_value_bytes=KV_16_BIT)
+
+
+def _common_model(boxes: Iterable[BoxView], why: list[str]) -> ModelShape:
+    """Of boxes with one model: KV counts as 8 bits where all engines keep it so. What fits into each is told by the
+    engines themselves; where they differ, what decode reads counts as 16 bits until their own steps say otherwise."""
+    models = [box.model for box in boxes]
+    kept = {model.kv_value_bytes for model in models}
+    if len(kept) > 1:
+        count = sum(model.kv_value_bytes == KV_8_BIT for model in models)
+        why.append(f"{count} of {count_of(len(models), 'box')} keep KV in 8 bits, the others in 16")
+    return models[0].with_kv_value_bytes(max(kept))
 
 
 def _kv_room(group: BoxGroup, usable: Mapping[str, BoxView], previous: Plan | None) -> int:

@@ -11,6 +11,7 @@ import trio
 
 from ..bootstrap import PeerId
 from ..bootstrap.network import Network
+from ..coordinator.costs.model_shape import KV_8_BIT
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .api.accounts import KeyAccounts
@@ -25,7 +26,7 @@ from .links.path_selection import PathSelector
 from .links.reach import PathTo
 from .observing.values import EventKind
 from .prefixes.salts import CacheSalts
-from .replica.hosting import Host, describe_length, engine_configs
+from .replica.hosting import Host, describe_kv_quality, describe_length, engine_configs
 from .requests.gateway import Gateway
 from .requests.local_clients import LocalClients
 from .settings import NodeTuning
@@ -64,8 +65,9 @@ class Serving:
             nursery=nursery,
             tuning=settings.tuning,
         )
-        if (shortened := describe_length(served, settings.engine)) is not None:
-            joined.say(shortened)
+        for line in (describe_length(served, settings.engine), describe_kv_quality(served, settings.engine)):
+            if line is not None:
+                joined.say(line)
         self.host = Host(
             served,
             engine_configs(served, hardware, settings.engine, settings.home / "engine.log", codec=settings.codec),
@@ -244,7 +246,8 @@ class Serving:
         if engine.state == "ready" and not engine.kv_tokens:  # a stage: its head has the scheduler
             self._say("stage ready: the head of its replica serves requests")
         elif engine.state == "ready":
-            self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache")
+            bits = " in 8 bits" if self.served.model.info.shape.kv_value_bytes == KV_8_BIT else ""
+            self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache{bits}")
         elif engine.detail and not is_long:
             self._say(f"engine {engine.state}: {engine.detail}")
 

@@ -15,6 +15,7 @@ from ..bootstrap import Address, Bootstrap
 from ..bootstrap.streams.strangers import StrangerLimits
 from ..coordinator import Phase, RoutingSettings
 from ..coordinator.costs.gpus import Specs
+from ..coordinator.costs.model_shape import KvChoice
 from ..coordinator.repair.urgency import REPAIR_S
 from ..coordinator.requests.admission import AdmissionSettings
 from ..coordinator.requests.retry_times import RetrySettings
@@ -56,6 +57,7 @@ class BoxEngineSettings:
     backend: str = "vllm"  # the engine: a name of `engine.backends`
     dtype: str = "auto"
     kv_cache_mib: int | None = None  # None: 256 on a CPU, what is free on a GPU
+    kv_cache_dtype: KvChoice = "auto"  # fp8, fp8_e5m2: twice the tokens in the same memory, for some quality
     max_batched_tokens: int | None = None  # None: by the device
     max_requests: int | None = None  # None: by the device and its room for KV
     max_model_len: int | None = None  # tokens of prompt and answer; None: what fits, at most the model's

@@ -56,7 +56,8 @@ class Deployment:
         self.plan = run.plan
         self.hosts: dict[str, ReplicaHost] = {}
         self.log = ServiceLog(run)
-        self.token_bytes = run.service.model.kv_bytes_per_token * run.service.kv_bits / 16.0
+        model = run.service.model
+        self.token_bytes = model.layers * model.raw_kv_bytes_per_token_layer * run.service.kv_bits / 16.0
         self._cluster = cluster
         self._settings = settings
         self._rng = np.random.default_rng((settings.seed, number))

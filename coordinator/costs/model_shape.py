@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
 from ..bounds import MAX_LAYERS, Layer, ModelName, Size
+
+
+KV_8_BIT: Final = 1
+KV_16_BIT: Final = 2
+"""Values of `ModelShape.kv_value_bytes`."""
+
+KvCacheDtype = Literal["auto", "fp8", "fp8_e5m2"]
+"""vLLM's `kv_cache_dtype`: how an engine keeps K and V; auto: as the model's files say, mostly 16 bit."""
+
+KV_CACHE_DTYPES: Final[tuple[KvCacheDtype, ...]] = get_args(KvCacheDtype)
+
+KvChoice = KvCacheDtype | Literal["choose"]
+"""What people ask for; choose: 8 bits where what they cost in quality is known for the model."""
 
 
 class ModelShapeError(ValueError):
@@ -25,6 +38,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     attention (DeepSeek's) has one KV head, whose key and value are the halves of the latent vector.
     Heads of that size are not what it computes with: for a pair of tokens it takes 1.9 times as
     much when it decodes, and 0.6 times when it prefills.
+
+    `kv_value_bytes`: of each number of K and V in an engine's memory, 1 for vLLM's fp8. On the wire
+    they are coded from 16 bits whatever that is.
     """
 
     name: ModelName
@@ -43,6 +59,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     windowed_layers: Layer = 0
     dtype_bytes: Annotated[int, msgspec.Meta(ge=1, le=4)] = 2
     projections: Annotated[int, msgspec.Meta(ge=0, le=1 << 48)] = 0
+    kv_value_bytes: Annotated[int, msgspec.Meta(ge=1, le=2)] = KV_16_BIT
 
     def __post_init__(self) -> None:
         for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocabulary", "experts"):
@@ -106,19 +123,37 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.layer_parameters * self.dtype_bytes
 
     @property
+    def kv_values_per_token_layer(self) -> int:
+        """Numbers in K and V of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
     def kv_bytes_per_token_layer(self) -> int:
-        """K and V of one token in one layer, in 16 bit."""
-        return 2 * self.kv_heads * self.head_dim * 2
+        """K and V of one token in one layer, as an engine keeps them."""
+        return self.kv_values_per_token_layer * self.kv_value_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """K and V of one token in all layers, in 16 bit."""
+        """K and V of one token in all layers, as an engine keeps them."""
         return self.layers * self.kv_bytes_per_token_layer
+
+    @property
+    def raw_kv_bytes_per_token_layer(self) -> int:
+        """K and V of one token in one layer as codecs take them, in 16 bit."""
+        return self.kv_values_per_token_layer * KV_16_BIT
 
     @property
     def activation_bytes_per_token(self) -> int:
         """What one token sends to the next stage: hidden state and residual merged, in 16 bit."""
         return 2 * self.hidden
+
+    def with_kv_value_bytes(self, size: int) -> ModelShape:
+        """The same model with so many bytes for each number of K and V."""
+        return msgspec.structs.replace(self, kv_value_bytes=size)
+
+    def with_kv_cache_dtype(self, dtype: KvCacheDtype) -> ModelShape:
+        """The same model in engines that keep K and V so."""
+        return self if dtype == "auto" else self.with_kv_value_bytes(KV_8_BIT)
 
     def stage_weight_bytes(self, layers: int, *, first: bool, last: bool) -> int:
         """Of a stage with so many layers; the ends hold the embedding and the logits' matrix."""

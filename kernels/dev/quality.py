@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="a table, or one JSON object (text)")
     parser.add_argument("--quick", action="store_true", help=f"a small sample, to see that nothing is broken ({QUICK})")
-    parser.add_argument("--threads", type=_threads, help="threads for the model (torch's own choice)")
+    parser.add_argument("--threads", type=count, help="threads for the model (torch's own choice)")
     arguments = parser.parse_args(argv)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
@@ -165,7 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if broken_bounds(report) else 0
 
 
-def _threads(text: str) -> int:
+def count(text: str) -> int:
+    """An option's whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
@@ -201,6 +202,12 @@ def measure_tensors(
 
 def measure_model(codecs: Sequence[str], sample: Sample) -> ModelReport:
     """What the model says of every codec, `kv4` and `kivi4` among them."""
+    tokens, rouges = score_model(codecs, sample)
+    return report_scores(tokens, rouges, _kv4_minus_kivi4(tokens, rouges))
+
+
+def score_model(codecs: Sequence[str], sample: Sample) -> tuple[dict[str, TokenScores], dict[str, list[Rouge]]]:
+    """By codec, `raw` among them: every token that is scored, and every continuation."""
     model = BundledModel()
     batches = model.prompts(sample.modules, sample.continuations).split(BATCH)
     windows = model.windows(sample.modules, sample.windows)
@@ -213,12 +220,19 @@ def measure_model(codecs: Sequence[str], sample: Sample) -> ModelReport:
             progress.advance()
     progress.close()
     rouges = {codec: [rouge(*pair) for pair in zip(texts["raw"], texts[codec], strict=True)] for codec in codecs}
+    return tokens, rouges
+
+
+def report_scores(
+    tokens: Mapping[str, TokenScores], rouges: Mapping[str, list[Rouge]], kv4_minus_kivi4: dict[str, Difference]
+) -> ModelReport:
+    """Their means."""
     return ModelReport(
         {codec: scores.perplexity for codec, scores in tokens.items()},
         {codec: float(scores.divergence.mean()) for codec, scores in tokens.items()},
         {codec: scores.accuracy for codec, scores in tokens.items()},
         {codec: mean_rouge(scores) for codec, scores in rouges.items()},
-        _kv4_minus_kivi4(tokens, rouges),
+        kv4_minus_kivi4,
     )
 
 
@@ -226,7 +240,8 @@ def render(report: Report) -> str:
     """The table for people."""
     codecs = list(report.bits)
     lines = ["Quality of the KV codecs", ""]
-    lines += _table("", codecs, _summary(report))
+    bits = ("bits per element", [f"{value:.3f}" for value in report.bits.values()])
+    lines += format_table("", codecs, [bits, *summarise(report.model)])
     lossy = [codec for codec in codecs if codec != RAW.name]
     tables: dict[str, Callable[[Errors], str]] = {
         "Attention-logit error of K, dB": lambda found: f"{found.logit_db:.1f}",
@@ -235,7 +250,7 @@ def render(report: Report) -> str:
     }
     for title, cell in tables.items():
         rows = [(kind, [cell(row[codec]) for codec in lossy]) for kind, row in report.errors.items()]
-        lines += ["", *_table(title, lossy, rows)]
+        lines += ["", *format_table(title, lossy, rows)]
     lines += ["", "kv4 minus kivi4, mean ± standard error", *_differences(report.model.kv4_minus_kivi4)]
     lines += ["", *(f"{name}: {label}" for name, label in report.sample.labels().items())]
     lines.append(f"sample: {report.sample}")
@@ -285,9 +300,8 @@ def _kv4_minus_kivi4(tokens: Mapping[str, TokenScores], rouges: Mapping[str, Seq
     return found
 
 
-def _summary(report: Report) -> Iterator[tuple[str, list[str]]]:
-    model = report.model
-    yield "bits per element", [f"{value:.3f}" for value in report.bits.values()]
+def summarise(model: ModelReport) -> Iterator[tuple[str, list[str]]]:
+    """Rows of a table, each with a figure for every codec."""
     yield "perplexity", [f"{value:.4f}" for value in model.perplexity.values()]
     yield "  change, %", [f"{model.change(codec):+.2f}" for codec in model.perplexity]
     yield "divergence, 0.001 nats a token", [f"{1000 * value:.2f}" for value in model.divergence.values()]
@@ -304,7 +318,8 @@ def _differences(found: Mapping[str, Difference]) -> Iterator[str]:
         yield f"{label + ' of continuations':<32}{found[figure].mean:>+10.4f} ± {found[figure].standard_error:.4f}"
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
+def format_table(title: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> list[str]:
+    """Lines of a table for people."""
     lines = [f"{title:<32}" + "".join(f"{column:>10}" for column in columns)]
     return lines + [f"{name:<32}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in rows]
 

@@ -1,7 +1,9 @@
-"""The bundled model with its KV cache sent through a codec: losses, divergences, continuations.
+"""The bundled model with its KV cache sent through a codec, or kept in 8 bits: losses, divergences, continuations.
 
 Weights and arithmetic are fp32, so that the only rounding is the cache's. Keys (after RoPE) and
-values are rounded to bf16 for every codec, `raw` included, then encoded and decoded."""
+values are rounded to bf16 for every codec, `raw` included, then encoded and decoded. Wherever a codec is named, a
+format of `kept_formats` may be: then all tokens are rounded to it, those of answers too, and nothing is sent unless it
+says so."""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .kept_formats import KEPT
 from .quality_tensors import through
 
 HELD_OUT = ("argparse", "dataclasses", "tarfile", "heapq", "difflib")
@@ -82,6 +85,8 @@ class BundledModel:
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **settings: Any) -> Any:
             if query.shape[2] > 1:  # a prompt; tokens decoded later stay where they were computed
                 key, value = self._send(key, value)
+            elif self._codec in KEPT:  # and are kept there as that engine keeps all
+                key, value = (KEPT[self._codec].round(x.to(torch.bfloat16)).to(x.dtype) for x in (key, value))
             return sdpa_attention_forward(module, query, key, value, mask, **settings)
 
         ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, attend)
@@ -117,7 +122,7 @@ class BundledModel:
 
     def continuations(self, codec: str, prompts: torch.Tensor, count: int) -> list[str]:
         """`count` greedy tokens after each of `[prompts, tokens]`, from a cache coded and decoded."""
-        self._codec = "raw"
+        self._codec = (KEPT[codec].source or codec) if codec in KEPT else "raw"
         found = []
         with torch.inference_mode():
             # The prefill side picks the first token from its own, unsent cache; `decode` sees the sent one.
@@ -179,9 +184,19 @@ class BundledModel:
         """`[prompts, heads, tokens, head_dim]` fp32 as it arrives, every prompt on its own."""
         pairs = []
         for k, v in zip(key, value, strict=True):
-            sixteen = (x.transpose(0, 1).contiguous().to(torch.bfloat16) for x in (k, v))
-            pairs.append([x.to(torch.float32).transpose(0, 1) for x in through(self._codec, *sixteen)])
+            sixteen = [x.transpose(0, 1).contiguous().to(torch.bfloat16) for x in (k, v)]
+            pairs.append([x.to(torch.float32).transpose(0, 1) for x in _arrived(self._codec, *sixteen)])
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
+
+
+def _arrived(codec: str, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt's KV `[tokens, heads, head_dim]`, sent or kept."""
+    kept = KEPT.get(codec)
+    if kept is None:
+        return through(codec, k, v)
+    if kept.codec:
+        k, v = through(kept.codec, *(KEPT[kept.source].round(x) for x in (k, v)))
+    return kept.round(k), kept.round(v)
 
 
 def divergence(expected: torch.Tensor, found: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from ...coordinator.bounds import Count, Figure, Layer
+from ...coordinator.costs.model_shape import KvCacheDtype
 from ...coordinator.profile import StepSample
 from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
@@ -73,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_model_len: int | None = None  # None: the model's own
     shorten_to_fit: bool = False  # a request may get less than that, if that is what fits into the KV cache
     kv_cache_mib: int | None = None  # None: what vLLM finds free on a GPU, 256 MiB on a CPU
+    kv_cache_dtype: KvCacheDtype = "auto"  # what it keeps KV as; on the wire it is in the model's dtype, then coded
     block_size: int | None = None  # positions in a block of the paged cache; None: vLLM's choice for the device
     max_batched_tokens: int = 512
     max_requests: int = 64

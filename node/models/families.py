@@ -8,6 +8,7 @@ table for people is in `docs/engines.md`; what this misses, the engine refuses w
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Final
 
 from .errors import ModelError
@@ -103,17 +104,27 @@ def _by_layers(config: dict[str, Any], architectures: list[str]) -> str | None:
 
 def _by_format(config: dict[str, Any], architectures: list[str]) -> str | None:
     """Keys and values may be kept in 16 bits or in fp8."""
-    quantised = config.get("quantization_config")
-    if not isinstance(quantised, dict):
-        return None
-    inner = quantised.get("quantization")
-    places = (inner, quantised) if isinstance(inner, dict) else (quantised,)
-    for place in places:
-        scheme, algorithm = place.get("kv_cache_scheme"), place.get("kv_cache_quant_algo")
-        bits, kind = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, dict) else (None, None)
+    for bits, kind, algorithm in _kv_formats(config):
         if bits is not None and (bits, kind) != (8, "float"):
             algorithm = f"{kind}{bits}"
-        elif not isinstance(algorithm, str) or not algorithm.lower().startswith("nvfp4"):
+        elif not algorithm.startswith("nvfp4"):
             continue
-        return f"it keeps keys and values as {algorithm.lower()}; take one that keeps them in 16 bits or fp8"
+        return f"it keeps keys and values as {algorithm}; take one that keeps them in 16 bits or fp8"
     return None
+
+
+def keeps_kv_in_8_bits(config: dict[str, Any]) -> bool:
+    """Whether its files say that K and V are kept in fp8, as vLLM then does unless it is told otherwise."""
+    return any((bits, kind) == (8, "float") or algorithm == "fp8" for bits, kind, algorithm in _kv_formats(config))
+
+
+def _kv_formats(config: dict[str, Any]) -> Iterator[tuple[object, object, str]]:
+    """Of K and V, wherever a configuration says it: bits and kind of number, or an algorithm by name, in lower case."""
+    quantised = config.get("quantization_config")
+    if not isinstance(quantised, dict):
+        return
+    inner = quantised.get("quantization")
+    for place in (inner, quantised) if isinstance(inner, dict) else (quantised,):
+        scheme, algorithm = place.get("kv_cache_scheme"), place.get("kv_cache_quant_algo")
+        bits, kind = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, dict) else (None, None)
+        yield bits, kind, algorithm.lower() if isinstance(algorithm, str) else ""

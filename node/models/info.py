@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import msgspec
 
 from ...coordinator.bounds import MAX_LAYERS, Count, ModelName, Tokens
-from ...coordinator.costs.model_shape import ModelShape, ModelShapeError, shape_of_config
+from ...coordinator.costs.model_shape import KV_8_BIT, KV_16_BIT, ModelShape, ModelShapeError, shape_of_config
 from .errors import ModelError
+from .families import keeps_kv_in_8_bits
 
 
 class WeightSizes(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,12 +79,14 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
         return self.shape.head_dim
 
     def kv_bytes(self, tokens: int, first: int, last: int, float_bytes: int) -> int:
-        """What the KV of one sequence of `tokens` takes in layers `[first, last)`, `float_bytes` for each number."""
+        """What the KV of one sequence of `tokens` takes in layers `[first, last)`: for each number `float_bytes`, or
+        one where the engine keeps it in 8 bit."""
         # Blocks behind a window are given back only where all layers have the same: vLLM keeps layers that differ in
         # one group, since our connector does not claim caches of several.
         window = self.windows[0] if len(set(self.windows)) == 1 else 0
         positions = min(tokens, window) if window else tokens
-        return 2 * self.kv_heads * self.head_dim * float_bytes * positions * (last - first)
+        size = KV_8_BIT if self.shape.kv_value_bytes == KV_8_BIT else float_bytes
+        return self.shape.kv_values_per_token_layer * size * positions * (last - first)
 
 
 _UNIFORM_WINDOWS = frozenset({"mistral", "mixtral", "phi3", "starcoder2"})
@@ -116,6 +119,7 @@ def describe(name: str, service: str, config: dict[str, Any], weights: WeightSiz
                 window=max(windows, default=0),
                 windowed_layers=sum(window > 0 for window in windows),
                 dtype_bytes=min(4, weights.float_bytes or 1),  # a byte: quantised, about
+                kv_value_bytes=KV_8_BIT if keeps_kv_in_8_bits(config) else KV_16_BIT,
             ),
             max_model_len=int(longest or 2048),
             weights=weights,

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+import msgspec
+
 from .checkpoint import Checkpoint, StageLayers, local_checkpoint
 from .errors import ModelError
 from .families import check_architecture
@@ -15,6 +17,7 @@ from .info import ModelInfo, describe, layer_count
 from .progress import Report
 
 if TYPE_CHECKING:
+    from ...coordinator.costs.model_shape import KvCacheDtype
     from .download import DownloadSettings
     from .hub import Repository
 
@@ -48,6 +51,11 @@ class OpenedModel:
         if self._source is not None:
             self._source.fetch_weights(self._checkpoint, layers, report)
         return self.folder
+
+    def keep_kv_as(self, dtype: KvCacheDtype) -> None:
+        """From now on `info` is that of an engine that keeps KV so."""
+        shape = self.info.shape.with_kv_cache_dtype(dtype)
+        self.info = msgspec.structs.replace(self.info, shape=shape)
 
     def count_missing(self, layers: int) -> int:
         """Bytes of the first `layers` layers that `fetch` would fetch."""

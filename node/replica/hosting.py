@@ -10,11 +10,13 @@ from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
+import msgspec
 import trio
 
 from ...bootstrap import PeerId
 from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
+from ...coordinator.planning.model.kv_quality import find_kv_quality, resolve_kv_cache_dtype
 from .. import messages
 from ..box.errors import NodeError
 from ..box.hardware import Hardware
@@ -47,6 +49,15 @@ def describe_length(served: ServedModel, settings: BoxEngineSettings) -> str | N
     if longest is None or settings.max_model_len is not None:
         return None
     return f"{info.name}: {longest:,} of {info.max_model_len:,} tokens fit on this box; --max-model-len says otherwise"
+
+
+def describe_kv_quality(served: ServedModel, settings: BoxEngineSettings) -> str | None:
+    """For people, where the owner wants KV in 8 bits, and nobody has measured what that costs this model."""
+    shape = served.model.info.shape
+    dtype = resolve_kv_cache_dtype(settings.kv_cache_dtype, shape)
+    if dtype == "auto" or find_kv_quality(shape, dtype) is not None:
+        return None
+    return f"{shape.name}: what KV in {dtype} costs in quality is not known; --kv-cache-dtype auto leaves it as it is"
 
 
 def describe_wait(share: Share, layers: int) -> str:
@@ -98,7 +109,8 @@ def _config_of_share(
         backend=settings.backend,
         options=dict(served.options),
     )
-    return with_limits(config, share.limits)
+    kept = resolve_kv_cache_dtype(settings.kv_cache_dtype, model.info.shape)
+    return with_limits(config, msgspec.structs.replace(share.limits, kv_cache_dtype=kept))
 
 
 def step_limit(replica: Replica | None, own: PeerId) -> int:

@@ -7,6 +7,7 @@ from typing import Final
 
 import click
 
+from ...coordinator.costs.model_shape import KV_CACHE_DTYPES
 from ...node.engine.backends import BACKENDS
 from ...node.engine.emulated.backend import EMULATED
 from .command import combine, option
@@ -37,6 +38,13 @@ engine_options: Final = combine(
         type=POSITIVE,
         metavar="MIB",
         help="KV cache (default: 256 on a CPU, what is free on a GPU)",
+    ),
+    _engine(
+        "--kv-cache-dtype",
+        type=click.Choice((*KV_CACHE_DTYPES, "choose")),
+        default="auto",
+        help="what the KV cache holds: auto (default): as the model's files say, mostly 16 bits; fp8 or fp8_e5m2: 8 "
+        "bits, for twice as many tokens, at some cost in quality; choose: fp8 where that cost is known for the model",
     ),
     _engine(
         "max_batched_tokens",

@@ -24,15 +24,16 @@ RAW_BITS: Final = 16.0
 
 
 def kv_gigabits(model: ModelShape, tokens: Numbers, kv_bits: float) -> Numbers:
-    """Gb on the wire for a prompt of so many tokens, at `kv_bits` per element with all overhead.
+    """Gb on the wire for a prompt of so many tokens, at `kv_bits` per element with all overhead,
+    however many an engine keeps of it.
 
-    Grouped-query attention is in the model's KV bytes; layers with a window keep no more tokens
+    Grouped-query attention is in the model's KV values; layers with a window keep no more tokens
     than it spans.
     """
     layer_tokens = (model.layers - model.windowed_layers) * tokens
     if model.windowed_layers:
         layer_tokens += model.windowed_layers * np.minimum(tokens, float(model.window))
-    return layer_tokens * (model.kv_bytes_per_token_layer * kv_bits / RAW_BITS * 8e-9)
+    return layer_tokens * (model.raw_kv_bytes_per_token_layer * kv_bits / RAW_BITS * 8e-9)
 
 
 def visible_s(wire_s: Numbers, alpha_s: Numbers, prefill_s: Numbers, layers: int) -> Numbers:

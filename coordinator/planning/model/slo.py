@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ...costs.gpus import Specs, gpu_table
-from ...costs.model_shape import ModelShape
+from ...costs.model_shape import KV_16_BIT, ModelShape
 from ...costs.replica import StageHardware, kv_capacity_tokens, replica_times
 from ...costs.step_times import StepTimes
 from ...plan import Deadlines
@@ -30,7 +30,9 @@ class SloScale(NamedTuple):
 
 def lone_a100s(model: ModelShape, context: int) -> tuple[int, StepTimes]:
     """The fewest A100-80GB (1, 2, 4, 8) that hold the model and one request's context, and their
-    step times. Raises WorkloadError where eight are too few."""
+    step times; with KV in 16 bit, so that deadlines do not depend on how engines keep it. Raises
+    WorkloadError where eight are too few."""
+    model = model.with_kv_value_bytes(KV_16_BIT)
     gpu = gpu_table().find(A100, Specs.MEASURED)
     for tp in (1, 2, 4, 8):
         stages = (StageHardware(gpu=gpu, tp=tp, layers=model.layers, link_gbps=NVLINK_GBPS),)

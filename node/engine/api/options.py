@@ -73,6 +73,7 @@ OURS: Final[dict[str, str]] = {
     "--served-model-name": "",
     "--max-model-len": "",
     "--dtype": "",
+    "--kv-cache-dtype": "",
     "--max-num-batched-tokens": "",
     "--tensor-parallel-size": "--tp says how many GPUs of this box share a layer",
     "--max-num-seqs": "--max-requests says how many run at once",
@@ -198,7 +199,7 @@ _REFUSED: Final[tuple[tuple[str, str], ...]] = (
     (
         "each box's engine sizes and lays out its KV cache (--kv-cache-mib); leave it out",
         (
-            "--block-size --kv-cache-dtype --num-gpu-blocks-override --enable-prefix-caching "
+            "--block-size --num-gpu-blocks-override --enable-prefix-caching "
             "--prefix-caching-hash-algo --prefix-cache-retention-interval --kv-cache-dtype-skip-layers "
             "--kv-sharing-fast-prefill --swa-bounded-replay --mamba-cache-dtype --mamba-ssm-cache-dtype "
             "--mamba-block-size --prefix-match-unit --mamba-cache-mode --enable-mamba-shared-prefix-checkpoint "

@@ -13,8 +13,9 @@ from typing import Any, Final, final
 import msgspec
 
 from ....coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
-from ....coordinator.costs.model_shape import ModelShape, ModelShapeError, model_shape, shape_of_config
+from ....coordinator.costs.model_shape import KvChoice, ModelShape, ModelShapeError, model_shape, shape_of_config
 from ....coordinator.planning.model.cluster_file import card_link_gbps
+from ....coordinator.planning.model.kv_quality import resolve_kv_cache_dtype
 from ...box.errors import NodeError, NodeUsageError
 from ...box.fitting import can_share, choose_requests, choose_step_tokens, default_tp
 from ...box.hardware import Gpu, Hardware
@@ -78,7 +79,7 @@ def emulated_hardware(cards: Cards, box: Hardware) -> Hardware:
     return msgspec.structs.replace(box, gpus=gpus, emulated_as=cards.gpu.specs)
 
 
-def emulated_model(name: str, cards: Cards) -> EmulatedModel:
+def emulated_model(name: str, cards: Cards, kv_cache_dtype: KvChoice = "auto") -> EmulatedModel:
     """A known model by name, or a folder with `config.json`. Raises ModelError."""
     folder = BUNDLED if name == "bundled" else Path(name).expanduser()
     try:
@@ -91,6 +92,7 @@ def emulated_model(name: str, cards: Cards) -> EmulatedModel:
             service = f"{shape.name}-emulated"
     except ModelShapeError as error:
         raise ModelError(f"emulated {error}") from error
+    shape = shape.with_kv_cache_dtype(resolve_kv_cache_dtype(kv_cache_dtype, shape))
     tokenizer = folder if (folder / "tokenizer.json").is_file() else BUNDLED
     vocabulary = min(shape.vocabulary, TextModel(tokenizer).vocabulary)
     emulation = Emulation(model=shape, gpu=cards.gpu, gpu_link_gbps=card_link_gbps(cards.gpu), vocabulary=vocabulary)
@@ -99,7 +101,7 @@ def emulated_model(name: str, cards: Cards) -> EmulatedModel:
 
 def inspect_model(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:
     """Find the model and see that the modelled cards hold all of it. Raises ModelError, NodeError or GpuError."""
-    model = emulated_model(name, parse_cards(knobs.emulate or "", knobs.emulate_specs))
+    model = emulated_model(name, parse_cards(knobs.emulate or "", knobs.emulate_specs), knobs.kv_cache_dtype)
     tp = _choose_tp(hardware, knobs.tp, model.info)
     try:
         capacity, _ = model_capacity(model.emulation, tp=tp, kv_cache_mib=knobs.kv_cache_mib)

@@ -106,6 +106,7 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
         "model": config.model,
         "max_model_len": config.max_model_len,
         "block_size": config.block_size,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "max_num_batched_tokens": config.max_batched_tokens,
         "max_num_seqs": config.max_requests,
         "skip_tokenizer_init": True,

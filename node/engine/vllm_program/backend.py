@@ -28,6 +28,7 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
 
 
 def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:
+    from ....coordinator.planning.model.kv_quality import resolve_kv_cache_dtype
     from ...box.shares import share_of
     from ...box.start_checks import require_dtype, require_engine, require_shared_memory
     from ...models import open_model
@@ -37,6 +38,7 @@ def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedM
     require_engine(hardware, os.environ)
     model = open_model(name)
     require_dtype(name, quantisation_of(model.folder, name), knobs.dtype, hardware)
+    model.keep_kv_as(resolve_kv_cache_dtype(knobs.kv_cache_dtype, model.info.shape))
     share = share_of(model.info, hardware, knobs)
     require_shared_memory(hardware, share.tp)
     return ServedModel(model=model, text=TextModel(model.folder), share=share)

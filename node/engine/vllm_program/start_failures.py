@@ -73,6 +73,22 @@ _KNOWN: Final = (
         r"Bfloat16 is only supported on GPUs",
         r"this GPU does not compute in bfloat16; take --dtype float16",
     ),
+    (
+        r"FP8 KV cache on CPU requires",
+        r"vLLM keeps KV in 8 bits only on processors with AVX-512 or AMX; leave --kv-cache-dtype out",
+    ),
+    (
+        r"FP8 KV cache requires head_size divisible by 32 on CPU",
+        r"on a processor vLLM keeps KV in 8 bits only for heads of a multiple of 32; leave --kv-cache-dtype out",
+    ),
+    (
+        r"FP8 KV cache is not supported by the Triton attention backend on (.+?) \(compute capability",
+        r"vLLM has no attention for KV in 8 bits on \1 without FlashInfer; leave --kv-cache-dtype out",
+    ),
+    (
+        r"fp8_e5m2 kv-cache is not supported with fp8 checkpoints",
+        r"its files are in fp8, with which vLLM keeps no KV as fp8_e5m2; take --kv-cache-dtype fp8",
+    ),
 )
 
 

@@ -55,6 +55,14 @@ def test_the_same_model_from_another_folder_is_the_same_model() -> None:
     assert set(some_plan(box("a"), other).peers) == {"a", "b"}
 
 
+def test_boxes_that_keep_kv_in_8_bits_and_in_16_have_the_same_model() -> None:
+    eight = [msgspec.structs.replace(box(peer), model=model().with_kv_cache_dtype("fp8")) for peer in "bc"]
+    mixed = some_plan(box("a"), eight[0])
+    assert set(mixed.peers) == {"a", "b"}
+    assert "1 of 2 boxes keep KV in 8 bits, the others in 16" in mixed.why
+    assert not any("8 bits" in line for line in some_plan(*eight).why)
+
+
 def test_a_single_replica_does_both_phases_for_itself() -> None:
     plan = some_plan(box("a"))
     assert roles(plan) == {"a": M}

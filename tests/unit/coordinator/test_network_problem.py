@@ -24,7 +24,7 @@ from p2pserve.coordinator.costs.replica import GIB, Hop, StageHardware, kv_capac
 from p2pserve.coordinator.costs.step_times import StepTimes
 from p2pserve.coordinator.costs.sweep import ENGINE_SWEEP, profile_times
 from p2pserve.coordinator.network_problem import NetworkProblem, build_network_problem
-from p2pserve.coordinator.planning.lower.parallel import BoxGpus, GroupHardware, ParallelOptions
+from p2pserve.coordinator.planning.lower.parallel import MEMORY_SHARE, BoxGpus, GroupHardware, ParallelOptions
 from p2pserve.coordinator.planning.lower.replicas import needs_of_service
 from p2pserve.coordinator.planning.model.problem import Group, Slice
 from p2pserve.coordinator.planning.model.slo import SloScale, slo_by
@@ -239,6 +239,19 @@ def test_of_boxes_with_unlike_models_those_are_used_that_can_serve_and_then_the_
     assert [why.split(":")[0] for why in found.why] == ["b left out", "c left out"]
     enough = (box("b", layers=6, fits=3), box("c", layers=6, fits=3))
     assert set(build(box("a"), *enough).heads) == {"b"}
+
+
+def test_the_service_counts_with_8_bits_where_all_boxes_keep_kv_so() -> None:
+    eight = [msgspec.structs.replace(box(peer), model=model().with_kv_cache_dtype("fp8")) for peer in "ab"]
+    assert build(*eight).service.model.kv_value_bytes == 1
+    assert build(eight[0], box("b")).service.model.kv_value_bytes == 2
+    told = [msgspec.structs.replace(one, kv_tokens=20_000) for one in eight]
+    # what fits is what the engines say: the cards count as half as large beside their weights
+    half, whole = (
+        build(*boxes).problem.cluster.boxes[0].gpu.memory_gib for boxes in (told, [box("a", kv_tokens=20_000)])
+    )
+    weights = model().weight_bytes / GIB / MEMORY_SHARE
+    assert half - weights == pytest.approx((whole - weights) / 2, rel=0.01)
 
 
 def test_emulated_boxes_are_left_to_themselves() -> None:

@@ -14,6 +14,7 @@ import torch
 
 from p2pserve.kernels import accelerate
 from p2pserve.kernels.dev import quality, quality_lies, quality_model
+from p2pserve.kernels.dev.kept_formats import KEPT, KeptFormat
 from p2pserve.kernels.dev.quality import (
     FULL,
     QUICK,
@@ -196,6 +197,30 @@ class TestModel:
         found = model.scores(("raw", "kv4"), model.windows(("heapq",)))
         assert found["kv4"].perplexity > 1.5 * found["raw"].perplexity
         assert float(found["kv4"].divergence.mean()) > 0.1
+
+    def test_kv_that_is_kept_in_8_bits_changes_predictions_by_its_rounding(
+        self, model: quality_model.BundledModel
+    ) -> None:
+        found = model.scores(("raw", *KEPT), model.windows(("heapq",)))
+        shift = {name: float(scores.divergence.mean()) for name, scores in found.items()}
+        assert 0 < shift["kept-fp8"] < shift["kept-e5m2"]
+        assert shift["kept-fp8"] < shift["kept-cpu"]
+        assert shift["kept-fp8"] < shift["kept+kv4"]
+        assert max(shift.values()) < 0.1
+
+    def test_what_an_answer_adds_is_kept_in_8_bits_too(
+        self, model: quality_model.BundledModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        rounded: list[int] = []
+
+        def note(values: torch.Tensor) -> torch.Tensor:
+            rounded.append(values.shape[-2])
+            return values
+
+        monkeypatch.setitem(KEPT, "kept-fp8", KeptFormat("as it is", note))
+        prompts = model.prompts(("heapq",), 1)
+        assert model.continuations("kept-fp8", prompts, 3) == model.continuations("raw", prompts, 3)
+        assert max(rounded) == 512 + 3
 
     def test_a_lie_about_kv_is_smaller_than_what_codecs_change(self, model: quality_model.BundledModel) -> None:
         ids = model.prompts(("heapq",), 1)[0, :65]

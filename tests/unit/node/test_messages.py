@@ -48,6 +48,10 @@ OPENING = messages.StageOpen(
     pipes=(PipeEnd(stage=0, kind="control", ticket=LINK),),
     limits=BatchLimits(max_model_len=None, max_batched_tokens=512, max_requests=64),
 )
+KEPT_IN_8_BITS = msgspec.structs.replace(
+    OPENING,
+    limits=BatchLimits(max_model_len=None, max_batched_tokens=512, max_requests=64, kv_cache_dtype="fp8"),
+)
 DECODING = messages.DecodeOpen(
     request="r",
     service="tiny",
@@ -64,6 +68,7 @@ MESSAGES: list[messages.Message] = [
     messages.LinkOpen(service="tiny"),
     messages.LinkOpen(service="tiny", source=RANK, target=WorkerRank(tp=3)),
     OPENING,
+    KEPT_IN_8_BITS,
     messages.StageLoaded(),
     messages.StageInlets(transfer=TRANSFER.transfer, codec="raw", deadline_s=1.0, slices=(PIECE,)),
     messages.StageInletsOpened(inlets=(Inlet(rank=RANK, slice=SLICE, ticket=TRANSFER, link=LINK),)),
@@ -96,6 +101,11 @@ def test_messages_arrive_unchanged_whatever_a_newer_release_adds(message: messag
     assert msgspec.msgpack.decode(data, type=type(message)) == message
     fields = msgspec.msgpack.decode(data)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode({**fields, "extra": 1}), type=type(message)) == message
+
+
+def test_stages_of_an_older_release_are_told_of_kv_only_where_it_is_not_kept_as_usual() -> None:
+    assert "kv_cache_dtype" not in changed(OPENING.limits)
+    assert changed(KEPT_IN_8_BITS.limits)["kv_cache_dtype"] == "fp8"
 
 
 GENERATE = messages.Generate(request="r", messages=(messages.ChatMessage(role="user", content="hello"),))
@@ -155,7 +165,12 @@ HOSTILE: list[tuple[type[messages.Message], dict[str, Any]]] = [
     (messages.StageOpen, changed(OPENING, stage=0)),
     *(
         (messages.StageOpen, changed(OPENING, limits=changed(OPENING.limits, **bad)))
-        for bad in ({"max_requests": 0}, {"max_batched_tokens": 1 << 21}, {"max_model_len": 0})
+        for bad in (
+            {"max_requests": 0},
+            {"max_batched_tokens": 1 << 21},
+            {"max_model_len": 0},
+            {"kv_cache_dtype": "int4"},
+        )
     ),
 ]
 

@@ -60,6 +60,15 @@ def test_kv_and_activations_are_in_16_bit_whatever_the_weights_are() -> None:
         assert shape.activation_bytes_per_token == 2 * 4
 
 
+def test_in_8_bits_kv_takes_half_in_memory_and_as_much_for_codecs() -> None:
+    kept = TINY.with_kv_cache_dtype("fp8")
+    assert TINY.with_kv_cache_dtype("fp8_e5m2") == kept
+    assert TINY.with_kv_cache_dtype("auto") == TINY == kept.with_kv_value_bytes(2)
+    assert (kept.kv_bytes_per_token_layer, kept.kv_bytes_per_token) == (4, 12)
+    assert kept.raw_kv_bytes_per_token_layer == TINY.raw_kv_bytes_per_token_layer == TINY.kv_bytes_per_token_layer
+    assert kept.weight_bytes == TINY.weight_bytes
+
+
 @pytest.mark.parametrize(
     ("first", "last", "tied", "ends"),
     [

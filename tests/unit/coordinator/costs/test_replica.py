@@ -124,6 +124,15 @@ def test_memory_by_hand() -> None:
     assert kv_capacity_tokens(LLAMA, even(1, tp=1)) < 0
 
 
+def test_in_8_bits_twice_the_tokens_fit_and_decode_reads_each_in_half_the_time() -> None:
+    kept = LLAMA.with_kv_cache_dtype("fp8")
+    assert kv_capacity_tokens(kept, even(1)) in range(2 * kv_capacity_tokens(LLAMA, even(1)), 2**40)
+    plain, eight = (replica_times(model, even(1)) for model in (LLAMA, kept))
+    assert eight.decode_line(8).context_s == pytest.approx(plain.decode_line(8).context_s / 2)
+    assert eight.decode_line(8).fixed_s == plain.decode_line(8).fixed_s
+    assert eight.prefill_s(1000, 500_500.0) == plain.prefill_s(1000, 500_500.0)
+
+
 def test_the_fullest_stage_limits_memory() -> None:
     small = StageHardware(card("RTX-3090-24GB"), 2, 20, 160.0)
     large = StageHardware(card("A100"), 2, 40, 160.0)

@@ -26,7 +26,7 @@ from p2pserve.node.box.hardware import GPU_SHARE, Gpu, Hardware
 from p2pserve.node.box.shares import share_of
 from p2pserve.node.engine.backend import ServedModel
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import describe_length, engine_configs
+from p2pserve.node.replica.hosting import describe_kv_quality, describe_length, engine_configs
 from p2pserve.node.settings import BoxEngineSettings, FittingSettings
 
 GIB = 1 << 30
@@ -200,6 +200,23 @@ def test_a_shortened_length_is_said_and_may_be_shortened_further() -> None:
     assert started(cpu, BoxEngineSettings(max_model_len=2048)) == (2048, False, None)
     assert started(cpu, BoxEngineSettings(kv_cache_mib=64 * 1024)) == (None, False, None)  # 256 KiB a token in float32
     assert started(cpu, BoxEngineSettings(kv_cache_mib=1056))[:2] == (4096, True)
+
+
+def test_kv_in_8_bits_leaves_room_for_longer_requests_and_is_said_where_nobody_knows_its_quality() -> None:
+    model, box, knobs = known_model("Llama-3.1-8B"), box_with(1, 24), BoxEngineSettings(kv_cache_dtype="fp8")
+    info = structs.replace(model, shape=model.shape.with_kv_cache_dtype("fp8"))
+    found: Any = type("Found", (), {"info": info, "folder": "/model"})()
+    made = ServedModel(model=found, text=None, share=share_of(info, box, knobs))  # type: ignore[arg-type]
+    configs = engine_configs(made, box, knobs, log=None, codec="raw")  # type: ignore[arg-type]
+    assert configs.most.kv_cache_dtype == configs.of_stage(8).kv_cache_dtype == "fp8"
+    assert made.share.limits.max_model_len == 73_728  # of 36,864 in 16 bits
+    assert describe_kv_quality(made, BoxEngineSettings()) is None
+    chosen = replace(knobs, kv_cache_dtype="choose")
+    assert engine_configs(made, box, chosen, log=None, codec="raw").most.kv_cache_dtype == "auto"  # type: ignore[arg-type]
+    assert describe_kv_quality(made, chosen) is None
+    assert describe_kv_quality(made, knobs) == (
+        "Llama-3.1-8B: what KV in fp8 costs in quality is not known; --kv-cache-dtype auto leaves it as it is"
+    )
 
 
 def test_a_box_that_holds_the_model_takes_more_and_longer_requests_as_a_stage() -> None:

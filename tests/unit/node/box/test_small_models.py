@@ -103,6 +103,12 @@ def test_room_for_kv_is_what_the_heaviest_layers_leave() -> None:
     assert count_kv_tokens(MODEL, room(2 * 6100 + 3 * 2 * 2 * TOKEN, float_bytes=4), 2, tp=1) == 3
 
 
+def test_kv_in_8_bits_takes_a_byte_a_number_whatever_the_engine_computes_in() -> None:
+    kept = structs.replace(MODEL, shape=SHAPE.with_kv_cache_dtype("fp8"))
+    assert count_kv_tokens(kept, room(6100 + 3 * 2 * TOKEN), 2, tp=1) == 6
+    assert count_kv_tokens(kept, room(2 * 6100 + 3 * 2 * TOKEN, float_bytes=4), 2, tp=1) == 6
+
+
 @pytest.mark.parametrize(("tp", "share"), [(1, 3 * 96), (2, 3 * 96 // 2), (5, 57)])
 def test_what_a_gpu_needs_to_work_with_adds_up(tp: int, share: int) -> None:
     limits = BatchLimits(max_model_len=None, max_batched_tokens=10, max_requests=7)

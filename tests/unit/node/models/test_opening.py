@@ -24,6 +24,28 @@ def test_a_model_is_described(tmp_path: Path) -> None:
     assert model.folder == tmp_path / "tiny"
 
 
+@pytest.mark.parametrize(
+    ("quantised", "size"),
+    [
+        (None, 2),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, 1),
+        ({"kv_cache_scheme": None}, 2),
+        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, 1),
+        ({"quantization": {"kv_cache_quant_algo": None}}, 2),
+    ],
+)
+def test_what_its_files_say_of_kv_counts_and_then_what_the_owner_says(
+    tmp_path: Path, quantised: dict[str, Any] | None, size: int
+) -> None:
+    model = open_model(str(make(tmp_path / "m", config={**CONFIG, "quantization_config": quantised})))
+    service = model.info.service
+    assert model.info.shape.kv_value_bytes == size
+    model.keep_kv_as("auto")
+    assert model.info.shape.kv_value_bytes == size
+    model.keep_kv_as("fp8")
+    assert (model.info.shape.kv_value_bytes, model.info.service) == (1, service)
+
+
 def test_a_link_and_a_relative_path_are_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make(tmp_path / "tiny")
     (tmp_path / "link").symlink_to(folder)

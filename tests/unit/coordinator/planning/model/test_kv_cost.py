@@ -27,6 +27,11 @@ def test_grouped_queries_and_windows_send_less() -> None:
     assert kv_gigabits(windowed, 200.0, 16.0) == pytest.approx(kv_gigabits(LLAMA_30B, 200.0, 16.0))
 
 
+def test_what_is_sent_does_not_depend_on_how_engines_keep_it() -> None:
+    kept = LLAMA_30B.with_kv_cache_dtype("fp8")
+    assert kv_gigabits(kept, 1024.0, 4.5) == kv_gigabits(LLAMA_30B, 1024.0, 4.5)
+
+
 def test_what_is_seen_of_four_layers_counted_by_hand() -> None:
     # a layer is done every 1 s; sending one takes 0.5 s: the last leaves at 4 s, and is there at 4.5
     assert visible_s(2.0, 0.1, 4.0, 4) == pytest.approx(0.6)

@@ -39,6 +39,11 @@ def test_as_few_a100s_as_hold_the_model() -> None:
         parse_slo("5x", huge, workload())
 
 
+def test_deadlines_do_not_depend_on_how_engines_keep_kv() -> None:
+    kept = LLAMA.with_kv_cache_dtype("fp8")
+    assert parse_slo("5x", kept, workload()) == parse_slo("5x", LLAMA, workload())
+
+
 def test_deadlines_in_seconds_leave_the_others_open() -> None:
     assert parse_slo("ttft=2, tpot=0.1", LLAMA, workload()) == Slo(ttft_s=2.0, tpot_s=0.1, e2e_s=inf)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from p2pserve.coordinator.costs.gpus import GpuError
+from p2pserve.coordinator.costs.model_shape import KV_CACHE_DTYPES
 from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.engine.emulated.model import emulated_hardware, emulated_model, inspect_model, parse_cards
@@ -73,3 +74,16 @@ def test_throttling_is_told_to_the_engine() -> None:
     assert inspect_model("llama-30b", box, plain).options["throttling"] is None
     slower = replace(plain, emulate_throttle=(60.0, 1.5))
     assert inspect_model("llama-30b", box, slower).options["throttling"] == {"after_s": 60.0, "factor": 1.5}
+
+
+def test_kv_in_8_bits_is_told_to_the_engine_and_to_others() -> None:
+    box = emulated_hardware(parse_cards("4xA40"), HARDWARE)
+    plain = BoxEngineSettings(backend="emulated", emulate="4xA40")
+    served, eight = (
+        inspect_model("llama-30b", box, replace(plain, kv_cache_dtype=dtype)) for dtype in KV_CACHE_DTYPES[:2]
+    )
+    chosen = inspect_model("llama-30b", box, replace(plain, kv_cache_dtype="choose"))
+    assert chosen.model.info == served.model.info, "nobody knows the quality of this one"
+    assert eight.model.info.service == served.model.info.service
+    assert eight.model.info.shape == served.model.info.shape.with_kv_cache_dtype("fp8")
+    assert eight.options["model"]["kv_value_bytes"] == 1

@@ -34,6 +34,13 @@ def test_room_that_is_told_is_that_of_the_box_with_the_most_layers() -> None:
     assert (halves, uneven) == (2 * alone, alone * 8 // 6)
 
 
+def test_kv_in_8_bits_is_twice_as_much_in_the_same_room() -> None:
+    kept = msgspec.structs.replace(EMULATION, model=SHAPE.with_kv_cache_dtype("fp8"))
+    for mib in (None, 64):
+        alone, _ = model_capacity(EMULATION, tp=1, kv_cache_mib=mib)
+        assert model_capacity(kept, tp=1, kv_cache_mib=mib)[0] in (2 * alone, 2 * alone + 1)
+
+
 def test_a_partition_of_another_model_is_refused() -> None:
     with pytest.raises(EmulationError, match="stages hold"):
         model_capacity(EMULATION, tp=1, kv_cache_mib=None, partition=(4, 3), hop=HOP)

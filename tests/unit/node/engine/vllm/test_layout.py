@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from p2pserve.kernels.dev.kept_formats import round_to_nearest, round_towards_zero
 from p2pserve.node.engine.vllm.layout import CacheForm, LayerCache, LayoutError, head_dim, kv_heads
 
 LAYERS, BLOCKS, BLOCK, HEADS, HEAD_DIM = 3, 6, 32, 3, 8
@@ -245,6 +246,27 @@ def test_fp8_of_any_code_comes_through() -> None:
         assert torch.equal(numbers(view[5], "fp8"), numbers(view[2], "fp8"))
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("writer", ["flash", "triton"])
+def test_kv_goes_from_16_bits_to_8_and_back(writer: str, kv_cache_dtype: str) -> None:
+    """With scales of 1, as where the model's files have none: to the nearest code, and from there to the same value."""
+    sixteen_bit, (eight_bit, *_) = (
+        views_of(plain_spec(), KVCacheLayout.LBNHC),
+        views_of(plain_spec(torch.uint8), KVCacheLayout.LBNHC),
+    )
+    wide, wide_again = (open_cache(plain_layer(WRITERS[writer]), view) for view in sixteen_bit[:2])
+    ones = {"_k_scale": torch.tensor(1.0), "_v_scale": torch.tensor(1.0)}
+    narrow = open_cache(plain_layer(WRITERS[writer], kv_cache_dtype, **ones), eight_bit)
+    assert (wide.dtype, narrow.dtype) == (DTYPE, DTYPE)
+    k, v = some(wide, len(TABLE) * BLOCK)
+    for cache, other in ((wide, narrow), (narrow, wide_again)):
+        if cache is wide:
+            wide.write(wide.slots(TABLE, 0, len(k)), k, v)
+        other.write(other.slots(TABLE, 0, len(k)), *cache.read(TABLE, 0, len(k)))
+    for got, values in zip(wide_again.read(TABLE, 0, len(k)), (k, v), strict=True):
+        assert torch.equal(got, round_to_nearest(FP8[kv_cache_dtype], values))
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["int8_per_token_head", "nvfp4", "turboquant_k8v4"])
 def test_other_formats_of_fewer_bits_are_refused_by_name(kv_cache_dtype: str) -> None:
     view = views_of(plain_spec(torch.uint8), KVCacheLayout.LBNHC)[0]
@@ -346,5 +368,7 @@ def test_fp8_in_vllms_cpu_backend(dtype: torch.dtype, kv_cache_dtype: str, scale
         assert torch.equal(torch.stack(cache.read_slots(cache.slots(TABLE, first, last))), torch.stack((got_k, got_v)))
         assert ((got_k - k[first:last]).abs() <= 1.01 * step * k[first:last].abs().clamp_min(2.0**-6 * scale)).all()
         assert ((got_v - v[first:last]).abs() <= 1.01 * step * v[first:last].abs().clamp_min(2.0**-6)).all()
+        # what the quality of KV in 8 bits is measured with, where it stands for these engines
+        assert torch.equal(got_v, round_towards_zero(FP8[kv_cache_dtype], v[first:last]))
     other.write(other.slots(TABLE, 0, len(k)), *cache.read(TABLE, 0, len(k)))
     assert torch.equal(numbers(views[0], kv_cache_dtype), numbers(views[1], kv_cache_dtype))

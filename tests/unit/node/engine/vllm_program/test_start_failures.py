@@ -35,6 +35,18 @@ its weights are quantised with awq, which does not compute in float32; take --dt
 Unknown quantization method: fancy. Must be one of ['awq', 'fp8'].
 its weights are quantised with fancy, which this vLLM does not know; take it in 16 bits
 
+FP8 KV cache on CPU requires x86 with AVX-512 or AMX.
+vLLM keeps KV in 8 bits only on processors with AVX-512 or AMX; leave --kv-cache-dtype out
+
+FP8 KV cache requires head_size divisible by 32 on CPU.
+on a processor vLLM keeps KV in 8 bits only for heads of a multiple of 32; leave --kv-cache-dtype out
+
+FP8 KV cache is not supported by the Triton attention backend on NVIDIA A40 (compute capability 8.6); native FP8 (fp8e4nv) requires SM89+. Re-run with --kv-cache-dtype bfloat16.
+vLLM has no attention for KV in 8 bits on NVIDIA A40 without FlashInfer; leave --kv-cache-dtype out
+
+fp8_e5m2 kv-cache is not supported with fp8 checkpoints.
+its files are in fp8, with which vLLM keeps no KV as fp8_e5m2; take --kv-cache-dtype fp8
+
 The model type 'gemma2' does not support float16. Reason: Numerical instability. Please use bfloat16 instead.
 models of type gemma2 overflow in float16; take --dtype bfloat16
 
