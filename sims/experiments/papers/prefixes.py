@@ -183,7 +183,8 @@ def prefixes(scope: Scope) -> Page:
             f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The default policy "
             "throughout; `RoutingSettings.prefix_weight` is 0 where routes do not know of caches. One gateway that "
             f"hears of all replicas at once, or {GATEWAYS}, which hear of them once a second and know their own "
-            "requests at once, as in the running network."
+            "requests at once, as in the running network. KV of prefixes comes from other boxes in the last two tables "
+            "alone; in the others `RoutingSettings.prefix_fetch` is 0."
         ),
         tables=(
             PageTable(
@@ -213,8 +214,7 @@ def prefixes(scope: Scope) -> Page:
                     )
                     for boxes, way in fetching
                 ],
-                "The highest rate as above, looked for more finely. KV travels in `kv4`, and where that is expected to "
-                "take no longer than computing it (`RoutingSettings.prefix_fetch`).",
+                "The highest rate again, looked for more finely; KV travels in `kv4`.",
             ),
             PageTable(
                 "First tokens with KV from other boxes",
