@@ -30,6 +30,9 @@ OVERHEAD_S: Final = 0.1
 Higher: shorter prefixes are computed rather than fetched."""
 
 
+LEAST_TOKENS: Final = 1024
+"""Of a prefix that is fetched: what a shorter one saves is less than is known of times. Lower: more is fetched of short
+prompts to slow boxes."""
 MAX_SOURCES: Final = 8
 """Replicas among which one that sends is chosen: those that hold most."""
 
@@ -99,7 +102,7 @@ def choose_fetch(
     for holder, tokens in held.items():
         tokens = min(tokens, prompt_tokens - 1)
         missing = tokens - held.get(target, 0)
-        link = links.between(holder, target) if missing > 0 and token_s > 0.0 else None
+        link = links.between(holder, target) if missing >= LEAST_TOKENS and token_s > 0.0 else None
         if link is None or not link.gbps > 0.0:
             continue
         on_wire = missing + under_way.tokens_beside(holder, target)

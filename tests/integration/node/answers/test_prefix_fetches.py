@@ -14,6 +14,7 @@ import trio
 
 from p2pserve.bootstrap import PeerId, Role
 from p2pserve.coordinator import Phase, RoutingSettings
+from p2pserve.coordinator.prefixes import fetching
 from p2pserve.node import messages
 from p2pserve.node.replica.worker import Worker
 
@@ -25,6 +26,12 @@ pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 PREFIX = "# settings\n" + "".join(f"value_{number} = {number}\n" for number in range(40))
 ROUTING = RoutingSettings(prefix_weight=1e-6, prefix_fetch=1e6)
 """Queues alone say where a request goes, and whatever can be fetched is: this model takes no time to compute."""
+
+
+@pytest.fixture(autouse=True)
+def short_prefixes_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This model's longest prompt has 512 tokens."""
+    monkeypatch.setattr(fetching, "LEAST_TOKENS", 16)
 
 
 async def ask(network: Cluster, prompt: str, **settings: Any) -> Answer:

@@ -8,6 +8,7 @@ import pytest
 from p2pserve.coordinator.capacity import LinkView
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.prefixes.fetching import (
+    LEAST_TOKENS,
     MAX_SOURCES,
     OVERHEAD_S,
     KvLinks,
@@ -58,6 +59,14 @@ def test_a_short_prefix_is_computed_in_the_time_of_the_messages() -> None:
     shortest = OVERHEAD_S / TOKEN_S
     assert choose({"a": int(0.9 * shortest)}, links(1e6)) is None
     assert choose({"a": int(1.3 * shortest)}, links(1e6)) is not None
+
+
+def test_a_few_tokens_are_computed_however_slow_that_is() -> None:
+    for tokens, fetched in ((LEAST_TOKENS - 1, False), (LEAST_TOKENS, True)):
+        found = choose_fetch(
+            20_000, "here", {"a": tokens}, token_s=1.0, links=links(), under_way=OpenFetches(), share=1.0
+        )
+        assert (found is not None) == fetched
 
 
 def test_the_share_says_how_much_sooner_it_must_be() -> None:

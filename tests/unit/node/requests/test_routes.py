@@ -276,7 +276,7 @@ def test_requests_that_have_not_ended_count_under_the_next_plan() -> None:
 # ---- prefixes that another box holds ----------------------------------------------------------------------
 
 BLOCK = 16
-PROMPT = tuple(range(400))
+PROMPT = tuple(range(1600))
 LONG = FindRoute(len(PROMPT), {})
 
 
@@ -310,7 +310,7 @@ def find_with_names(routes: RouteFinder, wanted: FindRoute = LONG) -> Route:
 
 def test_a_prefix_comes_from_the_box_that_holds_it() -> None:
     routes = fetching_finder(linked_view(), PrefixKnowledge())
-    assert find_with_names(routes) == Route(prefill=ONE, decode=TWO, split=399, cached=399)
+    assert find_with_names(routes) == Route(prefill=ONE, decode=TWO, split=1599, cached=1599)
     assert routes.find(LONG, 0.0, request="r") == Route(prefill=None, decode=TWO)  # nobody has named its prefixes
 
 
@@ -322,7 +322,7 @@ def test_it_is_computed_where_that_is_sooner_or_cannot_be_said_or_is_not_wanted(
 
 def test_a_box_that_has_failed_with_the_request_or_leaves_or_does_not_answer_is_not_asked_for_its_prefix() -> None:
     routes = fetching_finder(linked_view(), PrefixKnowledge())
-    for wanted in (FindRoute(400, {ONE: 1}), FindRoute(400, {}, ONE)):
+    for wanted in (FindRoute(1600, {ONE: 1}), FindRoute(1600, {}, ONE)):
         assert find_with_names(routes, wanted) == Route(prefill=None, decode=TWO)
     routes.hung = frozenset([ONE])
     assert find_with_names(routes) == Route(prefill=None, decode=TWO)
