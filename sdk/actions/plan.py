@@ -19,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ...coordinator import Phase, Replica
+from ...coordinator.costs.model_shape import KV_8_BIT
 from ...coordinator.names import count_of
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Percentiles, Problem, Proposal
@@ -28,7 +29,7 @@ from ...coordinator.planning.upper.search import SearchResult, search
 from ...coordinator.planning.upper.trials import PlanTrials, TriedPlan
 from ...sims.results.trials import SimulatedTrial
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json, print_explanation
-from .plan_options import problem_of
+from .plan_options import describe_kv_choice, problem_of
 from .status_view import keep_whole, open_console, print_prose
 
 FLOWS_SHOWN: Final = 12
@@ -80,6 +81,8 @@ def run_plan(arguments: SimpleNamespace) -> int:
     else:
         out = open_console()
         print_proposals(problem, found, proposals, out, explained)
+        for service in problem.services if arguments.kv_cache_dtype == "choose" else ():
+            print_prose((describe_kv_choice(service.model),), out)
         if tried:
             print_trials(tried, out)
         out.print(f"planned in {seconds:.2f} s, {found.steps} steps, seed {arguments.seed}")
@@ -185,6 +188,7 @@ def plan_json(
                 "rate": service.workload.rate,
                 "arrivals": f"CV {service.workload.arrival_cv:g}",
                 "slo": msgspec.to_builtins(service.slo),
+                "kv_value_bytes": service.model.kv_value_bytes,
                 **msgspec.to_builtins(proposal),
                 **({"explain": explanation_json(why)} if why is not None else {}),
             }
@@ -228,6 +232,7 @@ def print_service(
         f"{service.name}: {workload.rate:.4g} requests/s, lengths {workload.name} "
         f"(mean {workload.mean_prompt:.0f} in, {workload.mean_output:.0f} out), "
         f"arrivals with CV {workload.arrival_cv:g}, KV as {service.codec}"
+        + (", in 8 bits in memory" if service.model.kv_value_bytes == KV_8_BIT else "")
     )
     console.print()
     print_prose((load,), console)

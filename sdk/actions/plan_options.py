@@ -11,9 +11,10 @@ import msgspec
 
 from ...coordinator import Phase
 from ...coordinator.costs.gpus import Specs
-from ...coordinator.costs.model_shape import ModelShape, ModelShapeError, model_shape, shape_of_config
+from ...coordinator.costs.model_shape import KvChoice, ModelShape, ModelShapeError, model_shape, shape_of_config
 from ...coordinator.planning.model.cluster import Cluster, ClusterError
 from ...coordinator.planning.model.cluster_file import packaged_cluster, parse_cluster
+from ...coordinator.planning.model.kv_quality import find_kv_quality, resolve_kv_cache_dtype
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.slo import parse_slo
 from ...coordinator.planning.model.workload import Service, Workload, WorkloadError
@@ -32,7 +33,16 @@ def problem_of(arguments: SimpleNamespace) -> Problem:
         raise UsageError(f"cluster: give --cluster FILE{live}")
     cluster = read_cluster(arguments.cluster, specs)
     codec = codec_named(arguments.codec)
-    services = tuple(replace(item, codec=codec.name, kv_bits=codec.bits) for item in _services(arguments))
+    kept: KvChoice = arguments.kv_cache_dtype or "auto"
+    services = tuple(
+        replace(
+            item,
+            codec=codec.name,
+            kv_bits=codec.bits,
+            model=item.model.with_kv_cache_dtype(resolve_kv_cache_dtype(kept, item.model)),
+        )
+        for item in _services(arguments)
+    )
     known = {box.id for box in cluster.boxes}
     for box in (*(text.partition("=")[0] for text in arguments.pin), *arguments.exclude):
         if box not in known:
@@ -46,6 +56,14 @@ def problem_of(arguments: SimpleNamespace) -> Problem:
         excluded=frozenset(arguments.exclude),
         price_weight=arguments.price_weight,
     )
+
+
+def describe_kv_choice(model: ModelShape) -> str:
+    """For people: how engines keep KV by `choose`, and why."""
+    known = find_kv_quality(model, "fp8")
+    if known is None:
+        return f"KV of {model.name} is kept in 16 bits: what 8 cost in quality is not known for it"
+    return f"KV of {model.name} is kept in 8 bits: perplexity {known.perplexity_percent:+.2f} % ({known.source})"
 
 
 def _pins(texts: list[str], excluded: frozenset[str]) -> dict[str, Phase]:

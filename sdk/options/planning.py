@@ -17,6 +17,8 @@ CHANGES: Final = "What changes meanwhile"
 
 ADMISSIONS: Final = ("none", "network", "deadline")
 
+KV_CHOICES: Final = ("auto", "fp8", "choose")
+
 SPECS: Final = ("measured", "dense", "thunderserve-table1")
 
 
@@ -56,6 +58,12 @@ plan_options: Final = combine(
         help="which figures of the GPUs count (default: measured)",
     ),
     option("--codec", type=click.Choice(CODEC_NAMES), default="kv4", help="how KV travels (default: kv4)"),
+    option(
+        "--kv-cache-dtype",
+        type=click.Choice(KV_CHOICES),
+        help="what engines keep KV as: auto (default): 16 bits; fp8: 8, for twice as many tokens; choose: 8 where what "
+        "that costs in quality is known for the model",
+    ),
     option("--pin", multiple=True, metavar="BOX=PHASE", help="a box does only prefill, decode or mixed"),
     option("--exclude", multiple=True, metavar="BOX", help="a box that may not be used"),
     option(

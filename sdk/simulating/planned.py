@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from ...coordinator.costs.model_shape import KV_8_BIT, KV_16_BIT
 from ...coordinator.plan import Plan
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.cluster import Cluster
@@ -54,6 +55,7 @@ NAMED: Final = 8  # boxes in a line about one that is none of them
 
 class _Planned(msgspec.Struct):
     plan: Plan
+    kv_value_bytes: int = KV_16_BIT
 
 
 class _PlanFile(msgspec.Struct):
@@ -209,6 +211,10 @@ def _plans(arguments: SimpleNamespace, problem: Problem) -> list[Plan]:
         raise UsageError(f"plan: {arguments.plan} is not what `p2pserve plan --format json` prints: {error}") from error
     if len(file.services) != len(problem.services):
         raise UsageError(f"plan: {arguments.plan} is for {len(file.services)} services, not {len(problem.services)}")
+    for item, service in zip(file.services, problem.services, strict=True):
+        if item.kv_value_bytes != service.model.kv_value_bytes:
+            kept, option = ("8", "fp8") if item.kv_value_bytes == KV_8_BIT else ("16", "auto")
+            raise UsageError(f"plan: {arguments.plan} is for KV kept in {kept} bits; give --kv-cache-dtype {option}")
     return [item.plan for item in file.services]
 
 

@@ -19,6 +19,7 @@ from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
 from .links import links
+from .load.kv_memory import kv_memory
 from .load.overload import overload
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
@@ -52,6 +53,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         provision,
         pools,
         overload,
+        kv_memory,
     )
 }
 SUMMARY: Final = "headline"

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from ...coordinator.costs.gpus import Specs
-from ...coordinator.costs.model_shape import model_shape
+from ...coordinator.costs.model_shape import KvCacheDtype, model_shape
 from ...coordinator.plan import Phase, Plan
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.cluster import Cluster
@@ -65,7 +65,8 @@ class Scope:
 class PlannedCase:
     """A problem by names. `boxes`: only so many of the cluster's, from the first; `scale`: deadlines
     over a lone request's times on A100s; `gbps`: between boxes, instead of the file's;
-    `mixed_only`: colocated; `step_tokens`: of every step (0: by the deadline)."""
+    `mixed_only`: colocated; `step_tokens`: of every step (0: by the deadline);
+    `kv_cache_dtype`: of the engines."""
 
     cluster: str = CLOUD
     boxes: int | None = None
@@ -78,6 +79,7 @@ class PlannedCase:
     kv_bits: float = 4.5
     mixed_only: bool = False
     step_tokens: int = 0
+    kv_cache_dtype: KvCacheDtype = "auto"
 
     def problem(self) -> Problem:
         """What it names."""
@@ -86,7 +88,7 @@ class PlannedCase:
             cluster = cluster.without(frozenset(box.id for box in cluster.boxes[self.boxes :]))
         if self.gbps is not None:
             cluster = replace(cluster, gbps=np.where(cluster.gbps > 0.0, self.gbps, 0.0))
-        drawn, model = lengths(self.workload), model_shape(self.model)
+        drawn, model = lengths(self.workload), model_shape(self.model).with_kv_cache_dtype(self.kv_cache_dtype)
         workload = Workload(name=drawn.source, prompts=drawn.prompt, outputs=drawn.output, rate=self.rate)
         service = Service(
             name=self.workload, model=model, workload=workload, kv_bits=self.kv_bits,

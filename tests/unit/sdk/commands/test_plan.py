@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.node.models import BUNDLED
 from p2pserve.sdk.actions.plan import count_trials
 from p2pserve.sdk.cli import main
 from p2pserve.sdk.options.planning import SPECS
@@ -68,6 +69,40 @@ def test_the_best_plans_are_simulated_and_the_first_of_them_is_the_plan(capsys: 
         assert one["simulated"]["capacity"] == pytest.approx(one["expected"]["capacity"], rel=0.35)
     assert main(["plan", *CLUSTER, *SERVICE, "--budget-s", "0.2", "--trials", "1"]) == 0
     assert "simulated, the best first: " in capsys.readouterr().out
+
+
+def test_kv_in_8_bits_where_that_is_asked_for(
+    planned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    brief = ["--budget-s", "0.2", "--trials", "0", "--kv-cache-dtype"]
+    assert main(["plan", *CLUSTER, *SERVICE, *brief, "fp8"]) == 0
+    assert "in 8 bits in memory" in capsys.readouterr().out
+    assert main(["plan", *CLUSTER, *SERVICE, *brief, "fp8", "--format", "json"]) == 0
+    eight = tmp_path / "eight.json"
+    eight.write_text(capsys.readouterr().out, encoding="utf-8")
+    (found,), (before,) = (json.loads(path.read_text(encoding="utf-8"))["services"] for path in (eight, planned))
+    assert (found["kv_value_bytes"], before["kv_value_bytes"]) == (1, 2)
+    assert found["slo"] == before["slo"]
+    for path, kept, wanted in ((eight, "8", "fp8"), (planned, "16", "auto")):
+        other = "auto" if wanted == "fp8" else "fp8"
+        simulate = ["sim", *CLUSTER, *SERVICE, "--plan", str(path), "--count", "20", "--format", "json"]
+        assert main([*simulate, "--kv-cache-dtype", other]) == 2
+        assert f"is for KV kept in {kept} bits; give --kv-cache-dtype {wanted}" in capsys.readouterr().err
+        assert main([*simulate, "--kv-cache-dtype", wanted]) == 0
+        assert json.loads(capsys.readouterr().out)["simulated"]
+
+
+def test_8_bits_are_chosen_where_their_quality_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    brief = ["--budget-s", "0.2", "--trials", "0", "--kv-cache-dtype", "choose"]
+    assert main(["plan", *CLUSTER, *SERVICE, *brief]) == 0
+    text = capsys.readouterr().out
+    assert "KV of llama-30b is kept in 16 bits: what 8 cost in quality is not known for it" in " ".join(text.split())
+    assert "in 8 bits in memory" not in text
+    bundled = ["--model", str(BUNDLED), "--workload", "conversation", "--rate", "2"]
+    assert main(["plan", *CLUSTER, *bundled, *brief]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "in 8 bits in memory" in text
+    assert "KV of bundled is kept in 8 bits: perplexity +" in text
 
 
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
