@@ -78,8 +78,7 @@ def describe_report(report: ContestReport) -> list[str]:
     """For people."""
     lines = [
         f"{report.boxes} boxes, each with a vLLM engine and the bundled model, on one machine",
-        f"{report.requests} requests of a workload at {report.rate:g} a second, KV as it is (raw); "
-        f"{report.rounds} rounds",
+        f"{report.requests} requests of a workload at {report.rate:g} a second; {report.rounds} rounds; KV as it is",
         "",
         " " * 21 + "   TTFT   TTFT   TPOT    in  beside    in     KV",
         f"{'workload, policy':<21}   mean    P99     ms  time  {'first':>6} cache     MB  fetched",
