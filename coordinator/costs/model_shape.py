@@ -9,7 +9,6 @@ import msgspec
 
 from ..bounds import MAX_LAYERS, Layer, ModelName, Size
 
-
 KV_8_BIT: Final = 1
 KV_16_BIT: Final = 2
 """Values of `ModelShape.kv_value_bytes`."""

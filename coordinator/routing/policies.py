@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Final
 
 from .cronus import Cronus
-from .hetero import MinMaxWorkload
+from .hetero import MinMaxWorkload, WorkloadKind
 from .interface import PolicyFactory, RoutingPolicy
+from .load_blind import RoundRobin
 from .plan_and_queues import PlanAndQueues
 from .predicted import PredictedTimes
 from .splitwise import SplitwisePools
+
+ROUND_ROBIN: Final = "round-robin"
+LEAST_TOKENS: Final = "least-tokens"
 
 NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {
     "plan": PlanAndQueues,
@@ -18,7 +23,10 @@ NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {
     "hetero": MinMaxWorkload,
     "splitwise": SplitwisePools,
     "cronus": Cronus,
+    ROUND_ROBIN: RoundRobin,
+    LEAST_TOKENS: partial(MinMaxWorkload, workload=WorkloadKind.TOKENS),
 }
+"""The last two are what others do, to be compared with."""
 
 
 def lends_replicas(policy: str) -> bool:

@@ -10,8 +10,8 @@ from typing import Final
 
 from ...coordinator.routing.hetero import MinMaxWorkload, WorkloadKind
 from ...coordinator.routing.interface import PolicyFactory
-from ...coordinator.routing.policies import NETWORK_POLICIES
-from .load_blind import PlanShares, RandomReplicas, RoundRobin, SingleReplica, WeightedRoundRobin
+from ...coordinator.routing.load_blind import PlanShares, RandomReplicas, SingleReplica, WeightedRoundRobin
+from ...coordinator.routing.policies import LEAST_TOKENS, NETWORK_POLICIES, ROUND_ROBIN
 
 __all__ = [
     "HETERO", "LEAST_TOKENS", "MEMORY", "PLAN", "POLICIES", "RANDOM", "ROUND_ROBIN", "SHARES", "SINGLE",
@@ -22,20 +22,16 @@ PLAN: Final = "plan"
 HETERO: Final = "hetero"
 SHARES: Final = "shares"
 RANDOM: Final = "random"
-ROUND_ROBIN: Final = "round-robin"
 WEIGHTED_ROUND_ROBIN: Final = "weighted-round-robin"
 SINGLE: Final = "single"
 MEMORY: Final = "memory"
-LEAST_TOKENS: Final = "least-tokens"
 
 POLICIES: Final[Mapping[str, PolicyFactory]] = {
     **NETWORK_POLICIES,
     SHARES: PlanShares,
     RANDOM: RandomReplicas,
-    ROUND_ROBIN: RoundRobin,
     WEIGHTED_ROUND_ROBIN: WeightedRoundRobin,
     SINGLE: SingleReplica,
     MEMORY: partial(MinMaxWorkload, workload=WorkloadKind.ONE),
-    LEAST_TOKENS: partial(MinMaxWorkload, workload=WorkloadKind.TOKENS),
 }
 """By name: the network's, and those that it is compared with."""

@@ -171,11 +171,11 @@ def test_simulations_know_the_networks_policies_and_the_default_is_the_plans() -
     assert PLAN in NETWORK_POLICIES
 
 
-KNOWN = "plan, predicted, hetero, splitwise, cronus"
+KNOWN = "plan, predicted, hetero, splitwise, cronus, round-robin, least-tokens"
 
 
 def test_a_policy_that_is_not_known_is_named_with_those_that_are() -> None:
     with pytest.raises(PolicyError, match=f"routing.policy is 'nearest', none of {KNOWN}$"):
         Router(THE_PLAN, RoutingSettings(policy="nearest"))
-    with pytest.raises(PolicyError, match=f"none of {KNOWN}, shares, random, round-robin, "):
+    with pytest.raises(PolicyError, match=f"none of {KNOWN}, shares, random, weighted-round-robin, "):
         Router(THE_PLAN, RoutingSettings(policy="nearest"), policies=POLICIES)

@@ -9,8 +9,8 @@ from typing import final
 
 import numpy as np
 
-from ...coordinator.plan import Plan
-from ...coordinator.routing.interface import NoRoute, ReplicaLoads, RequestFacts, Route, RoutingPolicy, RoutingSettings
+from ..plan import Plan
+from .interface import NoRoute, ReplicaLoads, RequestFacts, Route, RoutingPolicy, RoutingSettings
 
 
 class _LoadBlind(RoutingPolicy):

@@ -1,0 +1,110 @@
+"""What came of a contest: each policy's figures, and whether all gave the same answers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, median
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from .running import ContestAnswer
+
+Rounds = Sequence[Sequence[ContestAnswer]]
+"""The answers of one policy to one workload, in each round."""
+
+TTFT_S: Final = 1.0
+TPOT_S: Final = 0.1
+"""Deadlines of `in_time`: what people who read along do not notice."""
+
+
+class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy and workload: seconds, of each figure the median over rounds; shares of requests and of prompt
+    tokens. `fetched`: requests with a prefix whose KV came from another box, in all rounds."""
+
+    workload: str
+    policy: str
+    ttft_mean_s: float
+    ttft_p99_s: float
+    tpot_mean_s: float
+    in_time: float
+    over_default: float
+    cached: float
+    fetched: int
+    moved_mb: float
+    other_tokens: int
+
+
+class ContestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`alike`: whether every prompt had the same answer each time, whatever the policy."""
+
+    boxes: int
+    rounds: int
+    requests: int
+    rate: float
+    seed: int
+    rows: tuple[PolicyFigures, ...]
+    alike: bool
+
+
+def compare_policies(workload: str, answers: Mapping[str, Rounds]) -> list[PolicyFigures]:
+    """The rows of a workload. The first policy is the default: `over_default` is mean TTFT beside its, `other_tokens`
+    how many answers differ from those of its first round."""
+    default = next(iter(answers))
+    reference = [answer.tokens for answer in answers[default][0]]
+    default_ttft_s = _over_rounds(answers[default], _mean_ttft)
+    return [
+        PolicyFigures(
+            workload=workload,
+            policy=policy,
+            ttft_mean_s=_over_rounds(rounds, _mean_ttft),
+            ttft_p99_s=_over_rounds(rounds, lambda each: float(np.percentile([one.ttft_s for one in each], 99))),
+            tpot_mean_s=_over_rounds(rounds, lambda each: fmean(one.tpot_s for one in each)),
+            in_time=_over_rounds(rounds, lambda each: fmean(_is_in_time(one) for one in each)),
+            over_default=_over_rounds(rounds, _mean_ttft) / default_ttft_s,
+            cached=_over_rounds(rounds, _cached_share),
+            fetched=sum(one.fetched for each in rounds for one in each),
+            moved_mb=_over_rounds(rounds, lambda each: sum(one.moved_bytes for one in each) / 1e6),
+            other_tokens=sum(
+                one.tokens != expected for each in rounds for one, expected in zip(each, reference, strict=True)
+            ),
+        )
+        for policy, rounds in answers.items()
+    ]
+
+
+def describe_report(report: ContestReport) -> list[str]:
+    """For people."""
+    lines = [
+        f"{report.boxes} boxes, each with a vLLM engine and the bundled model, on one machine",
+        f"{report.requests} requests of a workload at {report.rate:g} a second; {report.rounds} rounds; KV as it is",
+        "",
+        " " * 21 + "   TTFT   TTFT   TPOT    in  beside    in     KV",
+        f"{'workload, policy':<21}   mean    P99     ms  time  {'first':>6} cache     MB  fetched",
+    ]
+    lines += [
+        f"{row.workload + ' ' + row.policy:<21} {1e3 * row.ttft_mean_s:6.0f} {1e3 * row.ttft_p99_s:6.0f} "
+        f"{1e3 * row.tpot_mean_s:6.1f} {row.in_time:5.0%} {row.over_default:7.2f} {row.cached:5.0%} "
+        f"{row.moved_mb:6.1f} {row.fetched:8}"
+        for row in report.rows
+    ]
+    others = sum(row.other_tokens for row in report.rows)
+    alike = "every prompt had the same answer, token for token, each time"
+    return [*lines, "", alike if report.alike else f"{others} answers differ from the first to the same prompt"]
+
+
+def _over_rounds(rounds: Rounds, figure: Callable[[Sequence[ContestAnswer]], float]) -> float:
+    return median(figure(each) for each in rounds)
+
+
+def _mean_ttft(answers: Sequence[ContestAnswer]) -> float:
+    return fmean(one.ttft_s for one in answers)
+
+
+def _cached_share(answers: Sequence[ContestAnswer]) -> float:
+    return sum(one.cached_tokens for one in answers) / sum(one.prompt_tokens for one in answers)
+
+
+def _is_in_time(answer: ContestAnswer) -> bool:
+    return answer.ttft_s <= TTFT_S and answer.tpot_s <= TPOT_S
