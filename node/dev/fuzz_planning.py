@@ -27,7 +27,8 @@ from ..box.hardware import Gpu, Hardware
 from ..engine.protocol import EngineStats
 from ..messages import ADVERT, LINKS, PLAN, Advert, EngineAdvert, LinkTable
 from ..models import ModelInfo, WeightSizes
-from ..planning.coordination import Coordinator, PlanningTask
+from ..planning.coordination import PlanningTask
+from ..planning.services import Coordinator
 from ..planning.manifest import describe_plan, read_manifest
 from ..planning.messages import INLINE_PLAN_BYTES, PlanManifest
 from ..planning.plan_intake import PlanIntake
@@ -145,15 +146,15 @@ def make_manifest(rng: random.Random) -> bytes:
     return _encode(manifest)
 
 
-def follow_entry(view: NetworkView, leader: tuple[PeerId, int], entry: bytes) -> None:
+def follow_entry(view: NetworkView, leader: tuple[PeerId, int], entry: bytes, bundle: bytes = b"") -> None:
     """What a node makes of what its coordinator publishes."""
     intake = PlanIntake(_OWN, WAN)
-    intake.see(leader, entry, 0.0)
+    intake.see(leader, entry, 0.0, bundle)
     wanted = intake.wanted
     if wanted is not None:
         intake.on_bytes(wanted, entry)
-    if intake.plan is not None:
-        view.consider_plan(intake.plan)
+    for plan, author in intake.plans:
+        view.consider_plan(plan, author)
     for advert in view.adverts.values():
         intake.find_objection(advert, view.adverts.keys(), 1000.0)
 

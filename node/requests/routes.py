@@ -33,7 +33,7 @@ def _unknown_demand() -> Demand | None:
 
 @final
 class RouteFinder:
-    """Routes requests for a service by the plan that the `view` follows. `queues`: this gateway's work at each node;
+    """Routes requests for a service by the plan that the `view` follows for it. `queues`: this gateway's work at each node;
     `demand`: what it is asked."""
 
     def __init__(
@@ -84,8 +84,8 @@ class RouteFinder:
         return route
 
     def _find(self, wanted: FindRoute, now: float, left: int, request: str | None, cached: Mapping[str, int]) -> Route:
-        view, plan = self._view, self._view.plan
-        if plan is None or plan.service != self.service:
+        view, plan = self._view, self._view.plan_of(self.service)
+        if plan is None:
             raise NoRoute("the coordinator has made no plan for it yet")
         faults = self._find_faults(plan, wanted)
         unusable = frozenset(faults)
@@ -141,7 +141,7 @@ class RouteFinder:
     def expect(self, route: Route, tokens: int) -> ExpectedTimes:
         """The times of a route that has just been found for so many tokens: those that the plan was made for, after
         each of its replicas has prefilled what lies there and all of these, which it may have to compute again."""
-        plan, router, first_token_s = self._view.plan, self._router, 0.0
+        plan, router, first_token_s = self._view.plan_of(self.service), self._router, 0.0
         if plan is None or router is None:
             return ExpectedTimes()
         for replica in filter(None, (plan.replica(route.prefill or ""), plan.replica(route.decode))):

@@ -84,7 +84,7 @@ class World:
             async with network:
                 settings = NodeSettings(home=Path("/"), listen=address_of(index))
                 kept = None if home is None else PlanFile(home, KEY.public, print)
-                followed = None if kept is None else kept.load()
+                followed = () if kept is None else kept.load()
                 node = self.nodes[index] = Joined(network, settings, lambda line: None, followed)
                 if kept is not None:
                     self.nursery.start_soon(kept.keep, node.view)
@@ -261,7 +261,7 @@ def test_a_whole_network_that_restarts_follows_no_older_plan(tmp_path: Path) -> 
 def test_a_network_that_has_lost_its_state_but_not_a_plan_comes_to_a_new_one(tmp_path: Path) -> None:
     async def keep(made: Plan) -> None:
         with trio.move_on_after(1):
-            await PlanFile(tmp_path / str(ONE), KEY.public, print).keep(NetworkView(plan=made))
+            await PlanFile(tmp_path / str(ONE), KEY.public, print).keep(NetworkView(plans={made.service: made}))
 
     async def scenario(w: World) -> None:
         await keep(plan(900))
