@@ -108,9 +108,7 @@ class Serving:
             settings=settings.api,
         )
         self.http = HttpAnswering(network, self.api.connect, nursery)
-        # What names another model goes on to a box that has it. Who comes here has been let in by the API process.
-        front = HttpFront(HttpAsking(network, nursery), FrontRules(needs_no_key=True))
-        self.api.carry = front.serve_stream
+        self.api.carry = _front_of_others(network, nursery).serve_stream
         network.handle(methods.GENERATE, self.gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
@@ -274,6 +272,12 @@ class Serving:
             self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache")
         elif engine.detail and not is_long:
             self._say(f"engine {engine.state}: {engine.detail}")
+
+
+def _front_of_others(network: Network, nursery: trio.Nursery) -> HttpFront:
+    """Carries requests that name another model to a box that has it. Whose they are was looked at by the API
+    process."""
+    return HttpFront(HttpAsking(network, nursery), FrontRules(needs_no_key=True))
 
 
 def _salts_of(joined: Joined) -> CacheSalts:

@@ -25,7 +25,7 @@ from .carrying import Carry, NotCarriedOn
 from .exchange import Exchange, current_exchange
 from .metrics import PATHS as METRICS
 from .protocol import ApiConfig, ServiceState
-from .services import MODELS, Serving, add_services, find_service
+from .services import MODELS, ServedAt, add_services, find_service
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Door:
             found = find_service(model, self._config.names, self._serves.network, is_carried=self._is_vouched)
             if isinstance(found, HttpRefusal):
                 await answer.refuse(found)
-            elif found is Serving.ELSEWHERE:
+            elif found is ServedAt.ELSEWHERE:
                 await self._carry(scope, bounded, bytes(body), answer)
             event = {"type": "http.request", "body": bytes(body), "more_body": False}
         held = [event]

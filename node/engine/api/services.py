@@ -15,7 +15,7 @@ UNPLACED_RETRY_S: Final = 5.0
 _MAX_NAMED: Final = 16
 
 
-class Serving(Enum):
+class ServedAt(Enum):
     """Who answers a request."""
 
     HERE = "here"
@@ -24,11 +24,11 @@ class Serving(Enum):
 
 def find_service(
     model: str | None, names: Sequence[str], state: ServiceState, *, is_carried: bool
-) -> Serving | HttpRefusal:
+) -> ServedAt | HttpRefusal:
     """Who serves the model that a request names; one that names none is for this box's own, called `names`. What was
     carried here from another node goes no further."""
     if model is None or model in names:
-        return Serving.HERE
+        return ServedAt.HERE
     if not any(model in other.names for other in state.others):
         return HttpRefusal(
             404, f"model: this network does not serve {model[:200]}; it serves {_name_all(names, state)}"
@@ -36,7 +36,7 @@ def find_service(
     if is_carried:
         text = f"model: no box serves {model[:200]} now, though this network knows it; ask again"
         return HttpRefusal(503, text, UNPLACED_RETRY_S)
-    return Serving.ELSEWHERE
+    return ServedAt.ELSEWHERE
 
 
 def add_services(listed: bytes, names: Sequence[str], state: ServiceState) -> bytes:

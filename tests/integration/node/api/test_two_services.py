@@ -22,7 +22,7 @@ from .test_two_boxes import fetch, wait_for
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(500)]
 
-CODE: Final = {"model": "bundled", "prompt": "def fibonacci(n):", "max_tokens": 8, "temperature": 0}
+CODE: Final[dict[str, Any]] = {"model": "bundled", "prompt": "def fibonacci(n):", "max_tokens": 8, "temperature": 0}
 
 
 @dataclass(frozen=True)
