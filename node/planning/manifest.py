@@ -12,7 +12,7 @@ from ...bootstrap import DECODE_ERRORS
 from ...bootstrap.members.states import EntryRules
 from ...coordinator import Plan, PlanError
 from ..messages import PLAN, Message
-from .messages import INLINE_PLAN_BYTES, MAX_PLAN_BYTES, PLAN_BUNDLE, PlanBundle, PlanManifest
+from .messages import INLINE_PLAN_BYTES, MANIFESTS_BYTES, MAX_PLAN_BYTES, PLAN_BUNDLE, PlanBundle, PlanManifest
 
 _manifests = msgspec.msgpack.Decoder(PlanManifest)
 _bundles = msgspec.msgpack.Decoder(PlanBundle)
@@ -95,15 +95,21 @@ class PlanBook:
             said[PLAN] = alone
         if others != self._others:
             self._serial += 1
-            said[PLAN_BUNDLE] = PlanBundle(epoch=self._epoch, serial=self._serial, manifests=tuple(_slim(others)))
+            said[PLAN_BUNDLE] = PlanBundle(epoch=self._epoch, serial=self._serial, manifests=tuple(_fit(others)))
         self._alone, self._others = alone, others
         return said
 
 
-def _slim(manifests: Iterable[PlanManifest]) -> Iterator[PlanManifest]:
-    """With their plans while there is room for them in one entry; the others are fetched."""
+def _fit(manifests: Iterable[PlanManifest]) -> Iterator[PlanManifest]:
+    """As many of these, best first, as one entry has room for, whatever their services are called; with their plans
+    while there is room for those, too. The other plans are fetched."""
+    kept, names_left = list[PlanManifest](), MANIFESTS_BYTES
+    for manifest in manifests:
+        names_left -= len(msgspec.msgpack.encode(manifest)) - len(manifest.plan)
+        if names_left >= 0:
+            kept.append(manifest)
     left = INLINE_PLAN_BYTES
-    for manifest in sorted(manifests, key=lambda each: len(each.plan)):
+    for manifest in sorted(kept, key=lambda each: len(each.plan)):
         left -= len(manifest.plan)
         yield manifest if left >= 0 else msgspec.structs.replace(manifest, plan=b"")
 

@@ -14,6 +14,7 @@ PLAN_BUNDLE: Final = "plans"
 
 MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
 INLINE_PLAN_BYTES: Final = 32 << 10  # a plan up to this size is in its manifest: everybody is told it at once
+MANIFESTS_BYTES: Final = 24 << 10  # of a bundle, beside such plans: it has room for 32 names of ordinary length
 PLAN_PIECE_BYTES: Final = 256 << 10
 MAX_HOLDERS: Final = 8  # of a plan, that one answer names
 PLAN_DIGEST_BYTES: Final = 32  # SHA-256

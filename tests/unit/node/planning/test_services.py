@@ -3,6 +3,7 @@
 import msgspec
 
 from p2pserve.bootstrap import PeerId
+from p2pserve.bootstrap.trust.entries import MAX_PAYLOAD
 from p2pserve.coordinator import Plan
 from p2pserve.coordinator.bounds import MAX_SERVICES
 from p2pserve.node.messages import PLAN
@@ -140,6 +141,17 @@ def test_what_of_a_bundle_has_no_room_in_one_entry_is_fetched() -> None:
     inline = sum(len(each.plan) for each in bundle.manifests)
     assert 0 < inline <= INLINE_PLAN_BYTES
     assert any(not each.plan for each in bundle.manifests)
+
+
+def test_services_with_names_that_fill_an_entry_do_not_keep_others_out_of_it() -> None:
+    long = ["\U0001f999" * 500 + str(number) for number in range(MAX_SERVICES - 2)]
+    ranked, book = ["first", "honest", *long], PlanBook()
+    for version, service in enumerate(ranked, 1):
+        said = book.add(describe_plan(of(service, version, why=tuple("x" * 100 for _ in range(20))))[0], ranked)
+    bundle = said[PLAN_BUNDLE]
+    assert isinstance(bundle, PlanBundle)
+    assert "honest" in {each.service for each in bundle.manifests}
+    assert len(encoded(bundle)) < MAX_PAYLOAD
 
 
 # -- what a node makes of it ----------------------------------------------------------------------------------
