@@ -146,9 +146,9 @@ def test_what_of_a_bundle_has_no_room_in_one_entry_is_fetched() -> None:
 def test_services_with_names_that_fill_an_entry_do_not_keep_others_out_of_it() -> None:
     long = ["\U0001f999" * 500 + str(number) for number in range(MAX_SERVICES - 2)]
     ranked, book = ["first", "honest", *long], PlanBook()
-    for version, service in enumerate(ranked, 1):
-        said = book.add(describe_plan(of(service, version, why=tuple("x" * 100 for _ in range(20))))[0], ranked)
-    bundle = said[PLAN_BUNDLE]
+    made = [of(service, version, why=tuple("x" * 100 for _ in range(20))) for version, service in enumerate(ranked, 1)]
+    said = [book.add(describe_plan(each)[0], ranked) for each in made]
+    bundle = said[-1][PLAN_BUNDLE]
     assert isinstance(bundle, PlanBundle)
     assert "honest" in {each.service for each in bundle.manifests}
     assert len(encoded(bundle)) < MAX_PAYLOAD
