@@ -1,4 +1,4 @@
-"""What people are shown of a network that serves two models: status, metrics' summaries, the topology, the dashboard."""
+"""What people are shown of a network that serves two models: status, summaries of boxes, the topology."""
 
 import msgspec
 
