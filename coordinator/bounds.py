@@ -15,6 +15,7 @@ MAX_STAGES: Final = 64  # of one replica
 MAX_CUTS: Final = 16  # of one box: so many numbers divide no number of GPUs
 MAX_REFUSED: Final = 32  # boxes of a plan that keep their part
 MAX_PAIRINGS: Final = 1 << 16
+MAX_SERVICES: Final = 32  # of one network: a plan is made and kept for each
 MAX_FIGURE: Final = 1e12
 
 Name = Annotated[str, Meta(min_length=1, max_length=128)]  # of a peer, a replica, a codec

@@ -19,6 +19,7 @@ from .bounds import (
     MAX_PAIRINGS,
     MAX_REFUSED,
     MAX_REPLICAS,
+    MAX_SERVICES,
     MAX_STAGES,
     Counter,
     Degree,
@@ -329,6 +330,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The share of requests over this pair; 0 for one the plan does not name."""
         pairs = (pair.weight for pair in self.pairings if (pair.prefill, pair.decode) == (prefill, decode))
         return next(pairs, 0.0)
+
+
+MorePlans = Annotated[tuple[Plan, ...], msgspec.Meta(max_length=MAX_SERVICES)]
+"""Of the services of a network, one each."""
 
 
 def _require(holds: bool, text: str) -> None:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from ..bootstrap import DECODE_ERRORS, PeerId
-from ..coordinator import Replica
+from ..coordinator import Plan, Replica
 from ..coordinator.names import name_of
 from ..coordinator.regrouping.divisions import BoxDivision, find_divided
 from ..coordinator.regrouping.steps import BoxPart
 from ..coordinator.repair.ending import is_planned_without
-from .messages import Advert
+from .messages import Advert, Status
 
 IS_DEAD = "is dead"
 _FAULT_CHARACTERS = 120
@@ -50,6 +50,11 @@ def find_box_fault(peer: str, advert: Advert) -> str:
         return ""
     does = "has failed" if engine.state == "failed" else f"is {engine.state}"
     return f"the engine of {name_of(peer)} {does}" + f": {engine.detail[:_ENGINE_CHARACTERS]}" * bool(engine.detail)
+
+
+def plans_of(status: Status) -> tuple[Plan, ...]:
+    """The plans that the answering node follows: one for each service."""
+    return (*((status.plan,) if status.plan is not None else ()), *status.other_plans)
 
 
 def parts_of(adverts: Mapping[PeerId, Advert]) -> dict[str, BoxPart]:

@@ -56,10 +56,11 @@ from .owner.draining import DrainDesk, DrainOrder, describe_left
 from .owner.pricing import PriceTag, describe_price
 from .owner.questions import OwnerAnswer, OwnerQuestion
 from .planning.desk import PlanningDesk
-from .planning.manifest import PLAN_RULES, describe_plan
+from .planning.manifest import PLAN_RULES, PlanBook, describe_plan
 from .planning.messages import PlanManifest
 from .planning.plan_exchange import PlanExchange
 from .planning.plan_file import PlanFile
+from .planning.services import choose_services
 from .serving import Serving
 from .settings import NodeSettings
 from .showing import Showing
@@ -214,6 +215,7 @@ class Node:
         self._division = DivisionDesk(joined.own, divided, joined.tell, self._hurry) if divided is not None else None
         self._serving: Serving | None = None
         self._planning = PlanningDesk(joined, self._publish_plan)
+        self._book = PlanBook()
         self._plans = PlanExchange(
             network, nursery=nursery, rng=random.Random(), tuning=settings.tuning, on_bytes=self._on_plan_bytes
         )
@@ -225,6 +227,7 @@ class Node:
             else None
         )
         serving = self._serving
+        joined.intake.first = serving.service if serving is not None else ""
         self.showing = Showing(joined, serving)
         self.drains = DrainDesk(
             DrainOrder(settings.home),
@@ -379,12 +382,10 @@ class Node:
 
     async def _watch(self) -> None:
         """Follow every change of membership, adverts, plan and coordinator."""
-        joined, serving, revision = self._joined, self._serving, -1
+        joined, revision = self._joined, -1
         while True:
             revision = await joined.network.wait_changed(revision)
             joined.view.update(joined.network.entries(messages.ADVERT))
-            if serving is not None:
-                joined.warn_of_other_services(serving.service)
             joined.follow()
             if joined.leader is not None:
                 self._plans.want(joined.intake.wanted, joined.leader[0])
@@ -405,7 +406,8 @@ class Node:
         number = f"{plan.epoch}.{plan.version}"
         joined.record(EventKind.PLAN_MADE, plan=number, service=plan.service, replicas=len(plan.replicas))
         self._plans.hold(manifest.digest, payload)
-        joined.publish(messages.PLAN, manifest)
+        for kind, message in self._book.add(manifest, choose_services(joined.view)).items():
+            joined.publish(kind, message)
         joined.follow()
         self._on_plan_bytes(manifest, payload)
 
@@ -446,7 +448,8 @@ class Node:
     def _apply_view(self) -> None:
         """The view of the network is another: requests and the engine go by it."""
         self.showing.follow_plan()
-        plan, leader = self._joined.view.plan, self._joined.leader
+        plan = self._joined.view.plan_of(self._serving.service) if self._serving is not None else None
+        leader = self._joined.leader
         if self._division is not None and self._leaves_at is None and plan is not None and leader is not None:
             # A plan that an earlier run of this node followed may want what is over.
             self._division.follow(plan if plan.epoch == leader[1] else None, time.time())
@@ -456,7 +459,7 @@ class Node:
             # may be moved.
             keeps_place = self.drains.is_draining or is_planned_without(self._ends_in_s())
             if self._leaves_at is None and (not keeps_place or self._serving.is_idle):
-                self._serving.host.follow(self._joined.view.plan)
+                self._serving.host.follow(plan)
 
 
 def drain_seconds(settings: NodeSettings, now: float) -> float:

@@ -24,6 +24,7 @@ from .observing.event_log import EventLog
 from .observing.rates import CounterRates
 from .observing.values import EventKind
 from .owner.dividing import Tell, tell_nobody
+from .planning.messages import PLAN_BUNDLE
 from .planning.plan_intake import PlanIntake
 from .settings import NodeSettings
 from .view import NetworkView, fit_status
@@ -38,14 +39,14 @@ Leader = tuple[PeerId, int]
 
 @final
 class Joined:
-    """A node that has been admitted. `say` tells its owner; `followed`: the plan that an earlier run followed last."""
+    """A node that has been admitted. `say` tells its owner; `followed`: the plans that an earlier run followed last."""
 
     def __init__(
         self,
         network: Network,
         settings: NodeSettings,
         say: Say,
-        followed: Plan | None = None,
+        followed: tuple[Plan, ...] = (),
         log: EventLog | None = None,
     ) -> None:
         self.network = network
@@ -69,7 +70,6 @@ class Joined:
         self._present: set[PeerId] = set()
         self.intake = PlanIntake(self.own, settings.tuning)
         self._followed = followed
-        self._foreign: tuple[str, ...] = ()
         self._states: dict[PeerId, MemberState] = {}
         self._phase = ""
         self._tokens: CounterRates[PeerId] = CounterRates()
@@ -119,7 +119,7 @@ class Joined:
         return payload
 
     def follow(self) -> None:
-        """Take in members, links, the coordinator and its plan as of now. Adverts have been taken in before."""
+        """Take in members, links, the coordinator and its plans as of now. Adverts have been taken in before."""
         self.view.update_links(self.network.entries(messages.LINKS))
         # One that is merely suspected still takes KV: the plan says who is used, and a transfer shows whether it works.
         members = self.network.members()
@@ -148,26 +148,16 @@ class Joined:
         else:
             self.intake.on_leader_lost()
 
-    def warn_of_other_services(self, own: str) -> None:
-        """Say what else this network serves, once for each change."""
-        foreign = tuple(service for service in self.view.services() if service != own)
-        if foreign and foreign != self._foreign:
-            served = ", ".join(foreign)
-            self.say(
-                f"warning: this network serves {served}, and this node brings {own}, which is another model: one of "
-                "them has a plan at a time, and requests that name none go to that one"
-            )
-        self._foreign = foreign
-
     def take_plan(self) -> None:
-        """Follow the coordinator's latest plan, if its bytes are here; the owner hears what it means for this node."""
-        plan = self.intake.plan
-        if plan is not None and self.view.consider_plan(plan, self.intake.author):
-            phase = plan.phase_of(self.own)
-            role = f"this node: {phase.value}" if phase is not None else "this node has no part in it"
-            self._record_plan(plan, phase.value if phase is not None else "")
-            replicas = count_of(len(plan.replicas), "replica")
-            self.say(f"plan {plan.epoch}.{plan.version} for {plan.service}: {replicas}; {role}")
+        """Follow the coordinator's latest plans, if their bytes are here; the owner hears what they mean for this
+        node."""
+        for plan, author in self.intake.plans:
+            if self.view.consider_plan(plan, author):
+                phase = plan.phase_of(self.own)
+                role = f"this node: {phase.value}" if phase is not None else "this node has no part in it"
+                self._record_plan(plan)
+                replicas = count_of(len(plan.replicas), "replica")
+                self.say(f"plan {plan.epoch}.{plan.version} for {plan.service}: {replicas}; {role}")
 
     async def tell_links(self) -> None:
         """Publish what this node knows of its links, when it has changed and not often: it is for choosing paths."""
@@ -181,23 +171,25 @@ class Joined:
                 self.publish(messages.LINKS, table)
 
     def _consider_plan(self, leader: Leader) -> None:
-        entry = self.network.entries(messages.PLAN).get(leader[0])
-        if entry is not None:
-            self.intake.see(leader, entry, trio.current_time())
+        entry, bundle = (self.network.entries(kind).get(leader[0], b"") for kind in (messages.PLAN, PLAN_BUNDLE))
+        if entry or bundle:
+            self.intake.see(leader, entry, trio.current_time(), bundle)
         self.take_plan()
 
     def _recall_plan(self, epoch: int) -> None:
         """Go on by what an earlier run followed, once there is a coordinator: not by a plan of a later epoch than its.
         A network whose members have all lost their state counts anew, and would come to no newer plan."""
-        followed = self._followed
-        if followed is not None and followed.epoch <= epoch:
-            self._followed = None
-            self.view.consider_plan(followed)
+        for plan in self._followed:
+            if plan.epoch <= epoch:
+                self.view.consider_plan(plan)
+        self._followed = tuple(plan for plan in self._followed if plan.epoch > epoch)
 
-    def _record_plan(self, plan: Plan, phase: str) -> None:
+    def _record_plan(self, plan: Plan) -> None:
         number, replicas = f"{plan.epoch}.{plan.version}", len(plan.replicas)
         why = "; ".join(plan.why)
         self.record(EventKind.PLAN_FOLLOWED, plan=number, service=plan.service, replicas=replicas, why=why)
+        phases = (each.phase_of(self.own) for each in self.view.plans.values())
+        phase = next((found.value for found in phases if found is not None), "")
         if phase != self._phase:
             self.record(EventKind.PHASE_CHANGED, phase=phase or "none", before=self._phase or "none", plan=number)
             self._phase = phase
@@ -268,7 +260,8 @@ class Joined:
                 )
                 for member in self.network.members()
             ),
-            plan=self.view.plan,
+            plan=(plan := self.view.plan),
+            other_plans=tuple(each for _, each in sorted(self.view.plans.items()) if each is not plan),
             worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
         )
 

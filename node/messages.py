@@ -13,7 +13,7 @@ The head of a replica that spans boxes speaks for its stages: they start engine 
 by `stage.loaded` that the model is ready; for a request's KV it asks them with `stage.inlets` and `stage.outlets` for
 their ends, is told by `stage.transfer` how their part ended, and calls it off with `stage.abort`.
 
-The coordinator publishes each plan as a manifest. A plan that is not in it is fetched with `plan.piece`, in pieces.
+A coordinator publishes each plan's manifest. A plan that is not in it is fetched with `plan.piece`, in pieces.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import msgspec
 from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
 from ..coordinator.bounds import MAX_STAGES, Count, Counter, Degree, Figure, Layer, ModelName, Name, Seconds, Text
 from ..coordinator.costs.box_worth import BoxWorth
+from ..coordinator.plan import MorePlans
 from ..coordinator.regrouping.divisions import BoxDivision
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
@@ -77,8 +78,8 @@ class ExactMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class EngineAdvert(Message, frozen=True, kw_only=True):
-    """The engine of a node. `state`: waiting (for layers), loading, starting, ready, restarting or
-    failed, after so many `failures` in a row. `stages`: of its replica, when several."""
+    """The engine of a node. `state`: waiting (for layers), loading, starting, ready, restarting or failed, after so
+    many `failures` in a row. `stages`: of its replica, when several."""
 
     state: Label
     detail: Text = ""
@@ -188,8 +189,7 @@ class Opened(Message, frozen=True, kw_only=True):
 
 
 class StageOpen(Message, frozen=True, kw_only=True):
-    """Start the engine process of a stage; answered when it can be dialled, before loading. The
-    stage finds the other ends of `pipes`; `limits` are the head's."""
+    """Start the engine process of a stage; answered when it can be dialled, before loading. `limits` are the head's."""
 
     service: ModelName
     stages: Stages
@@ -488,12 +488,13 @@ class NodeStatus(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The network as one node sees it. `key_usd`: what requests have cost there, by API key, for admins."""
+    """The network as one node sees it. `key_usd`: costs there by API key, for admins; `other_plans`: of more services."""
 
     answered_by: Name
     coordinator: Name | None
     epoch: Counter
     nodes: Annotated[tuple[NodeStatus, ...], msgspec.Meta(max_length=2 * MAX_PEERS)]
     plan: Plan | None
+    other_plans: MorePlans = ()
     worth: Annotated[dict[Name, BoxWorth], msgspec.Meta(max_length=MAX_PEERS)] = {}
     key_usd: Annotated[dict[Label, Figure], msgspec.Meta(max_length=2 * MAX_KEYS)] = {}

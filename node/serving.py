@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 from typing import final
@@ -11,15 +12,19 @@ import trio
 
 from ..bootstrap import PeerId
 from ..bootstrap.network import Network
+from ..coordinator.bounds import MAX_SERVICES
 from ..coordinator.costs.model_shape import KV_8_BIT
 from ..kvtransport.probing.probe import Activity
 from . import messages, methods
 from .api.accounts import KeyAccounts
 from .api.server import ApiServer, api_config
 from .box.hardware import Hardware
-from .engine.api.protocol import ServiceState
+from .engine.api.protocol import OtherService, ServiceState
 from .engine.backend import ServedModel
+from .http.admission import FrontRules
 from .http.answering import HttpAnswering
+from .http.asking import HttpAsking
+from .http.front import HttpFront
 from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
@@ -105,6 +110,7 @@ class Serving:
             settings=settings.api,
         )
         self.http = HttpAnswering(network, self.api.connect, nursery)
+        self.api.carry = _front_of_others(network, nursery).serve_stream
         network.handle(methods.GENERATE, self.gateway.generate)
         network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
         network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
@@ -141,7 +147,26 @@ class Serving:
             reason=reason,
             max_model_len=self._view.max_model_len(info),
             kv_usage=stats.kv_usage if stats is not None else 0.0,
+            service=info.service,
+            others=self._list_others(),
         )
+
+    def _list_others(self) -> tuple[OtherService, ...]:
+        """The network's other services, by what requests may call them. A name that several have names none."""
+        own, view = self.served.model.info, self._view
+        models = {a.model.service: a.model for a in view.adverts.values() if a.model is not None}
+        names = Counter(model.name for model in models.values())
+        found = []
+        for service in sorted({*models, *view.plans} - {own.service})[: 2 * MAX_SERVICES]:
+            model = models.get(service)
+            has_name = model is not None and names[model.name] == 1 and model.name not in (own.name, service)
+            found.append(
+                OtherService(
+                    names=(model.name, service) if model is not None and has_name else (service,),
+                    max_model_len=view.max_model_len(model) if model is not None else 0,
+                )
+            )
+        return tuple(found)
 
     def add_to(self, advert: messages.Advert) -> messages.Advert:
         """A node's advert, with its engine and what clients ask of it."""
@@ -250,6 +275,12 @@ class Serving:
             self._say(f"engine ready: {engine.engine} on {engine.device}, {engine.kv_tokens} tokens of KV cache{bits}")
         elif engine.detail and not is_long:
             self._say(f"engine {engine.state}: {engine.detail}")
+
+
+def _front_of_others(network: Network, nursery: trio.Nursery) -> HttpFront:
+    """Carries requests that name another model to a box that has it. Whose they are was looked at by the API
+    process."""
+    return HttpFront(HttpAsking(network, nursery), FrontRules(needs_no_key=True))
 
 
 def _salts_of(joined: Joined) -> CacheSalts:

@@ -11,6 +11,7 @@ import trio
 from ..bootstrap import PeerId, Role
 from ..coordinator.plan import Deadlines
 from . import methods
+from .adverts import plans_of
 from .joined import Joined
 from .observing.counts import NodeCounts
 from .observing.desk import EventDesk
@@ -59,13 +60,13 @@ class Showing:
         from .observing.metrics import Snapshot, render_metrics  # 12 MB that few nodes are asked for
 
         joined, now = self._joined, trio.current_time()
-        status, plan = joined.status(), joined.view.plan
+        status = joined.status()
         self.follow_plan()
         snapshot = Snapshot(
             node=joined.own,
             nodes=summarise_nodes(status),
             links=summarise_links(status, self._clock()),
-            plan=plan.number if plan is not None else (0, 0),
+            plans={plan.service: plan.number for plan in plans_of(status)},
             is_coordinator=status.coordinator == joined.own,
             waiting=self._serving.gateway.open_requests if self._serving is not None else 0,
             **({"refused": self._serving.gateway.refused.total} if self._serving is not None else {}),
@@ -75,8 +76,8 @@ class Showing:
         return render_metrics(self.counts, snapshot)
 
     def follow_plan(self) -> None:
-        """Requests are judged by the deadlines of the plan that is followed."""
-        plan = self._joined.view.plan
+        """Requests are judged by the deadlines of the plan that is followed for what this gateway serves."""
+        plan = self._joined.view.plan_of(self._serving.service) if self._serving is not None else None
         self.counts.deadlines = plan.deadlines if plan is not None else Deadlines()
 
     async def _on_metrics(self, peer: PeerId, role: Role, query: MetricsQuery) -> MetricsPage:

@@ -1,8 +1,8 @@
-"""The network as one node sees it: adverts, the plan it follows, and what follows from them. No I/O, no clock."""
+"""The network as one node sees it: adverts, the plans it follows, and what follows from them. No I/O, no clock."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -12,6 +12,7 @@ import msgspec
 
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import BoxView, Demand, LinkView, Load, Plan, Replica
+from ..coordinator.bounds import MAX_SERVICES
 from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.costs.gpus import GpuError, gpu_table
 from ..coordinator.demand_meter import expected_workload
@@ -24,7 +25,7 @@ from ..coordinator.routing.interface import ReplicaLoads
 from ..coordinator.worth import BoxLine, weigh_boxes
 from ..kernels.codecs import CODEC_NAMES, codec_named
 from ..kvtransport.probing.figures import Source
-from .adverts import AdvertBook, find_box_fault, find_fault, join_faults
+from .adverts import AdvertBook, find_box_fault, find_fault, join_faults, plans_of
 from .box.hardware import Hardware
 from .engine.protocol import EngineStats
 from .links.planner_links import PlannerLinks
@@ -78,7 +79,8 @@ def fit_status(status: Status) -> Status:
         if excess > 0:
             nodes[peer] = msgspec.structs.replace(nodes[peer], advert=None)
             excess -= adverts[peer]
-    return msgspec.structs.replace(status, nodes=tuple(nodes.values()), plan=status.plan if excess <= 0 else None)
+    plans = {} if excess <= 0 else {"plan": None, "other_plans": ()}
+    return msgspec.structs.replace(status, nodes=tuple(nodes.values()), **plans)
 
 
 def _cost(message: msgspec.Struct) -> int:
@@ -91,8 +93,8 @@ def _cost(message: msgspec.Struct) -> int:
 class NetworkView(AdvertBook):
     """Kept up to date by the agent; read by gateway, coordinator and status."""
 
-    plan: Plan | None = None
-    plan_author: PeerId | None = None  # None: not known, as after a restart
+    plans: dict[str, Plan] = field(default_factory=dict)  # by service: at most MAX_SERVICES
+    plan_authors: dict[str, PeerId | None] = field(default_factory=dict)  # None: not known, as after a restart
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
     dead_at: dict[PeerId, float] = field(default_factory=dict)  # boxes that died, by the clock of the agent
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
@@ -107,7 +109,7 @@ class NetworkView(AdvertBook):
         """As the node that gave this answer sees it."""
         return cls(
             adverts={PeerId(node.peer): node.advert for node in status.nodes if node.advert is not None},
-            plan=status.plan,
+            plans={plan.service: plan for plan in plans_of(status)},
             links_told={PeerId(node.peer): node.links for node in status.nodes if node.links is not None},
         )
 
@@ -127,17 +129,45 @@ class NetworkView(AdvertBook):
         self.links_told, self._table_payloads = kept, dict(entries)
 
     def consider_plan(self, plan: Plan, author: PeerId | None = None) -> bool:
-        """Follow the coordinator's plan if it is newer than the one that is followed; whether it is.
+        """Follow the coordinator's plan if it is newer than the one that is followed for its service; whether it is.
 
         Two parts of a network that cannot see each other may both elect for one epoch. When they meet, one of the two
         leads on in it, and its plan counts whatever number the other's had."""
-        held = self.plan
-        if held is not None and plan.service == held.service and not plan.newer_than(held):
-            is_rival = None not in (author, self.plan_author) and author != self.plan_author
+        service = plan.service
+        held, held_author = self.plans.get(service), self.plan_authors.get(service)
+        if held is not None and not plan.newer_than(held):
+            is_rival = None not in (author, held_author) and author != held_author
             if plan.epoch != held.epoch or not is_rival:
                 return False
-        self.plan, self.plan_author = plan, author
+        if held is None and not self._make_room():
+            return False
+        self.plans[service], self.plan_authors[service] = plan, author
         return True
+
+    def plan_of(self, service: str) -> Plan | None:
+        """The plan that is followed for a service, if there is one."""
+        return self.plans.get(service)
+
+    def drop_plan(self, service: str) -> None:
+        """Follow none for this service any more."""
+        self.plans.pop(service, None)
+        self.plan_authors.pop(service, None)
+
+    @property
+    def plan(self) -> Plan | None:
+        """For whoever names no service: that of the one which most boxes offer, as far as any is followed."""
+        offered = Counter(a.model.service for a in self.adverts.values() if a.model is not None)
+        return max(self.plans.values(), key=lambda plan: (offered[plan.service], plan.service), default=None)
+
+    def _make_room(self) -> bool:
+        """Whether another service's plan may be followed: one that no box offers any more gives way."""
+        if len(self.plans) < MAX_SERVICES:
+            return True
+        offered = set(self.services())
+        gone = sorted((plan.number, service) for service, plan in self.plans.items() if service not in offered)
+        for _, service in gone[:1]:
+            self.drop_plan(service)
+        return bool(gone)
 
     def serving(self, replica: Replica, service: str) -> bool:
         """Whether new requests of the service may go to the head of this replica: it is ready, with these stages."""
@@ -155,8 +185,8 @@ class NetworkView(AdvertBook):
     def hopeful(self, service: str) -> bool:
         """Whether an engine of the service is being started, or is about to be in another group, so that waiting for it
         makes sense."""
-        plan = self.plan
-        if plan is not None and plan.service == service and plan.regrouping is not None:
+        plan = self.plan_of(service)
+        if plan is not None and plan.regrouping is not None:
             return True
         return any(
             not advert.draining and engine.state in ("starting", "loading", "restarting")
@@ -234,17 +264,16 @@ class NetworkView(AdvertBook):
         return found
 
     def _parts_of_others(self) -> frozenset[str]:
-        """Boxes whose engines say nothing of themselves alone: stages of the running plan, and those on their way to
+        """Boxes whose engines say nothing of themselves alone: stages of the running plans, and those on their way to
         another group."""
-        if self.plan is None:
-            return frozenset()
-        stages = {peer for replica in self.plan.replicas if len(replica.stages) > 1 for peer in replica.peers}
+        replicas = (replica for plan in self.plans.values() for replica in plan.replicas)
+        stages = {peer for replica in replicas if len(replica.stages) > 1 for peer in replica.peers}
         return frozenset(stages) | self._regrouping_now()
 
     def _regrouping_now(self) -> frozenset[str]:
         """The boxes that take another part now."""
-        regrouping = self.plan.regrouping if self.plan is not None else None
-        return frozenset(regrouping.boxes) if regrouping is not None else frozenset()
+        under_way = [plan.regrouping for plan in self.plans.values() if plan.regrouping is not None]
+        return frozenset(box for regrouping in under_way for box in regrouping.boxes)
 
     def signs(self) -> dict[str, BoxSign]:
         """What boxes show of how they are. The engine of a box with a part of the model also ends when another box of
@@ -309,6 +338,11 @@ class NetworkView(AdvertBook):
         """What the gateways of a service have been asked lately."""
         adverts = ((peer, self._offer(peer, service)) for peer in self.adverts)
         return {peer: advert.demand for peer, advert in adverts if advert is not None and advert.demand is not None}
+
+    def boxes_of_others(self, service: str) -> frozenset[str]:
+        """Boxes that offer another service."""
+        offers = ((peer, advert.model) for peer, advert in self.adverts.items())
+        return frozenset(str(peer) for peer, model in offers if model is not None and model.service != service)
 
     def services(self) -> tuple[str, ...]:
         """Services that any member offers, in order of name."""

@@ -15,6 +15,7 @@ from ..coordinator.names import name_of
 from ..node.adverts import find_box_fault, join_faults
 from ..node.engine.sampling import TopTokens
 from ..node.messages import AnswerUpdate, Generate, RequestFigures, Status
+from ..node.models import ModelInfo
 from ..node.models.errors import PromptError
 from ..node.observing.ages import describe_gone
 from ..node.requests.acceptance import check
@@ -253,8 +254,13 @@ def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -
     if service is None or not models or any(candidate.advert is None for candidate in candidates):
         return
     if not any(service in (model.service, model.name) for model in models):
-        served = ", ".join(sorted({model.service for model in models}))
+        served = ", ".join(sorted({_call(model) for model in models}))
         raise InvalidRequest(f"service: nobody serves {service}; this network serves {served}")
+
+
+def _call(model: ModelInfo) -> str:
+    """By its name, and by what tells it from others of that name."""
+    return model.service if model.name in model.service else f"{model.name} ({model.service})"
 
 
 def describe_unserved(status: Status, service: str | None) -> str:

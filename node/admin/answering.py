@@ -40,6 +40,7 @@ class NodeAnswers:
             epoch=status.epoch,
             nodes=self._showing.nodes(),
             plan=status.plan,
+            other_plans=status.other_plans,
             requests=self._showing.requests()[-MAX_REQUESTS:],
             events=page.events,
         )

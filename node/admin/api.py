@@ -59,6 +59,7 @@ BoxName = Annotated[str, Path(min_length=1, max_length=128, description="short n
 AnyBox = Annotated[str | None, Field(min_length=1, max_length=128, description="short name or peer id")]
 Label = Annotated[str | None, Field(min_length=1, max_length=512)]
 Gbps = Annotated[float | None, Field(ge=0, le=1e6, allow_inf_nan=False)]
+ServiceName = Annotated[str | None, Query(max_length=512, description="as `nodes` tell of it")]
 RequestName = Annotated[str, Path(min_length=1, max_length=128)]
 
 
@@ -203,12 +204,19 @@ async def show_link(admin: Admitted, source: BoxName, target: BoxName) -> Respon
     raise AdminRefusal(404, f"target: nothing is known yet of a link from {source} to {target}", param="target")
 
 
-async def show_plan(admin: Admitted) -> Response:
-    """The plan that the node follows, with its reasons."""
-    plan = (await admin.feed.snapshot()).plan
-    if plan is None:
+async def show_plan(admin: Admitted, service: ServiceName = None) -> Response:
+    """The plan that the node follows for a service, with its reasons; where none is named, that of the one which most
+    boxes offer."""
+    plans = (await admin.feed.snapshot()).plans
+    if not plans:
         raise AdminRefusal(404, "there is no plan yet: it is made once a box with a model is ready")
-    return _json(plan)
+    found = next((plan for plan in plans if service in (None, plan.service)), None)
+    if found is None:
+        known = ", ".join(plan.service for plan in plans)
+        raise AdminRefusal(
+            404, f"service: there is no plan for {service}; there are plans for {known}", param="service"
+        )
+    return _json(found)
 
 
 async def list_requests(admin: Admitted, query: Annotated[RequestsQuery, Query()]) -> Response:

@@ -8,7 +8,7 @@ import msgspec
 
 from ...coordinator import Plan
 from ...coordinator.bounds import Counter, Name
-from ...coordinator.plan import Deadlines
+from ...coordinator.plan import Deadlines, MorePlans
 from ..observing.counts import NO_DEADLINES
 from ..observing.values import (
     MAX_EVENTS,
@@ -37,13 +37,22 @@ class NetworkSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     epoch: Counter = 0
     nodes: tuple[NodeSummary, ...] = ()
     plan: Plan | None = None
+    other_plans: MorePlans = ()
     requests: Annotated[tuple[RequestSummary, ...], msgspec.Meta(max_length=MAX_REQUESTS)] = ()
     events: Annotated[tuple[NodeEvent, ...], msgspec.Meta(max_length=MAX_EVENTS)] = ()
 
     @property
     def deadlines(self) -> Deadlines:
-        """What requests should keep, by the plan; 0 where nothing is asked for."""
-        return self.plan.deadlines if self.plan is not None else NO_DEADLINES
+        """What requests should keep at the gateway that answers, by the plan of its service; 0 where nothing is asked
+        for."""
+        own = next((node.service for node in self.nodes if node.id == self.answered_by), "")
+        plans = sorted(self.plans, key=lambda plan: plan.service != own)
+        return plans[0].deadlines if plans else NO_DEADLINES
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """One for each service."""
+        return (*([self.plan] if self.plan is not None else ()), *self.other_plans)
 
 
 class NetworkSource(Protocol):

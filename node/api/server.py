@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +18,7 @@ from ...bootstrap import Address
 from ...bootstrap.errors import AddressError, PortInUse
 from ..engine.agent_side.engine_link import ApiLink, EngineLost, EngineStarter, EngineStartError
 from ..engine.api.protocol import (
+    CARRY,
     LISTENER,
     STREAM,
     ApiCancel,
@@ -47,7 +49,8 @@ def api_config(model: ModelFiles, settings: ApiSettings, log: Path) -> ApiConfig
     """What the API process of a box is started with."""
     return ApiConfig(
         model=str(model.folder),
-        names=settings.names or (model.info.name,),
+        # What the network calls it is a name, too: of two models of one name nothing else tells which is meant.
+        names=tuple(dict.fromkeys([*(settings.names or (model.info.name,)), model.info.service])),
         options=settings.options,
         keys=tuple(KeyDigest(key.name, sha256(key.secret.encode()).digest()) for key in settings.keys),
         is_open=settings.needs_no_key,
@@ -117,6 +120,9 @@ class ApiServer:
         self._failure = ""
         self._failures = 0
         self._used_at = 0.0
+        self._carried = 0
+        self.carry: Callable[[trio.SocketStream], Awaitable[None]] = _carry_nothing
+        """Carries the HTTP request that comes on a stream to a box of the model that it names."""
 
     def __repr__(self) -> str:
         return f"<ApiServer {'serves' if self._life is not None else 'waits'} failures={self._failures}>"
@@ -255,13 +261,32 @@ class ApiServer:
             case _:
                 pass  # it has started, which its link knows
 
+    def _carry(self, life: _Life) -> bytes:
+        """Take one request of the API process for another box; returns what its socket is called there."""
+        self._carried += 1
+        name = CARRY + str(self._carried).encode()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            life.link.attach(name, theirs)
+        life.nursery.start_soon(self.carry, trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
+        return name
+
     async def _answer(self, life: _Life, question: ApiQuestion) -> None:
+        if question.what == CARRY.decode():
+            with suppress(EngineLost):
+                _ignoring_lost(life.link)(ApiReply(number=question.number, body=self._carry(life)))
+            return
         answer = self.answers.get(question.what)
         if answer is None:
             reply = ApiReply(number=question.number, error=f"{question.what}: this node has no answer to that")
         else:
             reply = ApiReply(number=question.number, body=await answer(question.body))
         _ignoring_lost(life.link)(reply)
+
+
+async def _carry_nothing(stream: trio.SocketStream) -> None:
+    """Before this node is in a network."""
+    await stream.aclose()
 
 
 def _ignoring_lost(link: ApiLink) -> Callable[[EngineMessage], None]:

@@ -69,8 +69,11 @@ def boxes(view: View) -> Markup:
 
 
 def plan(view: View) -> Markup:
-    """Who does what, for whom, and why."""
-    found = view.snapshot.plan
+    """Who does what, for whom, and why: one plan after the other."""
+    return Markup("").join(_draw_plan(view, each) for each in view.snapshot.plans or (None,))
+
+
+def _draw_plan(view: View, found: Plan | None) -> Markup:
     pairings = sorted(found.pairings, key=lambda pair: -pair.weight) if found is not None else []
     heads = {replica.id: replica.head for replica in found.replicas} if found is not None else {}
     told = {(link.source, link.target): link for link in view.links}

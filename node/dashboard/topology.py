@@ -300,11 +300,12 @@ def _bend(spots: Mapping[str, tuple[float, float]], pair: tuple[str, str], centr
 
 
 def _planned_pairs(view: View, place_of: Mapping[str, str]) -> set[tuple[str, str]]:
-    plan = view.snapshot.plan
-    if plan is None:
-        return set()
-    heads = {replica.id: replica.head for replica in plan.replicas}
-    ends = ((place_of.get(heads[pair.prefill]), place_of.get(heads[pair.decode])) for pair in plan.pairings)
+    ends = [
+        (place_of.get(heads[pair.prefill]), place_of.get(heads[pair.decode]))
+        for plan in view.snapshot.plans
+        for heads in [{replica.id: replica.head for replica in plan.replicas}]
+        for pair in plan.pairings
+    ]
     return {(one, other) for one, other in ends if one is not None and other is not None and one != other}
 
 

@@ -32,8 +32,9 @@ from ...bootstrap.dev.fuzz_report import ControlFuzzReport
 from ...bootstrap.dev.fuzz_wire import StreamAttack, WireAttack
 from ..messages import ADVERT, LINKS, PLAN
 from ..planning.manifest import PLAN_RULES
+from ..planning.messages import PLAN_BUNDLE
 from .fuzz_messages import MessageAttack, add_catalogue, bodies_of_catalogue
-from .fuzz_planning import PlanningAttack, make_advert, make_links, make_manifest, read_entries
+from .fuzz_planning import PlanningAttack, make_advert, make_bundle, make_links, make_manifest, read_entries
 
 # Of turns: one against members is of 60 inputs, one of a stream of 120.
 _WEIGHTS = (("messages", 60), ("wire", 25), ("members", 0.3), ("stream", 0.1), ("views", 8), ("planning", 0.1))
@@ -47,6 +48,7 @@ def fuzz(count: int, seed: int, progress: Callable[[int], None] | None = None) -
     rng = random.Random(seed)
     report = ControlFuzzReport()
     payloads = {**membership_payloads(), ADVERT: make_advert, LINKS: make_links, PLAN: make_manifest}
+    payloads[PLAN_BUNDLE] = make_bundle
     messages, wire = MessageAttack(rng, report), WireAttack(rng, report)
     stream = StreamAttack(rng, report, bodies_of_catalogue(), add_catalogue)
     planning = PlanningAttack(rng, report)

@@ -25,7 +25,7 @@ from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 from .. import messages, methods
 from ..engine.protocol import KvSlice
 from ..models.errors import PromptError
-from ..planning.messages import PlanManifest
+from ..planning.messages import PlanBundle, PlanManifest
 from ..requests import acceptance
 from .fuzz_planning import make_advert, make_links, make_manifest, make_plan
 
@@ -59,7 +59,7 @@ def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
         kinds[each.body] = None
         if isinstance(each, Method):
             kinds[each.answer] = None
-    return (*kinds, messages.Advert, messages.LinkTable, PlanManifest, Plan)
+    return (*kinds, messages.Advert, messages.LinkTable, PlanManifest, PlanBundle, Plan)
 
 
 class MessageMaker:

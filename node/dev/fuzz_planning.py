@@ -27,9 +27,10 @@ from ..box.hardware import Gpu, Hardware
 from ..engine.protocol import EngineStats
 from ..messages import ADVERT, LINKS, PLAN, Advert, EngineAdvert, LinkTable
 from ..models import ModelInfo, WeightSizes
-from ..planning.coordination import Coordinator, PlanningTask
-from ..planning.manifest import describe_plan, read_manifest
-from ..planning.messages import INLINE_PLAN_BYTES, PlanManifest
+from ..planning.coordination import PlanningTask
+from ..planning.services import Coordinator, choose_services
+from ..planning.manifest import describe_plan, read_bundle, read_manifest
+from ..planning.messages import INLINE_PLAN_BYTES, PLAN_BUNDLE, PlanManifest
 from ..planning.plan_intake import PlanIntake
 from ..planning.worker import PlannerAnswer, PlannerTask, answer
 from ..settings import WAN
@@ -145,15 +146,21 @@ def make_manifest(rng: random.Random) -> bytes:
     return _encode(manifest)
 
 
-def follow_entry(view: NetworkView, leader: tuple[PeerId, int], entry: bytes) -> None:
+def make_bundle(rng: random.Random) -> bytes:
+    """Manifests of more services, as a coordinator publishes them."""
+    manifests = [msgspec.Raw(make_manifest(rng)) for _ in range(rng.randrange(4))]
+    return _encode({"epoch": rng.choice((1, 2, 5)), "serial": rng.randrange(1, 9), "manifests": manifests})
+
+
+def follow_entry(view: NetworkView, leader: tuple[PeerId, int], entry: bytes, bundle: bytes = b"") -> None:
     """What a node makes of what its coordinator publishes."""
     intake = PlanIntake(_OWN, WAN)
-    intake.see(leader, entry, 0.0)
+    intake.see(leader, entry, 0.0, bundle)
     wanted = intake.wanted
     if wanted is not None:
         intake.on_bytes(wanted, entry)
-    if intake.plan is not None:
-        view.consider_plan(intake.plan)
+    for plan, author in intake.plans:
+        view.consider_plan(plan, author)
     for advert in view.adverts.values():
         intake.find_objection(advert, view.adverts.keys(), 1000.0)
 
@@ -161,12 +168,13 @@ def follow_entry(view: NetworkView, leader: tuple[PeerId, int], entry: bytes) ->
 def read_entries(peering: Peering) -> None:
     """What a node reads of what its membership holds."""
     view = NetworkView()
-    entries = {kind: peering.table.entries(kind) for kind in (ADVERT, LINKS, PLAN)}
+    entries = {kind: peering.table.entries(kind) for kind in (ADVERT, LINKS, PLAN, PLAN_BUNDLE)}
     view.update({peer: entry.payload for peer, entry in entries[ADVERT].items()})
     view.update_links({peer: entry.payload for peer, entry in entries[LINKS].items()})
     leader = peering.coordinator
-    if leader is not None and leader[0] in entries[PLAN]:
-        follow_entry(view, leader, entries[PLAN][leader[0]].payload)
+    if leader is not None:
+        told = (entries[kind].get(leader[0]) for kind in (PLAN, PLAN_BUNDLE))
+        follow_entry(view, leader, *(entry.payload if entry is not None else b"" for entry in told))
     _use(view, None)
 
 
@@ -184,19 +192,17 @@ def _use(view: NetworkView, report: ControlFuzzReport | None) -> None:
         advert.hardware.summary()
         if advert.model is not None:
             view.max_model_len(advert.model)
-    plan = view.plan
-    if plan is None:
-        return
-    for replica in plan.replicas:
-        view.serving(replica, plan.service)
-    plan.phase_of(_OWN)
-    router = Router(plan)
-    router.report(loads)
-    try:
-        router.route(7, frozenset({"p1"}))
-    except NoRoute:
-        if report is not None:
-            report.outcomes["no route"] += 1
+    for plan in view.plans.values():
+        for replica in plan.replicas:
+            view.serving(replica, plan.service)
+        plan.phase_of(_OWN)
+        router = Router(plan)
+        router.report(loads)
+        try:
+            router.route(7, frozenset({"p1"}))
+        except NoRoute:
+            if report is not None:
+                report.outcomes["no route"] += 1
 
 
 class PlanningAttack:
@@ -213,16 +219,17 @@ class PlanningAttack:
         if rng.random() < 0.02:
             view = self._view = NetworkView()
         peer = PeerId(f"p{rng.randrange(6)}")
-        kind = rng.randrange(3)
-        data = mutated_encoding(rng, (make_advert, make_links, make_manifest)[kind](rng), MAX_PAYLOAD)
+        kind = rng.randrange(4)
+        data = mutated_encoding(rng, (make_advert, make_links, make_manifest, make_bundle)[kind](rng), MAX_PAYLOAD)
         began = self._report.begin()
         if kind == 0:
             view.update({**{p: _encode(a) for p, a in view.adverts.items()}, peer: data})
         elif kind == 1:
             view.update_links({**{p: _encode(t) for p, t in view.links_told.items()}, peer: data})
         else:
-            manifest = read_manifest(data)
-            follow_entry(view, (peer, rng.choice((1, 2, 5)) if manifest is None else manifest.epoch), data)
+            said = read_manifest(data) if kind == 2 else read_bundle(data)
+            leader = peer, rng.choice((1, 2, 5)) if said is None else said.epoch
+            follow_entry(view, leader, *((data, b"") if kind == 2 else (b"", data)))
         _use(view, self._report)
         self._report.note("views of adverts, links and plans", time.thread_time() - began)
 
@@ -235,7 +242,7 @@ class PlanningAttack:
         report = self._report
         coordinator = Coordinator(_OWN, "kv4", quiet_s=0.0)
         leader, now = (_OWN, 5), 0.0
-        for _ in range(_ATTEMPTS):
+        for _ in range(_ATTEMPTS * max(1, len(choose_services(view)))):
             task = coordinator.next(view, leader, now)
             if task is None:
                 break

@@ -15,13 +15,12 @@ from http import HTTPStatus
 from typing import Final, final
 
 import h11
-import msgspec
 import trio
 
-from ...bootstrap import DECODE_ERRORS, Address
+from ...bootstrap import Address
 from ...bootstrap.errors import AddressError, PortInUse
 from ..web.envelope import describe_error, describe_event
-from ..web.fields import REQUEST_ID, RawHeaders, find_cookie, find_header, pick_request_id
+from ..web.fields import REQUEST_ID, RawHeaders, find_cookie, find_header, find_model, pick_request_id
 from ..web.listening import HttpRefusal
 from ..web.paths import ADMIN, is_below, path_of
 from .admission import FrontRules, check_listen, judge
@@ -45,12 +44,6 @@ _AHEAD_BYTES: Final = 64 << 10  # of further requests that come before an answer
 _READ_BYTES: Final = 64 << 10
 _IN_USE: Final = (errno.EADDRINUSE, errno.EACCES)
 _GONE: Final = (trio.BrokenResourceError, trio.ClosedResourceError)
-
-
-class _Named(msgspec.Struct):
-    """What is read of a body here."""
-
-    model: str | None = None
 
 
 @final
@@ -246,7 +239,7 @@ class _Connection:
             target=received.target,
             headers=self._pass_request(received),
             body=received.body,
-            service=_find_model(received),
+            service=find_model(received.headers, received.body),
         )
         try:
             async with self._asking.carry(request) as answer:
@@ -369,16 +362,7 @@ def _host_of(stream: trio.abc.Stream) -> str | None:
     if not isinstance(stream, trio.SocketStream):
         return None
     try:
-        return str(stream.socket.getpeername()[0])
+        name = stream.socket.getpeername()
     except OSError:
         return None
-
-
-def _find_model(received: _Received) -> str | None:
-    """The model that a body of JSON names."""
-    if not received.body or b"json" not in (find_header(received.headers, b"content-type") or b""):
-        return None
-    try:
-        return msgspec.json.decode(received.body, type=_Named).model
-    except DECODE_ERRORS:
-        return None  # the API server says what is wrong with it
+    return str(name[0]) if isinstance(name, tuple) else None  # a socket of this machine has no address

@@ -31,7 +31,7 @@ class Snapshot:
     node: str
     nodes: Sequence[NodeSummary] = ()
     links: Sequence[LinkSummary] = ()
-    plan: tuple[int, int] = (0, 0)  # epoch and version; zeros: it follows none
+    plans: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by service, epoch and version
     is_coordinator: bool = False
     waiting: int = 0  # requests at its gateway
     refused: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(CLASS_LABELS, 0))  # there, by class
@@ -91,8 +91,12 @@ def _request_families(counts: NodeCounts) -> Iterator[Metric]:
 
 
 def _network_families(now: Snapshot) -> Iterator[Metric]:
-    yield _gauge("plan_epoch", "Epoch of the plan that this node follows; 0: none", now.plan[0])
-    yield _gauge("plan_generation", "Version of that plan", now.plan[1])
+    epochs = GaugeMetricFamily(f"{PREFIX}plan_epoch", "Epoch of the plan that this node follows", labels=["service"])
+    versions = GaugeMetricFamily(f"{PREFIX}plan_generation", "Version of that plan", labels=["service"])
+    for service, (epoch, version) in now.plans.items():
+        epochs.add_metric([service], epoch)
+        versions.add_metric([service], version)
+    yield from (epochs, versions)
     yield _gauge("is_coordinator", "Whether this node coordinates", float(now.is_coordinator))
     yield _gauge("requests_waiting", "Requests at this gateway that have not ended", now.waiting)
     yield _counter("requests_refused_total", "Requests that this gateway had no place for", "class", now.refused)

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from ...coordinator.names import naming
 from ...kvtransport.probing.figures import LinkFigures, Source, streams_for
 from ...kvtransport.probing.sites import SiteLinks
+from ..adverts import plans_of
 from ..messages import Advert, LinkTable, NodeStatus, Status
 from .traces import cost_of
 from .values import MAX_REASONS, EventKind, Fact, KvTally, LinkSummary, NodeEvent, NodeSummary, RequestSummary
@@ -59,7 +60,7 @@ def services_of(nodes: Iterable[NodeSummary]) -> tuple[str, ...]:
 
 
 def _summarise_node(node: NodeStatus, status: Status, name: str) -> NodeSummary:
-    advert, table, plan = node.advert, node.links or _NO_TABLE, status.plan
+    advert, table = node.advert, node.links or _NO_TABLE
     found = NodeSummary(
         id=node.peer,
         name=name,
@@ -76,7 +77,7 @@ def _summarise_node(node: NodeStatus, status: Status, name: str) -> NodeSummary:
     )
     if advert is None:
         return found
-    replica = plan.replica_of(node.peer) if plan is not None else None
+    replica = next(filter(None, (plan.replica_of(node.peer) for plan in plans_of(status))), None)
     stages = [stage for stage in replica.stages if stage.peer == node.peer] if replica is not None else []
     layers = (stages[0].first_layer, stages[0].last_layer) if stages else None
     return _with_advert(found, advert, replica.phase.value if replica is not None else "", layers)

@@ -1,8 +1,8 @@
-"""What the elected coordinator does: turn adverts into a plan and publish it. No I/O, no clock."""
+"""What the elected coordinator does for one service: turn adverts into a plan and publish it. No I/O, no clock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any, Final, final
 
@@ -22,7 +22,7 @@ from ...coordinator.repair.repurposing import Repurposing
 from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
 from ...kernels.codecs import codec_named
 from ..adverts import divided_boxes, parts_of
-from ..settings import DEFAULT_SLO, WAN
+from ..settings import DEFAULT_SLO
 from ..view import NetworkView
 from .messages import RegroupOrder
 from .set_aside import SetAside
@@ -130,35 +130,58 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
         return self.previous is not None and is_idle(self.demands)
 
 
+class PlanningSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a node plans, whatever it plans for: as `services.Coordinator` is told."""
+
+    codec: str
+    quiet_s: float
+    slo: str
+    lends_replicas: bool
+
+
 @final
-class Coordinator:
-    """Makes plans while this node is the elected coordinator; idle otherwise. `lends_replicas`: gateways borrow
-    replicas for what they have no phase for, so those that stay borrowed are moved."""
+class PlanNumbers:
+    """Which versions this node has given to plans, of whichever service: none is given twice in an epoch, so that it
+    orders all that a coordinator says."""
+
+    def __init__(self) -> None:
+        self._last = (-1, 0)  # (epoch, last version used in it)
+
+    def next(self, epoch: int, followed: Iterable[Plan]) -> int:
+        """A version above all that were used in the epoch, and all that are `followed`."""
+        used = [plan.version for plan in followed if plan.epoch == epoch]
+        return max([0, *used, *([self._last[1]] if self._last[0] == epoch else [])]) + 1
+
+    def note(self, number: tuple[int, int]) -> None:
+        """A plan of this number is published."""
+        self._last = max(self._last, number)
+
+
+@final
+class ServicePlanning:
+    """Makes the plans of one service while this node is the elected coordinator; idle otherwise. `numbers` and
+    `damping` are those of all services."""
 
     def __init__(
-        self,
-        own: PeerId,
-        codec: str,
-        quiet_s: float = WAN.quiet_s,
-        slo: str = DEFAULT_SLO,
-        *,
-        lends_replicas: bool = False,
+        self, own: PeerId, service: str, settings: PlanningSettings, numbers: PlanNumbers, damping: FlapDamping
     ) -> None:
         self._own = own
-        self._codec = codec
-        self._slo = slo
-        self._quiet_s = quiet_s
-        self._numbered: tuple[int, int] = (-1, 0)  # (epoch, last version used in it)
+        self.service = service
+        self._codec = settings.codec
+        self._slo = settings.slo
+        self._quiet_s = settings.quiet_s
+        self._numbers = numbers
+        self._number = (-1, 0)  # of the latest plan
         self._last: PlanningTask | None = None
-        self._planned_at = float("-inf")
+        self.planned_at = float("-inf")
         self._look_at = float("-inf")  # for urgent news, at the earliest
         self._has_missed = False  # a change, because that moment had not come
         self._is_rough = False  # the latest plan was made at once: a longer search may find a better one
         self._aside = SetAside()
-        self._damping = FlapDamping()
+        self._damping = damping
         self._progress = RegroupingProgress()
         self._adoption = Adoption()
-        self._repurposing = Repurposing() if lends_replicas else None
+        self._repurposing = Repurposing() if settings.lends_replicas else None
         self._moved = ""  # why a replica is to have another phase, until a plan has said so
         self._told_held: tuple[str, ...] = ()  # boxes that the latest plan says are held
         self._reasons: tuple[str, ...] = ()  # of the latest plan, without those that are said of boxes left out
@@ -167,8 +190,6 @@ class Coordinator:
         """What is to be planned at `now` (seconds), if anything. Say `settle` when it is done. It is to be called when
         the view has changed, and at `wake_at`."""
         self._aside.forget(view.adverts, now)
-        # Whoever may be elected remembers who flaps, so all nodes watch.
-        self._damping.observe(view.signs(), now)
         self._watch_pools(view, leader, now)
         self._has_missed = False
         task = self._task(view, leader, now)
@@ -194,25 +215,24 @@ class Coordinator:
         """When `next` is to be called at the latest, whether or not the view changes."""
         look_at = self._look_at if self._has_missed else inf
         due_at = self._due_at if self._due_at > now else inf
-        again_at = min(self._damping.wake_at(now), self._progress.refusals.wake_at(now))
-        return min(now + self._quiet_s, look_at, due_at, again_at)
+        return min(now + self._quiet_s, look_at, due_at, self._progress.refusals.wake_at(now))
 
     def is_outdated(self, task: PlanningTask, view: NetworkView, leader: Leader | None, now: float) -> bool:
         """Whether boxes have come, gone or failed since this task was begun: what it has found by now is enough."""
-        self._damping.observe(view.signs(), now)
         current = self._task(view, leader, now)
         return current is None or current.roster != task.roster
 
-    def on_fault(self, box: PeerId, fault: str, now: float) -> None:
-        """A box that is here has failed this node, as `fault` says."""
-        self._damping.note_fault(box, fault, now)
+    def is_urgent(self, view: NetworkView, leader: Leader | None, now: float) -> bool:
+        """Whether boxes have come, gone or failed since the latest task."""
+        current = self._task(view, leader, now)
+        return current is not None and (self._last is None or current.roster != self._last.roster)
 
     def settle(
         self, task: PlanningTask, plan: Plan | None, view: NetworkView, leader: Leader | None, now: float
     ) -> Plan | None:
         """What of a finished task is to be published, if anything: things may have changed meanwhile."""
         self._aside.on_planned(now)
-        if leader != (self._own, task.epoch) or _running(view, task.service) is not task.previous:
+        if leader != (self._own, task.epoch) or view.plan_of(task.service) is not task.previous:
             self._last = None  # it has to be planned again
             return None
         if plan is None:
@@ -224,14 +244,15 @@ class Coordinator:
             if held == self._told_held and task.regrouping == plan.regrouping and told:
                 return None
             # Who looks at the plan is to see why a box that is there gets no requests.
-            why = self._reasons if plan.number == self._numbered else plan.why
+            why = self._reasons if plan.number == self._number else plan.why
             plan = msgspec.structs.replace(plan, epoch=task.epoch, version=task.version, why=why)
         was_regrouping = task.previous is not None and task.previous.regrouping is not None
         if was_regrouping and task.regrouping is None:
             self._adoption.on_ended(now, failed=bool(self._progress.explain(None)))
         plan = msgspec.structs.replace(plan, regrouping=task.regrouping, refused=refused)
         self._progress.on_planned(task.regrouping)
-        self._numbered, self._told_held, self._reasons = (task.epoch, plan.version), held, plan.why
+        self._number, self._told_held, self._reasons = (task.epoch, plan.version), held, plan.why
+        self._numbers.note(plan.number)
         self._last = msgspec.structs.replace(task, previous=plan)
         given_up = self._progress.explain(task.regrouping)
         left_out = (*self._aside.explain(now), *self._damping.explain(held, now), *_explain_unreadable(view))
@@ -269,11 +290,11 @@ class Coordinator:
     ) -> Regrouping | None:
         """A look for other groups has found this: what the next plan begins with, if that is worth it. Raises PlanError
         where things have changed meanwhile."""
-        if not self._adoption.consider(found, now) or found is None or view.plan is None:
+        if not self._adoption.consider(found, now) or found is None or view.plan_of(self.service) is None:
             return None
         expected = found.regrouping
         order = RegroupOrder(
-            service=view.plan.service,
+            service=self.service,
             groups=found.groups,
             recuts=found.recuts,
             before=expected.before,
@@ -286,7 +307,7 @@ class Coordinator:
         """These groups, or these cuts, are wanted: the next plan begins with their first step. Raises PlanError."""
         if leader is None or leader[0] != self._own:
             raise PlanError("this node does not coordinate the network; ask the one that does")
-        plan = _running(view, order.service)
+        plan = view.plan_of(order.service)
         if plan is None:
             raise PlanError(f"no plan for {order.service} is running")
         if plan.regrouping is not None or self._progress.is_ordered:
@@ -307,20 +328,21 @@ class Coordinator:
     @property
     def _due_at(self) -> float:
         """When figures that have moved a little are planned with."""
-        return self._planned_at + (REFINE_S if self._is_rough else self._quiet_s)
+        return self.planned_at + (REFINE_S if self._is_rough else self._quiet_s)
 
     def _begin(self, task: PlanningTask, now: float, *, is_urgent: bool) -> PlanningTask:
         self._last = task = msgspec.structs.replace(task, is_urgent=is_urgent)
-        self._planned_at, self._look_at, self._is_rough = now, now + URGENT_S, is_urgent
+        self.planned_at, self._look_at, self._is_rough = now, now + URGENT_S, is_urgent
         return task
 
     def _with_figures(self, task: PlanningTask, view: NetworkView, now: float) -> PlanningTask:
         """With links and demands, of the boxes that are planned with."""
         left_out = self._aside.left_out(now)
         demands = view.demands(task.service)
+        strangers = view.boxes_of_others(task.service) | left_out
         return msgspec.structs.replace(
             task,
-            links=tuple(link for link in view.links() if link.source not in left_out),
+            links=tuple(each for each in view.links() if each.source not in strangers),
             demands=tuple(demand for peer, demand in demands.items() if peer not in left_out),
         )
 
@@ -328,16 +350,11 @@ class Coordinator:
         """What there is to plan with as yet, but for links and demands: they are many, and looked at less often."""
         if leader is None or leader[0] != self._own:
             return None
-        epoch = leader[1]
-        service = self._service(view)
-        if service is None:
-            return None
-        previous = _running(view, service)
+        epoch, service = leader[1], self.service
+        previous = view.plan_of(service)
         if previous is not None and previous.epoch > epoch:
             return None  # an election has overtaken us; the next change of the view will say so
-        version = self._numbered[1] + 1 if self._numbered[0] == epoch else 1
-        if previous is not None and previous.epoch == epoch:
-            version = max(version, previous.version + 1)
+        version = self._numbers.next(epoch, view.plans.values())
         left_out = self._aside.left_out(now)
         regrouping = self._progress.advance(
             previous.regrouping if previous is not None else None, parts_of(view.adverts), now
@@ -367,20 +384,12 @@ class Coordinator:
 
     def _watch_pools(self, view: NetworkView, leader: Leader | None, now: float) -> None:
         """See which replicas stay borrowed, and move one if it is time and this node plans."""
-        if self._repurposing is None or view.plan is None:
+        plan = view.plan_of(self.service)
+        if self._repurposing is None or plan is None:
             return
-        self._repurposing.observe(view.plan, view.reported_loads(view.plan), now)
-        if leader is not None and leader[0] == self._own and view.plan.regrouping is None:
-            self._moved = self._repurposing.move_one(view.plan, now) or self._moved
-
-    def _service(self, view: NetworkView) -> str | None:
-        """The service to plan for: the running one while a box offers it, else the one most boxes offer."""
-        offered = [a.model.service for a in view.adverts.values() if a.model is not None]
-        if not offered:
-            return None
-        if view.plan is not None and view.plan.service in offered:
-            return view.plan.service
-        return max(sorted(set(offered)), key=offered.count)
+        self._repurposing.observe(plan, view.reported_loads(plan), now)
+        if leader is not None and leader[0] == self._own and plan.regrouping is None:
+            self._moved = self._repurposing.move_one(plan, now) or self._moved
 
 
 def _explain_unreadable(view: NetworkView) -> list[str]:
@@ -389,7 +398,3 @@ def _explain_unreadable(view: NetworkView) -> list[str]:
         f"{name_of(peer)} is left out: what it says of itself cannot be read ({fault})"
         for peer, fault in sorted(view.unreadable.items())
     ]
-
-
-def _running(view: NetworkView, service: str) -> Plan | None:
-    return view.plan if view.plan is not None and view.plan.service == service else None

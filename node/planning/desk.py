@@ -16,9 +16,10 @@ from ...coordinator.routing.policies import lends_replicas
 from ..joined import Joined
 from ..methods import PLAN_REGROUP
 from ..observing.values import EventKind
-from .coordination import Coordinator, PlanningTask
+from .coordination import PlanningTask
 from .messages import RegroupBegun, RegroupOrder
 from .planner import Planner, PlannerFailed, open_planner
+from .services import Coordinator
 
 
 @final
@@ -103,7 +104,7 @@ class PlanningDesk:
         finally:
             self._on_look = _ignore_look
         try:
-            begun = coordinator.consider(found, joined.view, joined.leader, trio.current_time())
+            begun = coordinator.consider(task.service, found, joined.view, joined.leader, trio.current_time())
         except PlanError as error:
             joined.say(f"boxes are not regrouped: {error}")
             return

@@ -1,4 +1,4 @@
-"""What nodes say to each other about plans: a manifest to all, the plan itself in pieces, and what an admin orders."""
+"""What nodes say to each other about plans: manifests to all, the plan itself in pieces, and what an admin orders."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ...coordinator.bounds import MAX_REPLICAS, Count, Counter, Figure, ModelName, Name, Seconds
+from ...coordinator.bounds import MAX_REPLICAS, MAX_SERVICES, Count, Counter, Figure, ModelName, Name, Seconds
 from ...coordinator.plan import BoxRecut, Groups
 from ..messages import Message
 
+PLAN_BUNDLE: Final = "plans"
+
 MAX_PLAN_BYTES: Final = 4 << 20  # 4,096 replicas of one box each, with all the pairs that they get, take half of it
 INLINE_PLAN_BYTES: Final = 32 << 10  # a plan up to this size is in its manifest: everybody is told it at once
+MANIFESTS_BYTES: Final = 24 << 10  # of a bundle, beside such plans: it has room for 32 names of ordinary length
 PLAN_PIECE_BYTES: Final = 256 << 10
 MAX_HOLDERS: Final = 8  # of a plan, that one answer names
 PLAN_DIGEST_BYTES: Final = 32  # SHA-256
@@ -34,6 +37,20 @@ class PlanManifest(Message, frozen=True, kw_only=True):
     def number(self) -> tuple[int, int]:
         """`(epoch, version)`, as of the plan."""
         return (self.epoch, self.version)
+
+
+class PlanBundle(Message, frozen=True, kw_only=True):
+    """What a coordinator publishes beside one service's plan: those of its other services. `serial` counts the bundles
+    of an epoch. Earlier releases know one plan, and not this."""
+
+    epoch: Counter
+    serial: Counter
+    manifests: Annotated[tuple[PlanManifest, ...], msgspec.Meta(max_length=MAX_SERVICES)] = ()
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """`(epoch, serial)`: who says two things under one number lies to somebody."""
+        return (self.epoch, self.serial)
 
 
 class PlanPieceQuery(Message, frozen=True, kw_only=True):

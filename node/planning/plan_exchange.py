@@ -16,12 +16,14 @@ import trio
 
 from ...bootstrap import NetworkError, PeerId, Role
 from ...bootstrap.methods import Messenger
+from ...coordinator.bounds import MAX_SERVICES
 from ..methods import PLAN_PIECE
 from ..settings import NodeTuning
 from .manifest import is_that_of
-from .messages import MAX_HOLDERS, PLAN_PIECE_BYTES, PlanManifest, PlanPiece, PlanPieceQuery
+from .messages import MAX_HOLDERS, MAX_PLAN_BYTES, PLAN_PIECE_BYTES, PlanManifest, PlanPiece, PlanPieceQuery
 
-_KEPT: Final = 2  # plans: the one that is followed, and the one that is to be
+_KEPT: Final = 2 * MAX_SERVICES  # plans: for each service the one that is followed, and the one that is to be
+_KEPT_BYTES: Final = 4 * MAX_PLAN_BYTES  # of all but the latest
 _SOURCES: Final = 32
 
 OnBytes = Callable[[PlanManifest, bytes], None]
@@ -54,7 +56,7 @@ class PlanExchange:
         self._held[digest] = payload
         self._held.move_to_end(digest)
         self._served.clear()
-        while len(self._held) > _KEPT:
+        while len(self._held) > _KEPT or (len(self._held) > 2 and sum(map(len, self._held.values())) > _KEPT_BYTES):
             self._held.popitem(last=False)
 
     def want(self, manifest: PlanManifest | None, leader: PeerId) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError
 from ...bootstrap.methods import Messenger
-from ...coordinator import NoRoute, Route
+from ...coordinator import NoRoute, Plan, Route
 from ...coordinator.requests.values import (
     Action,
     CancelTransfer,
@@ -196,6 +196,10 @@ class RequestDriver:
         if machine.wake_at != wake_at:
             self._changed.set()
 
+    @property
+    def _plan(self) -> Plan | None:
+        return self._view.plan_of(self._routes.service)
+
     def _carry_out(self, action: Action) -> Ready:
         """Returns what follows at once."""
         request, now = self.request, trio.current_time()
@@ -206,7 +210,7 @@ class RequestDriver:
             case FindRoute():
                 return self._find_route(action, now)
             case OpenDecode():
-                plan = self._view.plan
+                plan = self._plan
                 assert plan is not None  # the route is from it
                 self._asks_for = action.attempt
                 self._nursery.start_soon(self._open, action, request.begin_attempt(action, plan, now))
@@ -259,7 +263,7 @@ class RequestDriver:
 
     def _use_slot(self, slot: SlotQuestion, route: Route | None, now: float) -> Ready:
         """Begin an attempt on the route as the prefill replica has split it; None: look for another one."""
-        request, plan, self._slot = self.request, self._view.plan, None
+        request, plan, self._slot = self.request, self._plan, None
         ready: Ready = ()
         if (
             route is not None

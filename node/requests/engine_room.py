@@ -23,8 +23,8 @@ EFFICIENCY: Final = 0.5  # of a prefill, of the products that an engine has meas
 def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> ServiceRoom | None:
     """What the usable replicas of the plan run at once, less what other gateways have there: requests, tokens of KV,
     and tokens of prompts that they compute within `limits.queued_s`. None where there is no usable replica."""
-    plan = view.plan
-    if plan is None or plan.service != service:
+    plan = view.plan_of(service)
+    if plan is None:
         return None
     usable = [
         (replica, engine)

@@ -18,7 +18,7 @@ import trio
 
 from ...bootstrap import PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
-from ...coordinator import Demand, DemandMeter, RoutingSettings
+from ...coordinator import Demand, DemandMeter, Plan, RoutingSettings
 from ...coordinator.requests.admission import ClassParts, Expected, PriorityClass, find_refusal
 from ...coordinator.requests.fair_queue import FairQueue, OverQuota, QueueClass, Quota
 from ...coordinator.requests.machine import RequestMachine
@@ -148,6 +148,10 @@ class Gateway:
         return f"no engine of this network serves {self._model.name} now{known}; `p2pserve status` says what each does"
 
     @property
+    def _plan(self) -> Plan | None:
+        return self._view.plan_of(self._model.service)
+
+    @property
     def demand(self) -> Demand | None:
         """What clients have asked for lately; it changes only when that is news."""
         return self._meter.demand(trio.current_time())
@@ -234,7 +238,7 @@ class Gateway:
 
     def _admit(self, client: PeerId, live: LiveRequest, kind: PriorityClass, deadline: float) -> None:
         """Raise OverQuota for a request whose turn would come too late."""
-        now, room, plan = trio.current_time(), self._room, self._view.plan
+        now, room, plan = trio.current_time(), self._room, self._plan
         if room is None or plan is None:  # it waits for an engine, and not for others
             return
         start_s = room.backlog_s + self._queue.start_in_s(client, live.size, now, room.rate, self._classes[kind])
@@ -262,7 +266,7 @@ class Gateway:
             live, service=service, prompt_tokens=len(live.prompt), now=arrived, deadline=deadline, settings=settings
         )
         request = OpenedRequest(client, live, machine, deadline, token=secrets.token_hex(12))
-        log = RequestLog(request, self.record, self._view.usd_per_hour, lambda: self._view.plan)
+        log = RequestLog(request, self.record, self._view.usd_per_hour, lambda: self._plan)
         log.begin(service, deadline - arrived)
         driver = RequestDriver(
             request,
@@ -326,7 +330,7 @@ class Gateway:
 
     def _list_heads(self) -> list[PeerId]:
         """Of the replicas that serve."""
-        plan, view = self._view.plan, self._view
+        plan, view = self._plan, self._view
         replicas = plan.replicas if plan is not None else ()
         return [PeerId(replica.head) for replica in replicas if view.serving(replica, self._model.service)]
 

@@ -35,7 +35,7 @@ def _unknown_demand() -> Demand | None:
 
 @final
 class RouteFinder:
-    """Routes requests for a service by the plan that the `view` follows. `queues`: this gateway's work at each node;
+    """Routes requests for a service by the plan that the `view` follows for it. `queues`: this gateway's work at each node;
     `demand`: what it is asked."""
 
     def __init__(
@@ -74,8 +74,8 @@ class RouteFinder:
         """The route for what the machine of this request wants; `left` tokens of its answer may still come, `names_of`
         has the names of its prefixes. Raises NoRoute."""
         view, known = self._view, self._prefixes
-        plan = view.plan
-        if plan is None or plan.service != self.service:
+        plan = view.plan_of(self.service)
+        if plan is None:
             raise NoRoute("the coordinator has made no plan for it yet")
         named = known.find_named(names_of, now) if known is not None and names_of is not None else {}
         believed = known.believe(named) if known is not None else NOTHING_CACHED
@@ -196,7 +196,7 @@ class RouteFinder:
     def expect(self, route: Route, tokens: int) -> ExpectedTimes:
         """The times of a route that has just been found for so many tokens: those that the plan was made for, after
         each of its replicas has prefilled what lies there and all of these, which it may have to compute again."""
-        plan, router, first_token_s = self._view.plan, self._router, 0.0
+        plan, router, first_token_s = self._view.plan_of(self.service), self._router, 0.0
         if plan is None or router is None:
             return ExpectedTimes()
         for replica in filter(None, (plan.replica(route.prefill or ""), plan.replica(route.decode))):

@@ -8,6 +8,8 @@ import secrets
 from collections.abc import Sequence
 from typing import Final
 
+import msgspec
+
 REQUEST_ID: Final = b"x-request-id"
 DEADLINE: Final = b"x-p2p-deadline-s"
 """How long the whole answer may take, in seconds: a field of the request."""
@@ -31,6 +33,20 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 def find_header(headers: RawHeaders, name: bytes) -> bytes | None:
     """The first field of that name."""
     return next((value for field, value in headers if field.lower() == name), None)
+
+
+class _NamesModel(msgspec.Struct):
+    model: str | None = None
+
+
+def find_model(headers: RawHeaders, body: bytes) -> str | None:
+    """The model that a body of JSON names."""
+    if not body or b"json" not in (find_header(headers, b"content-type") or b""):
+        return None
+    try:
+        return msgspec.json.decode(body, type=_NamesModel).model
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None  # the API server says what is wrong with it
 
 
 def decode_headers(headers: RawHeaders) -> dict[str, str]:

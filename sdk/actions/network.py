@@ -14,6 +14,7 @@ import msgspec
 from rich.console import Console
 
 from ...coordinator.names import name_of
+from ...node.adverts import plans_of
 from ...node.messages import RequestFigures, Status
 from ..client import Client
 from ..environment import require_network
@@ -72,7 +73,7 @@ def _show(arguments: SimpleNamespace, show: Callable[[Status, SimpleNamespace, C
 
 def _print_status(found: Status, arguments: SimpleNamespace, console: Console) -> None:
     if arguments.format == "json":
-        faults = plan_faults(found, found.plan) if found.plan is not None else {}
+        faults = {replica: fault for plan in plans_of(found) for replica, fault in plan_faults(found, plan).items()}
         print(json.dumps({**msgspec.to_builtins(found), "not_serving": faults}))
         return
     print_status(found, console, wide=arguments.wide)

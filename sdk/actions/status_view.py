@@ -19,7 +19,7 @@ from ...coordinator.names import name_of, with_names
 from ...coordinator.regrouping.refusals import describe_refusal
 from ...coordinator.regrouping.steps import describe_boxes
 from ...coordinator.repair.ending import is_planned_without
-from ...node.adverts import find_fault, parts_of
+from ...node.adverts import find_fault, parts_of, plans_of
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.observing.ages import describe_age
 from ...node.replica.place import Place
@@ -154,7 +154,7 @@ def engine_lines(status: Status) -> list[str]:
 
 def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
     """The cells of a node, in the order of COLUMNS."""
-    phase = status.plan.phase_of(node.peer) if status.plan is not None else None
+    phase = next(filter(None, (plan.phase_of(node.peer) for plan in plans_of(status))), None)
     marks = "*" if node.peer == status.coordinator else ""
     rtt = "here" if node.peer == status.answered_by else "-" if node.rtt_s is None else f"{node.rtt_s * 1000:.1f} ms"
     advert = node.advert
@@ -179,7 +179,7 @@ def node_row(node: NodeStatus, status: Status) -> tuple[str, ...]:
 
 
 def plan_lines(status: Status) -> list[str]:
-    """Coordinator, plan, pairings and the reasons for them."""
+    """Coordinator, and of each service the plan, its pairings and the reasons for them."""
     if status.coordinator is None:
         lines = ["coordinator: none is elected"]
     else:
@@ -187,11 +187,17 @@ def plan_lines(status: Status) -> list[str]:
     clients = sum(node.role == CLIENT and node.state == "alive" for node in status.nodes)
     lines.append(f"clients of the answering node: {clients}")
     lines.append(now_line(status))
-    plan = status.plan
-    if plan is None:
-        return [*lines, "plan: none yet"]
-    lines.append(f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}")
-    lines += regrouping_lines(status)
+    plans = plans_of(status)
+    planned = {plan.service for plan in plans}
+    offered = {node.advert.model.service for node in status.nodes if node.advert is not None and node.advert.model}
+    lines += [line for plan in plans for line in _plan_lines(status, plan)]
+    lines += [f"plan: none yet for {service}" for service in sorted(offered - planned)] if plans else []
+    return lines if plans else [*lines, "plan: none yet"]
+
+
+def _plan_lines(status: Status, plan: Plan) -> list[str]:
+    lines = [f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}"]
+    lines += _regrouping_lines(status, plan)
     faults = plan_faults(status, plan)
     lines += [f"  not serving: {fault}" for fault in dict.fromkeys(faults.values())]
     if len(faults) == len(plan.replicas):  # nothing of what it was to do is so, or will be soon
@@ -216,7 +222,11 @@ def plan_lines(status: Status) -> list[str]:
 
 def regrouping_lines(status: Status) -> list[str]:
     """What boxes are on their way to, how far each is, and what that is expected to give."""
-    regrouping = status.plan.regrouping if status.plan is not None else None
+    return [line for plan in plans_of(status) for line in _regrouping_lines(status, plan)]
+
+
+def _regrouping_lines(status: Status, plan: Plan) -> list[str]:
+    regrouping = plan.regrouping
     if regrouping is None:
         return []
     if regrouping.undoes:

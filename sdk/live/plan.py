@@ -27,7 +27,7 @@ from ...coordinator.regrouping.proposal import propose_regrouping
 from ...coordinator.regrouping.recuts import NetworkFigures, propose_recuts
 from ...coordinator.regrouping.steps import RegroupProposal
 from ...kernels.codecs import DEFAULT, codec_named
-from ...node.adverts import divided_boxes
+from ...node.adverts import divided_boxes, plans_of
 from ...node.messages import Status
 from ...node.view import NetworkView
 from ..actions.network import client_of
@@ -73,7 +73,7 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
     with client_of(arguments) as client:
         status = client.status()
     service = _service(NetworkView.of_status(status), arguments.model)
-    plan = status.plan if status.plan is not None and status.plan.service == service else None
+    plan = next((each for each in plans_of(status) if each.service == service), None)
     network = _problem_of(status, service, plan, slo, rate)
     if network is None:
         reasons = NetworkView.of_status(status).describe_unserved(service, 0.0)

@@ -13,6 +13,7 @@ from ...coordinator.names import count_of, name_of
 from ...coordinator.plan import GroupStages
 from ...coordinator.regrouping.refusals import describe_refusal
 from ...coordinator.regrouping.steps import PAYBACK_S, RegroupProposal
+from ...node.adverts import plans_of
 from ...node.messages import Status
 from ...node.planning.messages import RegroupBegun, RegroupOrder
 from ..actions.network import client_of
@@ -25,7 +26,7 @@ def apply_proposal(
 ) -> RegroupBegun | None:
     """Have the coordinator begin with what was found; None: nothing was found. Raises RequestFailed for one that
     refuses, as it does without an admin's token, and NotReady while boxes are on their way already."""
-    if status.plan is not None and status.plan.regrouping is not None:
+    if any(plan.service == service and plan.regrouping is not None for plan in plans_of(status)):
         raise NotReady("apply: boxes are on their way to other groups already; see `p2pserve status`")
     if found is None:
         return None

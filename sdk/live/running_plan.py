@@ -4,6 +4,7 @@ expects of it."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,7 @@ import msgspec
 
 from ...coordinator import Plan
 from ...coordinator.names import naming, with_names
+from ...node.adverts import plans_of
 from ...node.messages import Status
 from ..actions.network import client_of
 from ..actions.status_view import open_console, plan_lines, print_prose
@@ -29,19 +31,26 @@ def inspect_plan(arguments: SimpleNamespace) -> int:
     """`p2pserve inspect plan`."""
     with client_of(arguments) as client:
         status = client.status()
-    plan = status.plan
-    explained = _explain_plan(status, plan) if arguments.explain and plan is not None else None
+    plans = plans_of(status)
+    explained = {plan.service: _explain_plan(status, plan) for plan in plans if arguments.explain}
     called = naming([node.peer for node in status.nodes])
     if arguments.format == "json":
-        told = msgspec.to_builtins(plan)
-        print(json.dumps(told if explained is None else {**told, "explain": explanation_json(explained[0], called)}))
+        told = [
+            {**msgspec.to_builtins(plan)}
+            | ({"explain": explanation_json(explained[plan.service][0], called)} if arguments.explain else {})
+            for plan in plans
+        ]
+        others = {"other_plans": told[1:]} if told[1:] else {}
+        print(json.dumps({**told[0], **others} if told else None))
         return 0
     console = open_console()
     print_prose(plan_lines(status), console)
-    if explained is not None and plan is not None:
-        print_explanation(*explained, console, lambda text: with_names(text, plan.peers))
-        if explained[1] is None:
-            print(WITHOUT_PLANNER)
+    for plan in plans if arguments.explain else ():
+        if len(plans) > 1:
+            console.print(f"\n{plan.service}:")
+        print_explanation(*explained[plan.service], console, partial(with_names, peers=plan.peers))
+    if any(service is None for _, service in explained.values()):
+        print(WITHOUT_PLANNER)
     return 0
 
 

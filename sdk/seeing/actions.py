@@ -90,7 +90,8 @@ def topology_json(topology: Topology) -> dict[str, object]:
     return {
         "answered_by": topology.answered_by,
         "coordinator": topology.coordinator,
-        "plan": msgspec.to_builtins(topology.plan),
+        "plan": msgspec.to_builtins(next(iter(topology.plans), None)),
+        "other_plans": msgspec.to_builtins(topology.plans[1:]),
         "nodes": msgspec.to_builtins(topology.nodes),
         "links": msgspec.to_builtins(tuple(topology.links.values())),
         "flows": [flow._asdict() for flow in topology.flows],

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...coordinator import Plan
 from ...coordinator.names import name_of
+from ...node.adverts import plans_of
 from ...node.admin import naming
 from ...node.messages import Status
 from ...node.observing.summaries import summarise_links, summarise_nodes
@@ -39,7 +40,7 @@ class Topology:
     nodes: tuple[NodeSummary, ...]
     links: Mapping[LinkKey, LinkSummary]
     flows: tuple[KvFlow, ...] = ()
-    plan: Plan | None = None
+    plans: tuple[Plan, ...] = ()
     coordinator: str | None = None
     answered_by: str = ""
     folded: bool = False
@@ -74,18 +75,18 @@ def build_topology(
     return Topology(
         nodes=summarise_nodes(status, names),
         links=links,
-        flows=_find_flows(links, status.plan, earlier, seconds),
-        plan=status.plan,
+        flows=_find_flows(links, plans_of(status), earlier, seconds),
+        plans=plans_of(status),
         coordinator=status.coordinator,
         answered_by=status.answered_by,
     )
 
 
 def _find_flows(
-    links: Mapping[LinkKey, LinkSummary], plan: Plan | None, earlier: Mapping[LinkKey, LinkSummary], seconds: float
+    links: Mapping[LinkKey, LinkSummary], plans: Iterable[Plan], earlier: Mapping[LinkKey, LinkSummary], seconds: float
 ) -> tuple[KvFlow, ...]:
-    """What the plan wants, and whatever else there was, by share and size."""
-    pairs = plan.pairings if plan is not None else ()
+    """What the plans want, each of its service's requests, and whatever else there was, by share and size."""
+    pairs = [pair for plan in plans for pair in plan.pairings]
     shares = {(pair.prefill, pair.decode): pair.weight for pair in pairs if pair.prefill != pair.decode}
     keys = dict.fromkeys([*shares, *(key for key, link in links.items() if link.kv_transfers)])
     found = []

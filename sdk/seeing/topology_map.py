@@ -65,7 +65,7 @@ def link_text(link: LinkSummary) -> str:
 
 
 def _draw_head(drawing: Drawing, topology: Topology) -> float:
-    present, plan = topology.present, topology.plan
+    present = topology.present
     gpus, sites = sum(node.gpus for node in present), len(topology.sites)
     boxes = f"{len(present)} box{'es' * (len(present) != 1)} at {sites} site{'s' * (sites != 1)}"
     name_of = labels_of(topology)
@@ -76,9 +76,8 @@ def _draw_head(drawing: Drawing, topology: Topology) -> float:
     if topology.left_out:
         first += f"; {topology.left_out} others are not shown"
     drawing.add(Words(x=MARGIN, y=MARGIN + 16, text=first, size=18, bold=True, fill=INK))
-    second = (
-        f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}" if plan is not None else "no plan"
-    )
+    plans = (f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}" for plan in topology.plans)
+    second = "; ".join(plans) or "no plan"
     if topology.coordinator is not None and not topology.folded:
         second += f"; coordinator {name_of(topology.coordinator)}"
     drawing.add(Words(x=MARGIN, y=MARGIN + 38, text=second, size=13, fill=FAINT))

@@ -61,11 +61,11 @@ def headline(topology: Topology) -> str:
 
 
 def plan_line(topology: Topology) -> Iterator[str]:
-    """Plan and coordinator."""
-    plan, name_of = topology.plan, labels_of(topology)
-    if plan is not None:
+    """Plans and coordinator."""
+    name_of = labels_of(topology)
+    for plan in topology.plans:
         yield f"plan {plan.epoch}.{plan.version} for {plan.service}, KV as {plan.codec}"
-    else:
+    if not topology.plans:
         yield "plan: none yet"
     if topology.coordinator is not None and not topology.folded:
         yield f"coordinator*: {name_of(topology.coordinator)}"
@@ -251,10 +251,10 @@ def node_lines(node: NodeSummary, topology: Topology) -> Iterator[str]:
         yield f"  cached    {node.cached_tokens} more of prompts were in its prefix cache, {hit:.0%} of them"
     traffic = f"${node.up_usd_per_gb:.3f} per GB out, ${node.down_usd_per_gb:.3f} in"
     yield f"  price     ${node.usd_per_hour:.2f}/h, {traffic}"
-    plan = topology.plan
-    for why in plan.why if plan is not None else ():
-        if node.id in why:
-            text = why
-            for peer in plan.peers if plan is not None else ():
-                text = text.replace(peer, labels_of(topology)(peer))
-            yield f"  why       {text}"
+    for plan in topology.plans:
+        for why in plan.why:
+            if node.id in why:
+                text = why
+                for peer in plan.peers:
+                    text = text.replace(peer, labels_of(topology)(peer))
+                yield f"  why       {text}"

@@ -17,13 +17,15 @@ from typing import Any, Final, Protocol, final
 from ....bootstrap import Role
 from ...web.access import Access, Caller, Verdict
 from ...web.envelope import describe_error, describe_event
-from ...web.fields import KEYS_TOLD, ROLE, VOUCHED, decode_headers, find_header, pick_request_id
+from ...web.fields import KEYS_TOLD, ROLE, VOUCHED, decode_headers, find_header, find_model, pick_request_id
 from ...web.listening import HttpRefusal
 from ...web.paths import is_below
 from .admission import admit, too_large
+from .carrying import Carry, NotCarriedOn
 from .exchange import Exchange, current_exchange
 from .metrics import PATHS as METRICS
 from .protocol import ApiConfig, ServiceState
+from .services import MODELS, ServedAt, add_services, find_service
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ _FRAMEWORKS: Final = {
 
 
 class Serves(Protocol):
-    """What answers `/health`."""
+    """What answers `/health`, and requests for other models."""
 
     @property
     def network(self) -> ServiceState:
@@ -53,6 +55,10 @@ class Serves(Protocol):
 
     async def probe(self) -> bool:
         """Whether it generates a token now."""
+
+    @property
+    def carry(self) -> Carry:
+        """Has another box answer a request."""
 
 
 @final
@@ -94,15 +100,83 @@ class Door:
             await answer.refuse(admitted)
             return
         scope = {**scope, KEYS_TOLD: self._keys_told(admitted.key, is_owner=is_owner)}
+        bounded = _BoundedBody(receive, answer, self._config)
+        receive = bounded.receive
+        if scope["method"] == "POST" and path != "/health":
+            receive = await self._receive_own(scope, bounded, answer)
+            if answer.is_over:
+                return
         exchange = answer.exchange = Exchange(request_id, admitted.key, admitted.deadline_s)
         token = current_exchange.set(exchange)
         try:
             if path == "/health":
                 await self._generate_token(answer)
             else:
-                await self._app(scope, _BoundedBody(receive, answer, self._config).receive, answer.send)
+                is_list = path == MODELS and scope["method"] == "GET"
+                await self._app(scope, receive, self._listing(answer.send) if is_list else answer.send)
         finally:
             current_exchange.reset(token)
+
+    async def _receive_own(self, scope: Scope, bounded: _BoundedBody, answer: _Answer) -> Receive:
+        """The body of a request for this box's own model, once it is all here. A request for another one is answered
+        here: by a box that has it, or with what there is."""
+        body = bytearray()
+        event: Event = {"type": "http.request", "more_body": True}
+        while event["type"] == "http.request" and event.get("more_body", False):
+            event = await bounded.receive()
+            body += event.get("body", b"")
+        if event["type"] == "http.request":
+            model = find_model(scope["headers"], bytes(body))
+            found = find_service(model, self._config.names, self._serves.network, is_carried=self._is_vouched)
+            if isinstance(found, HttpRefusal):
+                await answer.refuse(found)
+            elif found is ServedAt.ELSEWHERE:
+                await self._carry(scope, bounded, bytes(body), answer)
+            event = {"type": "http.request", "body": bytes(body), "more_body": False}
+        held = [event]
+
+        async def receive_again() -> Event:
+            return held.pop() if held else await bounded.receive()
+
+        return receive_again
+
+    async def _carry(self, scope: Scope, bounded: _BoundedBody, body: bytes, answer: _Answer) -> None:
+        """Have a box answer that has the model."""
+        query = scope.get("query_string", b"").decode("latin-1")
+        target = scope["path"] + (f"?{query}" if query else "")
+        carrying = asyncio.ensure_future(
+            self._serves.carry(scope["method"], target, scope["headers"], body, answer.pass_on)
+        )
+        gone = asyncio.ensure_future(bounded.wait_gone())  # a client that hangs up wants no answer any more
+        try:
+            await asyncio.wait((carrying, gone), return_when=asyncio.FIRST_COMPLETED)
+            if carrying.done():
+                carrying.result()
+        except NotCarriedOn as error:
+            await answer.refuse(HttpRefusal(503, str(error), 2.0))
+        finally:
+            answer.is_over = True
+            carrying.cancel()
+            gone.cancel()
+
+    def _listing(self, send: Send) -> Send:
+        """Sends a list of models with those of the network's other services."""
+        held: list[Event] = []
+
+        async def send_all(event: Event) -> None:
+            held.append(event)
+            if event["type"] != "http.response.body" or event.get("more_body", False):
+                return
+            body = b"".join(each.get("body", b"") for each in held)
+            start = held[0]
+            if start["status"] == 200:
+                body = add_services(body, self._config.names, self._serves.network)
+                fields = [(name, value) for name, value in start["headers"] if name.lower() != b"content-length"]
+                start = {**start, "headers": [*fields, (b"content-length", str(len(body)).encode())]}
+            await send(start)
+            await send({"type": "http.response.body", "body": body})
+
+        return send_all
 
     def _is_owner(self, scope: Scope) -> bool:
         """Whether who asks may see the network as the dashboard shows it: not through others' gateways, of whom the
@@ -150,6 +224,11 @@ class _BoundedBody:
         self._config = config
         self._taken = 0
 
+    async def wait_gone(self) -> None:
+        """Until the client has hung up; the body has been received."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
     async def receive(self) -> Event:
         if self._answer.is_over:
             return {"type": "http.disconnect"}
@@ -192,6 +271,11 @@ class _Answer:
         if refusal.status == 413:
             fields.append(("connection", "close"))  # the rest of the body is not read
         await self.say(refusal.status, describe_error(refusal.status, refusal.text, self._path), *fields)
+
+    async def pass_on(self, event: Event) -> None:
+        """What another box answers: as it is."""
+        self.is_over = True
+        await self._send(event)
 
     async def send(self, event: Event) -> None:
         """What the app answers."""

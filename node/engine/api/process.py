@@ -15,9 +15,10 @@ from ...box.heap import return_freed_memory
 from ..process import AgentSockets, StartError
 from ..protocol import StartFailed, frame
 from .agent_link import AgentLink
+from .carrying import Carrier
 from .door import Door
 from .mounts import mount
-from .protocol import LISTENER, ApiConfig, ApiReady
+from .protocol import CARRY, LISTENER, ApiConfig, ApiReady
 
 _log = logging.getLogger(__name__)
 
@@ -41,9 +42,10 @@ async def _serve(config: ApiConfig, sockets: AgentSockets) -> int:
     from .vllm_front import VERSION, build_server  # seconds, where the fork server has not imported it
 
     link = AgentLink(sockets)
-    app, llm = await build_server(config, link)
+    carrier = Carrier(link)
+    app, llm = await build_server(config, link, carrier.carry)
     whole, open_paths = mount(app, link, config)
-    server = _Server(app, partial(Door, whole, config, llm, open_paths))
+    server = _Server(app, partial(Door, whole, config, llm, open_paths), carrier)
     link.on_socket = server.take
     return_freed_memory()
     await link.open()
@@ -56,7 +58,7 @@ async def _serve(config: ApiConfig, sockets: AgentSockets) -> int:
 class _Server(uvicorn.Server):
     """Uvicorn on sockets that come while it runs: who comes through the agent is vouched for, and needs no key."""
 
-    def __init__(self, app: Any, door: Any) -> None:
+    def __init__(self, app: Any, door: Any, carrier: Carrier) -> None:
         public, vouched = (
             uvicorn.Config(
                 door(is_vouched=is_vouched),
@@ -73,10 +75,14 @@ class _Server(uvicorn.Server):
         super().__init__(public)
         vouched.load()
         self._configs = {True: public, False: vouched}
+        self._carrier = carrier
         self._tasks: set[asyncio.Task[None]] = set()
 
     def take(self, kind: bytes, given: socket.socket) -> None:
-        """Serve on a socket that the agent has passed."""
+        """Serve on a socket that the agent has passed, unless it is to carry a request of ours."""
+        if kind.startswith(CARRY):
+            self._carrier.take(kind, given)
+            return
         task = asyncio.get_running_loop().create_task(self._take(kind == LISTENER, given))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

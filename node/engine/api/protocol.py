@@ -15,12 +15,15 @@ from typing import Annotated, Final
 
 import msgspec
 
-from ....coordinator.bounds import Count, Figure
+from ....coordinator.bounds import MAX_SERVICES, Count, Figure, ModelName
 from ...web.keys import MAX_KEYS
 from ..protocol import EngineMessage, NewTokens, Sampling, Spawn, StartFailed
 
 LISTENER: Final = b"listener"
 STREAM: Final = b"stream"
+CARRY: Final = b"carry"
+"""A question: the agent answers with the name under which it has passed a socket, for one request that it carries to a
+box of another service."""
 WITH_API: Final = "with-api"
 """Has a fork server import what API processes need, too."""
 MAX_NAMES: Final = 64
@@ -95,13 +98,23 @@ class ApiQuestion(EngineMessage, frozen=True, kw_only=True, tag="api-question"):
     body: bytes = b""
 
 
+class OtherService(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A service of the network that this box does not have, by what requests may call it."""
+
+    names: Annotated[tuple[ModelName, ...], msgspec.Meta(min_length=1, max_length=2)]
+    max_model_len: Count = 0  # 0: not known
+
+
 class ServiceState(EngineMessage, frozen=True, kw_only=True, tag="api-network"):
-    """What the network can do now: whether somebody serves this model (else `reason`), and how long requests may be."""
+    """What the network can do now: whether somebody serves this model (else `reason`), how long requests may be, and
+    which `others` there are."""
 
     serving: bool
     reason: Line = ""
     max_model_len: Count = 0  # 0: not known
     kv_usage: Figure = 0.0  # of this box's engine
+    service: Annotated[str, msgspec.Meta(max_length=512)] = ""  # its own
+    others: Annotated[tuple[OtherService, ...], msgspec.Meta(max_length=2 * MAX_SERVICES)] = ()
 
 
 class ApiOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

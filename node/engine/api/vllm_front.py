@@ -43,6 +43,7 @@ from .. import protocol as engine
 from ..process import StartError, explain
 from ..vllm_program.sampling import RefusedSampling, from_vllm
 from .agent_link import AgentLink
+from .carrying import Carry
 from .exchange import Exchange, current_exchange
 from .protocol import ApiAnswers, ApiCancel, ApiConfig, ApiOutcome, ApiRefused, ApiSubmit, ServiceState, ToApi
 
@@ -203,7 +204,9 @@ class NetworkLLM(AsyncLLM):
     """vLLM's engine client over a `NetworkCore`. Its parent's constructor would start an engine process: what it sets
     beside that is set here."""
 
-    def __init__(self, config: VllmConfig, core: NetworkCore, *, log_stats: bool, log_requests: bool) -> None:
+    def __init__(
+        self, config: VllmConfig, core: NetworkCore, carry: Carry, *, log_stats: bool, log_requests: bool
+    ) -> None:
         self.vllm_config = config
         self._elastic_ep_lock = asyncio.Lock()
         self.model_config = config.model_config
@@ -218,6 +221,7 @@ class NetworkLLM(AsyncLLM):
             self.renderer.tokenizer, log_stats=log_stats, stream_interval=config.scheduler_config.stream_interval
         )
         self.engine_core = core
+        self.carry = carry
         self.logger_manager = StatLoggerManager(vllm_config=config, engine_idxs=[0]) if log_stats else None
         self._client_count = 1
         self.output_handler = None
@@ -317,7 +321,7 @@ def _configure(args: Namespace) -> VllmConfig:
 VERSION: Final = str(vllm.__version__)
 
 
-async def build_server(config: ApiConfig, link: AgentLink) -> tuple[Any, NetworkLLM]:
+async def build_server(config: ApiConfig, link: AgentLink, carry: Carry) -> tuple[Any, NetworkLLM]:
     """vLLM's app (FastAPI) over this link, and its engine client. Raises StartError."""
     require_tested_version()
     os.environ.pop("VLLM_API_KEY", None)  # keys are looked at in front of vLLM, for every path
@@ -326,7 +330,9 @@ async def build_server(config: ApiConfig, link: AgentLink) -> tuple[Any, Network
     try:
         vllm_config = _configure(args)
         core = NetworkCore(link, config, vllm_config.structured_outputs_config.reasoning_parser or "")
-        llm = NetworkLLM(vllm_config, core, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests)
+        llm = NetworkLLM(
+            vllm_config, core, carry, log_stats=not args.disable_log_stats, log_requests=args.enable_log_requests
+        )
         app = build_app(args, TASKS, vllm_config.model_config)
         await init_app_state(llm, app.state, args, TASKS)
     except _NOT_STARTED as error:

@@ -15,8 +15,8 @@ from p2pserve.coordinator.names import name_of
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.planning.planner import Planner, PlannerFailed, open_planner
+from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView
 

@@ -86,34 +86,6 @@ async def join_both(
     return members[0], members[1]
 
 
-def test_a_node_that_brings_another_model_warns_its_owner_once() -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            one, two = await join_both(stack)
-            one.serve("llama-1111")
-            two.serve("qwen3-2222")
-            with trio.move_on_after(5):
-                await trio.sleep_forever()
-            for _ in range(3):
-                two.look()
-                two.joined.warn_of_other_services("qwen3-2222")
-            (line,) = two.warned()
-            assert "this network serves llama-1111" in line
-            assert "this node brings qwen3-2222" in line
-            one.look()
-            one.joined.warn_of_other_services("qwen3-2222")  # as one that brings what is served
-            assert "this network serves llama-1111" in one.warned()[0]
-            one.serve("qwen3-2222")
-            two.look()
-            with trio.move_on_after(5):
-                await trio.sleep_forever()
-            two.look()
-            two.joined.warn_of_other_services("qwen3-2222")
-            assert len(two.warned()) == 1
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
-
-
 def test_members_are_said_dialled_and_shown() -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:

@@ -20,10 +20,11 @@ from p2pserve.bootstrap.testing import MemoryNetwork
 from p2pserve.bootstrap.trust.entries import sign_entry
 from p2pserve.coordinator import Phase, Plan
 from p2pserve.coordinator.plan import Pairing, Replica, Stage
+from p2pserve.node.adverts import plans_of
 from p2pserve.node.joined import Joined
 from p2pserve.node.messages import PLAN
 from p2pserve.node.planning.manifest import PLAN_RULES, describe_plan
-from p2pserve.node.planning.messages import PlanManifest
+from p2pserve.node.planning.messages import PLAN_BUNDLE, PlanBundle, PlanManifest
 from p2pserve.node.planning.plan_file import PlanFile
 from p2pserve.node.settings import NodeSettings
 from p2pserve.node.view import NetworkView
@@ -38,12 +39,12 @@ def address_of(index: int) -> Address:
     return Address("192.0.2.1", 4000 + index)
 
 
-def plan(epoch: int, version: int = 1, why: tuple[str, ...] = ()) -> Plan:
+def plan(epoch: int, version: int = 1, why: tuple[str, ...] = (), service: str = "tiny") -> Plan:
     peer = PEOPLE[LEADER].peer_id
     return Plan(
         epoch=epoch,
         version=version,
-        service="tiny",
+        service=service,
         replicas=(Replica(id=peer, phase=Phase.MIXED, stages=(Stage(peer=peer, tp=1, first_layer=0, last_layer=4),)),),
         pairings=(Pairing(prefill=peer, decode=peer, weight=1.0),),
         codec="raw",
@@ -84,7 +85,7 @@ class World:
             async with network:
                 settings = NodeSettings(home=Path("/"), listen=address_of(index))
                 kept = None if home is None else PlanFile(home, KEY.public, print)
-                followed = None if kept is None else kept.load()
+                followed = () if kept is None else kept.load()
                 node = self.nodes[index] = Joined(network, settings, lambda line: None, followed)
                 if kept is not None:
                     self.nursery.start_soon(kept.keep, node.view)
@@ -103,6 +104,11 @@ class World:
         self.nodes[LEADER].publish(PLAN, manifest)
         return manifest
 
+    def publish_beside(self, *made: Plan, serial: int = 1) -> None:
+        """Plans of other services."""
+        manifests = tuple(describe_plan(each)[0] for each in made)
+        self.nodes[LEADER].publish(PLAN_BUNDLE, PlanBundle(epoch=self.epoch, serial=serial, manifests=manifests))
+
     @property
     def epoch(self) -> int:
         leader = self.nodes[LEADER].network.coordinator
@@ -113,6 +119,14 @@ class World:
     @property
     def followed(self) -> dict[int, Plan | None]:
         return {index: node.view.plan for index, node in self.nodes.items()}
+
+    @property
+    def numbers(self) -> dict[int, dict[str, tuple[int, int]]]:
+        """Of the plans that each node follows, by service."""
+        return {
+            index: {service: each.number for service, each in node.view.plans.items()}
+            for index, node in self.nodes.items()
+        }
 
     def say(self, index: int, kind: str, version: int, payload: bytes) -> None:
         """To all others, in its name, past its own node."""
@@ -261,7 +275,7 @@ def test_a_whole_network_that_restarts_follows_no_older_plan(tmp_path: Path) -> 
 def test_a_network_that_has_lost_its_state_but_not_a_plan_comes_to_a_new_one(tmp_path: Path) -> None:
     async def keep(made: Plan) -> None:
         with trio.move_on_after(1):
-            await PlanFile(tmp_path / str(ONE), KEY.public, print).keep(NetworkView(plan=made))
+            await PlanFile(tmp_path / str(ONE), KEY.public, print).keep(NetworkView(plans={made.service: made}))
 
     async def scenario(w: World) -> None:
         await keep(plan(900))
@@ -272,6 +286,59 @@ def test_a_network_that_has_lost_its_state_but_not_a_plan_comes_to_a_new_one(tmp
         assert w.followed == dict.fromkeys((LEADER, ONE), made)
 
     play(scenario, tmp_path)
+
+
+def test_each_node_follows_the_plan_of_every_service_and_one_that_joins_later_does() -> None:
+    async def scenario(w: World) -> None:
+        await w.start(LEADER, ONE)
+        epoch = w.epoch
+        w.publish(plan(epoch, 1))
+        w.publish_beside(plan(epoch, 2, service="other"), plan(epoch, 3, service="third"))
+        await w.start(TWO)
+        expected = {"tiny": (epoch, 1), "other": (epoch, 2), "third": (epoch, 3)}
+        assert w.numbers == dict.fromkeys((LEADER, ONE, TWO), expected)
+        w.publish_beside(plan(epoch, 4, service="other"), plan(epoch, 3, service="third"), serial=2)
+        await elapse(2)
+        assert w.numbers == dict.fromkeys((LEADER, ONE, TWO), expected | {"other": (epoch, 4)})
+        statuses = [node.status() for node in w.nodes.values()]
+        assert all({each.service for each in plans_of(status)} == expected.keys() for status in statuses)
+
+    play(scenario)
+
+
+def test_who_publishes_two_bundles_under_one_number_is_expelled() -> None:
+    async def scenario(w: World) -> None:
+        await w.start(LEADER, ONE, TWO)
+        epoch = w.epoch
+        w.publish(plan(epoch, 1))
+        for version in (2, 3):
+            w.publish_beside(plan(epoch, version, service="other"))
+            await elapse(3)
+        for index in (ONE, TWO):
+            assert PEOPLE[LEADER].peer_id not in w.nodes[index].network.connected()
+            assert w.numbers[index] == {"tiny": (epoch, 1), "other": (epoch, 2)}
+
+    play(scenario)
+
+
+def test_plans_of_all_services_outlive_a_restart_of_the_whole_network(tmp_path: Path) -> None:
+    followed: list[dict[str, tuple[int, int]]] = []
+
+    async def first(w: World) -> None:
+        await w.start(LEADER, ONE, TWO)
+        w.publish(plan(w.epoch, 1))
+        w.publish_beside(plan(w.epoch, 2, service="other"))
+        await elapse(12)
+        followed.append(w.numbers[ONE])
+
+    async def second(w: World) -> None:
+        await w.start(LEADER, ONE, TWO)
+        await elapse(12)
+        assert w.numbers == dict.fromkeys((LEADER, ONE, TWO), followed[0])
+
+    play(first, tmp_path)
+    assert followed[0].keys() == {"tiny", "other"}
+    play(second, tmp_path)
 
 
 class _Large(msgspec.Struct):

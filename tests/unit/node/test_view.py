@@ -15,7 +15,7 @@ from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.planning.coordination import Coordinator
+from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView, Queue, count_queues
 
@@ -187,7 +187,7 @@ def test_of_two_that_were_elected_for_one_epoch_the_one_that_leads_on_is_followe
     assert not view.consider_plan(msgspec.structs.replace(first, epoch=2), A)
     assert view.consider_plan(first, A)
     assert not view.consider_plan(first, A)
-    assert (view.plan, view.plan_author) == (first, A)
+    assert (view.plan, view.plan_authors) == (first, {first.service: A})
 
 
 def test_a_plan_is_followed_when_it_is_newer() -> None:
@@ -478,18 +478,15 @@ def test_a_leader_elected_again_goes_on_after_what_is_known_of_its_epoch() -> No
     assert again.number == (4, 2)
 
 
-def test_the_running_service_is_kept_while_a_box_offers_it() -> None:
+def test_each_service_has_a_plan_over_the_boxes_that_offer_it() -> None:
     coordinator, view = Coordinator(A, "raw"), view_of(a=advert())
-    publish(view, coordinator, 1)
+    first = publish(view, coordinator, 1)
     view.adverts.update({B: advert(service="other"), C: advert(service="other")})
-    publish(view, coordinator, 1)
-    assert view.plan is not None
-    assert view.plan.service == SERVICE
-    del view.adverts[A]
-    moved = publish(view, coordinator, 1)
-    assert moved is not None
-    assert moved.service == "other"
-    assert set(moved.peers) == {B, C}
+    other = publish(view, coordinator, 1)
+    assert first is not None
+    assert other is not None
+    assert (set(first.peers), set(other.peers)) == ({A}, {B, C})
+    assert view.plans == {SERVICE: first, "other": other}
     assert publish(view, coordinator, 1) is None
 
 

@@ -15,6 +15,7 @@ from .world import (
     D2,
     FIGURES,
     LATENCY_S,
+    MODEL,
     PART,
     PROMPT_TOKENS,
     STEP_S,
@@ -207,7 +208,7 @@ def test_the_prefill_node_reads_its_share_of_the_prompt(share: float, split: int
 
     async def main() -> None:
         async with open_world(P, D) as world:
-            world.view.plan = plan_of(P, D, prefill_share=share)
+            world.view.plans[MODEL.service] = plan_of(P, D, prefill_share=share)
             await world.answer()
             assert world.tokens() == ANSWER[:12]
             (_, _, decode), (_, _, prefill) = world.opened
@@ -336,7 +337,7 @@ def test_a_single_token_is_decoded_by_whoever_prefills() -> None:
             assert world.tokens() == ANSWER[:1]
             assert [(kind, peer) for kind, peer, _ in world.opened] == [("decode", P)]
             assert (figures_of(last).prefill_node, figures_of(last).decode_node) == (None, P)
-            world.view.plan = plan_of(P, D, prefill_share=0.5)
+            world.view.plans[MODEL.service] = plan_of(P, D, prefill_share=0.5)
             await world.answer(max_tokens=1)
             assert [(kind, peer) for kind, peer, _ in world.opened[1:]] == [("decode", D), ("prefill", P)]
 

@@ -191,7 +191,7 @@ class World:
         """A plan over these peers, whose engines are ready."""
         for peer in peers:
             self.set_engine(peer)
-        self.view.plan = plan_of(*peers)
+        self.view.plans[MODEL.service] = plan_of(*peers)
         self.gateway.network_changed()
 
     def lose(self, peer: PeerId) -> None:

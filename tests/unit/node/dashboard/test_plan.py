@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from p2pserve.node.dashboard.sections import box, plan
@@ -28,6 +29,15 @@ def test_boxes_of_a_plan_that_do_not_serve_are_named_with_the_reason(changes: di
     page = plan(with_nodes(view_of(network(4)), **changes))
     assert f": {fault}</li>" in page
     assert "<h3>Why, when it was made</h3>" in page
+
+
+def test_each_service_has_its_plan_on_the_page() -> None:
+    view = view_of(network(4))
+    assert view.snapshot.plan is not None
+    other = msgspec.structs.replace(view.snapshot.plan, service="other-1", version=77)
+    page = plan(replace(view, snapshot=msgspec.structs.replace(view.snapshot, other_plans=(other,))))
+    for each in (view.snapshot.plan, other):
+        assert f"Plan {each.epoch}.{each.version} for {each.service}" in page
 
 
 @pytest.mark.parametrize(("ends_in_s", "shown"), [(7200.0, "in 2.0\u202fh"), (40.0, "in 40\u202fs"), (None, None)])

@@ -118,12 +118,12 @@ def test_how_things_stand_is_shown_as_of_now() -> None:
         for a, b in (("here", "there"), ("there", "here"))
     )
     snapshot = Snapshot(
-        node="here", nodes=nodes, links=links, plan=(3, 4), is_coordinator=True, waiting=2, up_s=1000.0,
-        refused={"urgent": 0, "normal": 2, "batch": 5},
+        node="here", nodes=nodes, links=links, plans={"x": (3, 4), "y": (3, 7)}, is_coordinator=True, waiting=2,
+        up_s=1000.0, refused={"urgent": 0, "normal": 2, "batch": 5},
     )  # fmt: skip
     found = samples(NodeCounts(), snapshot)
-    assert found["plan_epoch", ()] == 3.0
-    assert found["plan_generation", ()] == 4.0
+    assert found["plan_epoch", ("x",)] == 3.0
+    assert [found["plan_generation", (service,)] for service in "xy"] == [4.0, 7.0]
     assert found["requests_refused_total", ("batch",)] == 5.0
     assert found["phase", ("here", "prefill")] == 1.0
     assert found["phase", ("there", "prefill")] == 0.0

@@ -10,7 +10,8 @@ from p2pserve.coordinator import Demand, Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.repair.repurposing import RepurposeSettings
 from p2pserve.coordinator.routing.policies import NETWORK_POLICIES, lends_replicas
 from p2pserve.node.engine.protocol import EngineStats
-from p2pserve.node.planning.coordination import Coordinator, PlanningTask
+from p2pserve.node.planning.coordination import PlanningTask
+from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.view import NetworkView
 
 from .test_coordination import OWN, view_of
@@ -27,7 +28,7 @@ def split_view() -> NetworkView:
     view = view_of("x", "x", "x", "x")
     view.adverts = {peer: msgspec.structs.replace(each, demand=NOBODY) for peer, each in view.adverts.items()}
     phases = {"a": P, "b": P, "c": D, "d": D}
-    view.plan = Plan(
+    plan = Plan(
         epoch=1,
         version=9,
         service="x",
@@ -39,6 +40,7 @@ def split_view() -> NetworkView:
         ),
         pairings=tuple(Pairing(prefill=one, decode=two, weight=0.25) for one in "ab" for two in "cd"),
     )
+    view.plans["x"] = plan
     return view
 
 

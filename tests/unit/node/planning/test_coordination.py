@@ -9,7 +9,8 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.planning.coordination import Coordinator, PlanningTask
+from p2pserve.node.planning.coordination import PlanningTask
+from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.view import NetworkView
 
 OWN = PeerId("a")
@@ -71,12 +72,12 @@ def test_versions_count_up_within_an_epoch_and_begin_anew_in_the_next() -> None:
 def test_a_version_is_above_what_is_known_of_the_epoch_and_what_was_used_in_it() -> None:
     coordinator, view = Coordinator(OWN, "raw"), view_of("x")
     plan = settled(coordinator, view, 3)
-    view.plan = msgspec.structs.replace(plan, version=7)
+    view.plans["x"] = msgspec.structs.replace(plan, version=7)
     view.adverts[PeerId("b")] = advert("x")
     assert task_of(coordinator, view, 3).version == 8
     behind = Coordinator(OWN, "raw")
     for _ in range(2):
-        view.plan = plan
+        view.plans["x"] = plan
         view.adverts[PeerId(str(len(view.adverts)))] = advert("x")
         settled(behind, view, 3)
     assert task_of(behind, view_of("x", "x"), 3).version == 4  # 2 and 3 were used, whatever is known
@@ -86,7 +87,7 @@ def test_a_plan_of_a_later_epoch_silences_the_coordinator_and_one_of_its_own_doe
     view = view_of("x")
     plan = settled(Coordinator(OWN, "raw"), view, 3)
     for epoch, is_silent in ((4, True), (3, False), (2, False)):
-        view.plan = msgspec.structs.replace(plan, epoch=epoch)
+        view.plans["x"] = msgspec.structs.replace(plan, epoch=epoch)
         assert (Coordinator(OWN, "raw").next(view, (OWN, 3), 0.0) is None) is is_silent
 
 

@@ -30,9 +30,9 @@ def keep(home: Path, *plans: Plan, said: list[str] | None = None) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(file.keep, view)
             for each in plans:
-                view.plan = each
+                view.plans = {each.service: each}
                 with trio.fail_after(20_000):  # by a clock that is a thousand times as fast as the disk's
-                    while not told and PlanFile(home, NETWORK, ignored.append).load() != each:
+                    while not told and PlanFile(home, NETWORK, ignored.append).load() != (each,):
                         with trio.move_on_after(10):
                             await trio.sleep_forever()
             nursery.cancel_scope.cancel()
@@ -43,8 +43,8 @@ def keep(home: Path, *plans: Plan, said: list[str] | None = None) -> None:
 def test_the_plan_that_was_followed_last_is_there_after_a_restart(tmp_path: Path) -> None:
     said: list[str] = []
     keep(tmp_path, plan(1), plan(2))
-    assert PlanFile(tmp_path, NETWORK, said.append).load() == plan(2)
-    assert PlanFile(tmp_path, b"m" * 32, said.append).load() is None
+    assert PlanFile(tmp_path, NETWORK, said.append).load() == (plan(2),)
+    assert PlanFile(tmp_path, b"m" * 32, said.append).load() == ()
     assert said == []
 
 
@@ -55,10 +55,10 @@ def test_a_damaged_file_is_set_aside_with_a_line(tmp_path: Path, damage: object)
     said: list[str] = []
     file = PlanFile(tmp_path, NETWORK, said.append)
     file.path.write_bytes(damage(file.path.read_bytes()))
-    assert file.load() is None
+    assert file.load() == ()
     assert "was set aside" in said[0]
     assert file.path.with_suffix(".damaged").exists()
-    assert file.load() is None
+    assert file.load() == ()
     assert len(said) == 1
 
 
@@ -67,5 +67,5 @@ def test_a_disk_that_takes_nothing_costs_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     keep(tmp_path / "file", plan(1), said=said)
     assert "was not written" in said[0]
-    assert PlanFile(tmp_path / "file", NETWORK, said.append).load() is None
+    assert PlanFile(tmp_path / "file", NETWORK, said.append).load() == ()
     assert "was not read" in said[1]

@@ -18,10 +18,10 @@ from p2pserve.node.adverts import divided_boxes
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert, EngineAdvert
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.planning.manifest import describe_plan, read_plan
 from p2pserve.node.planning.messages import RegroupOrder
 from p2pserve.node.planning.plan_intake import find_conflict
+from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.planning.worker import PlannerTask, answer
 from p2pserve.node.view import NetworkView
 
@@ -181,7 +181,7 @@ def test_a_gain_that_lasts_is_begun_with_by_itself() -> None:
         coordinator.seek(view, LEADER, now)
         now += settings.look_s
         assert coordinator.seek(view, LEADER, now) is not None
-        begun.append(coordinator.consider(found, view, LEADER, now))
+        begun.append(coordinator.consider("x", found, view, LEADER, now))
     assert begun[:-1] == [None] * (settings.looks - 1)
     assert begun[-1] == way
     plan = followed(coordinator, view, now)

@@ -13,9 +13,9 @@ from p2pserve.coordinator.regrouping.adoption import AdoptionSettings
 from p2pserve.coordinator.regrouping.refusals import RefusalSettings
 from p2pserve.coordinator.regrouping.steps import FAILURES, RegroupProposal
 from p2pserve.node.adverts import parts_of
-from p2pserve.node.planning.coordination import Coordinator
 from p2pserve.node.planning.manifest import describe_plan, read_plan
 from p2pserve.node.planning.messages import RegroupOrder
+from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.planning.worker import PlannerAnswer, PlannerTask, answer
 from p2pserve.node.view import NetworkView
 
@@ -247,7 +247,7 @@ def test_a_gain_that_lasts_is_begun_with_by_itself_and_then_nothing_for_long() -
         task = coordinator.seek(view, LEADER, now)
         assert task is not None
         assert task.demands
-        begun = coordinator.consider(proposal(AB), view, LEADER, now)
+        begun = coordinator.consider("x", proposal(AB), view, LEADER, now)
         assert (begun is not None) == (look == settings.looks - 1)
     assert groups_of(followed(coordinator, view, now)) == {AB, C, D}
     assert coordinator.seek(view, LEADER, now + 10.0 * settings.look_s) is None  # while it is under way

@@ -11,7 +11,8 @@ from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.repair.damping import DampingSettings
 from p2pserve.coordinator.repair.ending import PLAN_WITHOUT_S
 from p2pserve.node.messages import Advert
-from p2pserve.node.planning.coordination import LOOK_S, REFINE_S, URGENT_S, Coordinator
+from p2pserve.node.planning.coordination import LOOK_S, REFINE_S, URGENT_S
+from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView
 
@@ -106,7 +107,7 @@ def test_after_a_plan_that_was_made_at_once_it_is_searched_for_longer_once() -> 
     assert task.is_urgent
     plan = coordinator.settle(task, task.run(lambda: True), view, LEADER, 10.5)
     assert plan is not None
-    view.plan = plan
+    view.plans[plan.service] = plan
     assert coordinator.next(view, LEADER, 11.0) is None
     assert coordinator.wake_at(11.0) == 10.0 + REFINE_S
     again = coordinator.next(view, LEADER, 10.0 + REFINE_S)

@@ -10,7 +10,7 @@ import pytest
 from p2pserve.bootstrap import PeerId
 from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node.messages import LinkTable
-from p2pserve.node.planning.coordination import Coordinator
+from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.planning.worker import HURRY, LENGTH, PlannerAnswer, PlannerTask
 
 from .test_coordination import OWN, view_of
@@ -48,7 +48,9 @@ def test_a_search_that_is_hurried_ends_with_what_it_has_and_the_next_task_is_sea
     view.links_told = {
         peer: LinkTable(links=dict.fromkeys(view.adverts.keys() - {peer}, fast)) for peer in view.adverts
     }
-    view.plan = over_slow_links.run(lambda: False)
+    plan = over_slow_links.run(lambda: False)
+    assert plan is not None
+    view.plans[plan.service] = plan
     task = Coordinator(PeerId(OWN), "raw").next(view, (OWN, 1), 0.0)
     assert task is not None
     at_once, searched = task.run(lambda: True), task.run(lambda: False)

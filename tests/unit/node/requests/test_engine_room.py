@@ -46,7 +46,8 @@ def plan_of(service: str = SERVICE, **phases: Phase) -> Plan:
 
 
 def view_of(plan: Plan | None, **adverts: Advert) -> NetworkView:
-    return NetworkView(adverts={PeerId(peer): each for peer, each in adverts.items()}, plan=plan)
+    plans = {plan.service: plan} if plan is not None else {}
+    return NetworkView(adverts={PeerId(peer): each for peer, each in adverts.items()}, plans=plans)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,10 @@ def advert(state: str = "ready", starts: int = 1, max_model_len: int = 0, *, dra
     return Advert(hardware=hardware, draining=draining, model=MODEL, engine=engine)
 
 
+def by_service(plan: Plan) -> dict[str, Plan]:
+    return {plan.service: plan}
+
+
 def plan_of(*peers: PeerId, service: str = SERVICE) -> Plan:
     replicas = tuple(
         Replica(id=peer, phase=Phase.MIXED, stages=(Stage(peer=peer, tp=1, first_layer=0, last_layer=1),))
@@ -71,15 +75,15 @@ def finder(view: NetworkView, queues: dict[PeerId, Queue] | None = None) -> Rout
 
 
 def test_without_a_plan_for_the_service_there_is_no_route() -> None:
-    for plan in (None, plan_of(ONE, service="other")):
-        view = NetworkView(adverts={ONE: advert()}, plan=plan)
+    for plans in ({}, by_service(plan_of(ONE, service="other"))):
+        view = NetworkView(adverts={ONE: advert()}, plans=plans)
         with pytest.raises(NoRoute, match="no plan for it yet"):
             finder(view).find(WANTED, 0.0)
 
 
 def test_only_replicas_that_serve_are_taken() -> None:
     for other in (advert("restarting"), advert(draining=True)):
-        view = NetworkView(adverts={ONE: other, TWO: advert()}, plan=plan_of(ONE, TWO))
+        view = NetworkView(adverts={ONE: other, TWO: advert()}, plans=by_service(plan_of(ONE, TWO)))
         assert {finder(view).find(WANTED, 0.0).decode for _ in range(4)} == {TWO}
 
 
@@ -87,7 +91,7 @@ def test_a_refusal_names_each_box_of_the_plan_that_does_not_serve_and_why() -> N
     failed = msgspec.structs.replace(
         advert(), engine=EngineAdvert(state="failed", detail="gave up after 6 failures, at last: out of memory")
     )
-    view = NetworkView(adverts={ONE: failed, TWO: advert(draining=True)}, plan=plan_of(ONE, TWO))
+    view = NetworkView(adverts={ONE: failed, TWO: advert(draining=True)}, plans=by_service(plan_of(ONE, TWO)))
     engine = f"the engine of {name_of(ONE)} has failed: gave up after 6 failures, at last: out of memory"
     with pytest.raises(NoRoute, match=re.escape(f"; {engine}; {name_of(TWO)} is draining")):
         finder(view).find(WANTED, 0.0)
@@ -95,7 +99,7 @@ def test_a_refusal_names_each_box_of_the_plan_that_does_not_serve_and_why() -> N
 
 
 def test_an_engine_that_fails_with_a_request_is_named_in_its_refusal() -> None:
-    view = NetworkView(adverts={ONE: advert()}, plan=plan_of(ONE))
+    view = NetworkView(adverts={ONE: advert()}, plans=by_service(plan_of(ONE)))
     with pytest.raises(NoRoute, match=f"the engine of {name_of(ONE)} has failed with this request"):
         finder(view).find(FindRoute(20, {ONE: 1}), 0.0)
 
@@ -103,7 +107,7 @@ def test_an_engine_that_fails_with_a_request_is_named_in_its_refusal() -> None:
 def test_a_request_goes_to_a_box_that_ends_before_it_only_where_no_other_serves() -> None:
     ending = msgspec.structs.replace(advert(), ends_in_s=30.0)
     plan = msgspec.structs.replace(plan_of(ONE, TWO), deadlines=Deadlines(ttft_s=2.0, tpot_s=0.1))
-    view = NetworkView(adverts={ONE: ending, TWO: advert()}, plan=plan)
+    view = NetworkView(adverts={ONE: ending, TWO: advert()}, plans=by_service(plan))
     assert {finder(view).find(WANTED, 0.0, 400).decode for _ in range(4)} == {TWO}
     busy = {TWO: Queue(50, 5000)}
     assert finder(view, busy).find(WANTED, 0.0, 400).decode == TWO
@@ -114,7 +118,7 @@ def test_a_request_goes_to_a_box_that_ends_before_it_only_where_no_other_serves(
 
 def test_what_is_expected_of_a_route_is_what_the_plan_was_made_for_after_the_prompts_that_wait_there() -> None:
     plan = msgspec.structs.replace(plan_of(ONE), deadlines=Deadlines(ttft_s=2.0, tpot_s=0.1))
-    view = NetworkView(adverts={ONE: advert()}, plan=plan)
+    view = NetworkView(adverts={ONE: advert()}, plans=by_service(plan))
     engine = view.adverts[ONE].engine
     assert engine is not None
     rate = prefill_tokens_s(view, plan.replicas[0], engine)
@@ -126,13 +130,13 @@ def test_what_is_expected_of_a_route_is_what_the_plan_was_made_for_after_the_pro
 
 def test_nothing_is_expected_of_a_box_that_has_measured_nothing() -> None:
     unmeasured = msgspec.structs.replace(advert(), engine=EngineAdvert(state="ready", kv_tokens=10_000))
-    view = NetworkView(adverts={ONE: unmeasured}, plan=plan_of(ONE))
+    view = NetworkView(adverts={ONE: unmeasured}, plans=by_service(plan_of(ONE)))
     routes = finder(view)
     assert routes.expect(routes.find(WANTED, 0.0), WANTED.tokens).first_token_s == inf
 
 
 def test_a_box_that_stalls_is_the_last_to_be_taken_for_longer_the_second_time_and_never_more_than_half_are() -> None:
-    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plans=by_service(plan_of(ONE, TWO)))
     routes = finder(view)
     now, held_s = 0.0, []
     for _ in range(3):
@@ -151,28 +155,28 @@ def test_a_box_that_stalls_is_the_last_to_be_taken_for_longer_the_second_time_an
 def test_boxes_of_the_plan_that_are_dead_are_named_with_their_age() -> None:
     """Also to whoever has asked: it is the reason that its request ends with."""
     dead = {TWO: 10.0, PeerId("not in the plan"): 100.0}
-    view = NetworkView(adverts={ONE: advert("failed")}, plan=plan_of(ONE, TWO), dead_at=dead)
+    view = NetworkView(adverts={ONE: advert("failed")}, plans=by_service(plan_of(ONE, TWO)), dead_at=dead)
     with pytest.raises(NoRoute, match=r"; \S+ is dead since 2 min$"):
         finder(view).find(WANTED, 130.0)
 
 
 def test_an_engine_that_failed_the_request_is_not_asked_again_but_the_next_one_there_is() -> None:
-    view = NetworkView(adverts={ONE: advert(starts=2)}, plan=plan_of(ONE))
+    view = NetworkView(adverts={ONE: advert(starts=2)}, plans=by_service(plan_of(ONE)))
     with pytest.raises(NoRoute):
         finder(view).find(FindRoute(20, {ONE: 2}), 0.0)
     assert finder(view).find(FindRoute(20, {ONE: 1}), 0.0).decode == ONE
 
 
 def test_a_new_plan_is_followed_at_once() -> None:
-    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE))
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plans=by_service(plan_of(ONE)))
     routes = finder(view)
     assert routes.find(WANTED, 0.0).decode == ONE
-    view.plan = plan_of(TWO)
+    view.plans = by_service(plan_of(TWO))
     assert routes.find(WANTED, 0.0).decode == TWO
 
 
 def test_this_gateways_own_requests_count_before_any_report_of_them() -> None:
-    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plans=by_service(plan_of(ONE, TWO)))
     assert finder(view, {ONE: Queue(50, 5000)}).find(WANTED, 0.0).decode == TWO
     assert finder(view, {TWO: Queue(50, 5000)}).find(WANTED, 0.0).decode == ONE
 
@@ -202,13 +206,13 @@ def test_what_was_sent_over_a_link_is_remembered_for_as_long_as_the_plan_is_foll
     )
     pairings = tuple(Pairing(prefill=f"p{n}", decode=f"d{n}", weight=0.5, prefill_share=1.0) for n in (1, 2))
     plan = msgspec.structs.replace(plan_of(ONE), replicas=replicas, pairings=pairings)
-    found = finder(NetworkView(adverts={peer: advert() for peer in peers}, plan=plan))
+    found = finder(NetworkView(adverts={peer: advert() for peer in peers}, plans=by_service(plan)))
     taken = [found.find(WANTED, 0.0).decode for _ in range(100)]
     assert 70 <= taken.count("d1") <= 80
 
 
 def test_replicas_that_do_not_answer_are_the_last_to_be_taken() -> None:
-    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plans=by_service(plan_of(ONE, TWO)))
     routes = finder(view)
     routes.hung = frozenset({ONE})
     assert {routes.find(WANTED, 0.0).decode for _ in range(4)} == {TWO}
@@ -217,7 +221,7 @@ def test_replicas_that_do_not_answer_are_the_last_to_be_taken() -> None:
 
 
 def test_a_request_leaves_its_replica_only_for_one_that_answers() -> None:
-    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plans=by_service(plan_of(ONE, TWO)))
     routes = finder(view)
     assert routes.find(FindRoute(20, {}, ONE), 0.0).decode == TWO
     for hung in (frozenset({ONE, TWO}), frozenset({TWO})):
@@ -228,7 +232,7 @@ def test_a_request_leaves_its_replica_only_for_one_that_answers() -> None:
 
 def hetero_view(**profiles: LatencyProfile | None) -> NetworkView:
     boxes = {PeerId(name): msgspec.structs.replace(advert(), fits=1, profile=told) for name, told in profiles.items()}
-    return NetworkView(adverts=boxes, plan=plan_of(*boxes))
+    return NetworkView(adverts=boxes, plans=by_service(plan_of(*boxes)))
 
 
 def told(step_s: float) -> LatencyProfile:
@@ -246,13 +250,13 @@ def test_a_node_may_route_by_how_fast_replicas_say_they_are() -> None:
         routes.end_request(f"r{number}", 30)
     # nothing is left of them, also under another plan; and the fast one has been throttled since
     view.adverts[TWO] = msgspec.structs.replace(view.adverts[TWO], profile=told(10.0))
-    view.plan = msgspec.structs.replace(plan_of(ONE, TWO), version=2)
+    view.plans = by_service(msgspec.structs.replace(plan_of(ONE, TWO), version=2))
     found = [routes.find(WANTED, 1.0, 400, f"s{number}").decode for number in range(110)]
     assert 5 <= found.count(TWO) <= 15
 
 
 def test_prompts_that_were_sent_count_where_they_are_computed() -> None:
-    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plan=plan_of(ONE, TWO))
+    view = NetworkView(adverts={ONE: advert(), TWO: advert()}, plans=by_service(plan_of(ONE, TWO)))
     routes = RouteFinder(view, SERVICE, RoutingSettings(policy="splitwise"), dict)
     chosen = [routes.find(WANTED, 0.0).decode for _ in range(3)]
     assert {load.replica: load.sent_tokens for load in view.loads({})} == {
@@ -264,7 +268,7 @@ def test_requests_that_have_not_ended_count_under_the_next_plan() -> None:
     view = hetero_view(one=told(0.2), two=told(0.1))
     routes = RouteFinder(view, SERVICE, RoutingSettings(policy="hetero"), dict)
     before = [routes.find(WANTED, 0.0, 400, f"r{number}").decode for number in range(3)]
-    view.plan = msgspec.structs.replace(plan_of(ONE, TWO), version=2)
+    view.plans = by_service(msgspec.structs.replace(plan_of(ONE, TWO), version=2))
     after = [routes.find(WANTED, 1.0, 400, f"s{number}").decode for number in range(3)]
     assert {ONE, TWO} == set(before + after)
     alone = RouteFinder(view, SERVICE, RoutingSettings(policy="hetero"), dict)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 import pytest
 from starlette.applications import Starlette
@@ -11,14 +13,24 @@ from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
+from p2pserve.node.engine.api.carrying import Carry, NotCarriedOn, Send
 from p2pserve.node.engine.api.door import Door
-from p2pserve.node.engine.api.protocol import ApiConfig, KeyDigest, ServiceState
+from p2pserve.node.engine.api.protocol import ApiConfig, KeyDigest, OtherService, ServiceState
 from p2pserve.node.web.access import Caller
-from p2pserve.node.web.fields import KEYS_TOLD, VOUCHED
+from p2pserve.node.web.fields import KEYS_TOLD, VOUCHED, RawHeaders
 
 
+async def carry_nothing(method: str, target: str, headers: RawHeaders, body: bytes, send: Send) -> None:
+    raise AssertionError
+
+
+ALONE = ServiceState(serving=True, reason="", max_model_len=9, kv_usage=0.0)
+
+
+@dataclass
 class Serves:
-    network = ServiceState(serving=True, reason="", max_model_len=9, kv_usage=0.0)
+    network: ServiceState = ALONE
+    carry: Carry = carry_nothing
 
     async def probe(self) -> bool:
         return True
@@ -94,3 +106,97 @@ def test_who_asks_through_a_gateway_is_told_of_nobodys_costs() -> None:
         door = Door(app, config, Serves(), (), is_vouched=True)
         for headers in ({}, ALICE, OWNER, {"x-p2p-role": "admin", "x-p2p-client": "alice", **LOCAL}):
             assert TestClient(door, client=HERE).get("/metrics", headers=headers).json() == {"told": []}
+
+
+# -- several services -----------------------------------------------------------------------------------------
+
+OTHERS = (OtherService(names=("other", "other-1234"), max_model_len=77), OtherService(names=("third",)))
+STATE = ServiceState(serving=True, max_model_len=9, service="m-1111", others=OTHERS)
+NAMED = ApiConfig(model="m", names=("m", "m-1111"), is_open=True, max_body_bytes=4096)
+
+
+async def echo(request: Request) -> JSONResponse:
+    return JSONResponse({"here": await request.json()})
+
+
+async def list_models(request: Request) -> JSONResponse:
+    cards = [{"id": name, "root": "/m", "max_model_len": 9, "object": "model"} for name in ("m", "m-1111")]
+    return JSONResponse({"object": "list", "data": cards})
+
+
+APP = Starlette(
+    routes=[
+        Route("/v1/completions", echo, methods=["POST"]),
+        Route("/v1/models", list_models),
+    ]
+)
+
+
+def door_of(serves: Serves, *, is_vouched: bool = False) -> TestClient:
+    return TestClient(Door(APP, NAMED, serves, (), is_vouched=is_vouched), client=HERE)
+
+
+@pytest.mark.parametrize("body", [{"model": "m"}, {"model": "m-1111"}, {}, {"model": "m", "prompt": "x" * 3000}])
+def test_a_request_for_the_own_model_or_none_is_answered_here_as_it_came(body: dict[str, str]) -> None:
+    assert door_of(Serves(STATE)).post("/v1/completions", json=body).json() == {"here": body}
+
+
+def test_a_request_for_a_model_of_another_box_is_carried_there_whole_and_its_answer_is_passed_on() -> None:
+    asked = []
+
+    async def carry(method: str, target: str, headers: RawHeaders, body: bytes, send: Send) -> None:
+        asked.append((method, target, body))
+        await send({"type": "http.response.start", "status": 202, "headers": [(b"x-from", b"there")]})
+        for piece in (b"one ", b"two"):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    for name in ("other", "other-1234", "third"):
+        answer = door_of(Serves(STATE, carry)).post(
+            "/v1/completions?a=b", content=f'{{"model": "{name}"}}', headers=JSON
+        )
+        assert (answer.status_code, answer.text, answer.headers["x-from"]) == (202, "one two", "there")
+        assert asked.pop() == ("POST", "/v1/completions?a=b", f'{{"model": "{name}"}}'.encode())
+
+
+JSON = {"content-type": "application/json"}
+
+
+def test_what_the_agent_does_not_carry_may_be_asked_for_again() -> None:
+    async def carry(*asked: Any) -> None:
+        raise NotCarriedOn("the node's agent broke off")
+
+    answer = door_of(Serves(STATE, carry)).post("/v1/completions", json={"model": "other"})
+    assert (answer.status_code, "retry-after" in answer.headers) == (503, True)
+    assert answer.json()["error"]["message"] == "the node's agent broke off"
+
+
+@pytest.mark.parametrize("is_vouched", [True, False])
+def test_a_model_that_nobody_knows_gets_a_line_with_those_there_are(*, is_vouched: bool) -> None:
+    answer = door_of(Serves(STATE), is_vouched=is_vouched).post("/v1/completions", json={"model": "fourth"})
+    assert answer.status_code == 404
+    told = answer.json()["error"]
+    assert told["message"] == "model: this network does not serve fourth; it serves m, other, third"
+    assert (told["param"], told["type"]) == ("model", "not_found_error")
+
+
+def test_a_request_that_was_carried_here_for_a_model_that_no_box_has_now_goes_no_further() -> None:
+    answer = door_of(Serves(STATE), is_vouched=True).post("/v1/completions", json={"model": "third"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert "no box serves third now" in answer.json()["error"]["message"]
+
+
+def test_a_body_that_is_too_large_is_refused_whatever_it_names() -> None:
+    answer = door_of(Serves(STATE)).post("/v1/completions", json={"model": "other", "prompt": "x" * 5000})
+    assert answer.status_code == 413
+
+
+def test_the_list_of_models_has_one_line_for_each_service() -> None:
+    listed = door_of(Serves(STATE)).get("/v1/models").json()["data"]
+    assert [(card["id"], card["max_model_len"], card["object"]) for card in listed] == [
+        ("m", 9, "model"),
+        ("other", 77, "model"),
+        ("third", None, "model"),
+    ]
+    alone = door_of(Serves(ServiceState(serving=True, service="m-1111"))).get("/v1/models").json()["data"]
+    assert [card["id"] for card in alone] == ["m"]

@@ -1,0 +1,59 @@
+"""Which service of the network a request is for: this box's own, another one, or none that there is. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Final
+
+from ...web.listening import HttpRefusal
+from .protocol import ServiceState
+
+MODELS: Final = "/v1/models"
+UNPLACED_RETRY_S: Final = 5.0
+_MAX_NAMED: Final = 16
+
+
+class ServedAt(Enum):
+    """Who answers a request."""
+
+    HERE = "here"
+    ELSEWHERE = "elsewhere"
+
+
+def find_service(
+    model: str | None, names: Sequence[str], state: ServiceState, *, is_carried: bool
+) -> ServedAt | HttpRefusal:
+    """Who serves the model that a request names; one that names none is for this box's own, called `names`. What was
+    carried here from another node goes no further."""
+    if model is None or model in names:
+        return ServedAt.HERE
+    if not any(model in other.names for other in state.others):
+        return HttpRefusal(
+            404, f"model: this network does not serve {model[:200]}; it serves {_name_all(names, state)}"
+        )
+    if is_carried:
+        text = f"model: no box serves {model[:200]} now, though this network knows it; ask again"
+        return HttpRefusal(503, text, UNPLACED_RETRY_S)
+    return ServedAt.ELSEWHERE
+
+
+def add_services(listed: bytes, names: Sequence[str], state: ServiceState) -> bytes:
+    """vLLM's list of models with those of the network's other services, each under the first of its names."""
+    found: dict[str, Any] = json.loads(listed)
+    own = [card for card in found["data"] if card["id"] == names[0] or card["id"] != state.service]
+    if not own:
+        return listed
+    others = [
+        {**own[0], "id": other.names[0], "root": other.names[-1], "max_model_len": other.max_model_len or None}
+        for other in state.others
+        if other.names[0] not in names
+    ]
+    return json.dumps({**found, "data": [*own, *others]}, separators=(",", ":")).encode()
+
+
+def _name_all(names: Sequence[str], state: ServiceState) -> str:
+    known = sorted({names[0], *(other.names[0] for other in state.others)})
+    more = f" and {len(known) - _MAX_NAMED} more" if len(known) > _MAX_NAMED else ""
+    return ", ".join(known[:_MAX_NAMED]) + more
