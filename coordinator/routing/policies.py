@@ -13,8 +13,8 @@ from .predicted import PredictedTimes
 from .splitwise import SplitwisePools
 
 NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {
-    "plan": PlanAndQueues,
     "predicted": PredictedTimes,
+    "plan": PlanAndQueues,
     "hetero": MinMaxWorkload,
     "splitwise": SplitwisePools,
     "cronus": Cronus,
