@@ -10,15 +10,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ....coordinator.routing.interface import RoutingSettings
-from ...policies import (
-    HETERO,
-    LEAST_TOKENS,
-    MEMORY,
-    PLAN,
-    ROUND_ROBIN,
-    SINGLE,
-    WEIGHTED_ROUND_ROBIN,
-)
+from ...policies import HETERO, LEAST_TOKENS, PLAN, ROUND_ROBIN, WEIGHTED_ROUND_ROBIN
 from ...records import Outcomes
 from ..page import Page, PageTable, ResultRow
 from ..setting import Scope
@@ -38,7 +30,7 @@ from .cronus_systems import (
     run_whole,
 )
 from .hetero import EQUAL as CHUNKED
-from .hetero import LINKS, PAPER, RATES, EngineOptions, ServingSystem, draw_lengths, make_five, make_pair, tokens_s
+from .hetero import LINKS, RATES, ServingSystem, draw_lengths, make_five, make_pair, tokens_s
 from .hetero import run_system as run_instances
 
 DEFAULT: Final = RoutingSettings().policy
@@ -47,8 +39,11 @@ SPLITWISE: Final = "splitwise"
 FRONTEND: Final = "3:1 from a frontend"
 """Cronus' DP: requests wait at a frontend while both cards have enough."""
 
-UNEQUAL: Final = (ROUND_ROBIN, WEIGHTED_ROUND_ROBIN, SINGLE, MEMORY, LEAST_TOKENS, HETERO, PLAN, DEFAULT)
-CARD_RATES: Final = (2.0, 6.0, inf)
+UNEQUAL: Final = (ROUND_ROBIN, WEIGHTED_ROUND_ROBIN, LEAST_TOKENS, HETERO, PLAN, DEFAULT)
+CARD_RATES: Final = (6.0, inf)
+WHOLE: Final = (ROUND_ROBIN, HETERO, PLAN, DEFAULT)
+POOL_RATES: Final = (130.0, 200.0)
+POOL_SECONDS: Final = 30.0
 POOLS: Final = ((40, 0, 0), (25, 15, 0), (15, 25, 0), (15, 25, 4))
 """Prompt machines (or all), token machines, and gateways."""
 
@@ -116,16 +111,16 @@ def policies(scope: Scope) -> Page:
     settings = [
         *run_unequal(4000 if is_whole else 100),
         *run_cards(1000 if is_whole else 50),
-        *run_pools(equal_options.SECONDS if is_whole else 2.0),
+        *run_pools(POOL_SECONDS if is_whole else 2.0),
     ]
     return Page(
         name="policies",
         title="Every policy in every setting of the papers",
         assumes=(
-            "The settings of [Xiong et al.](hetero.md) (5.2 and 5.3, with the paper's engines and with chunks of 512 "
-            "tokens), of [Cronus](cronus.md) (each pair of cards, steps of the paper's size and of 2,048 tokens; a "
-            "replica that prefills before one that decodes, either way round, and both with whole requests) and of "
-            "[Splitwise](pools.md) (equal options). Plans, engines and requests are the same for all policies of a "
+            "The settings of [Xiong et al.](hetero.md) (5.2 and 5.3, equal options), of [Cronus](cronus.md) (each pair "
+            "of cards, steps of the paper's size and of 2,048 tokens; a replica that prefills before one that decodes, "
+            "either way round, and both with whole requests) and of [Splitwise](pools.md) (equal options, arrivals for "
+            f"{POOL_SECONDS:g} s). Plans, engines and requests are the same for all policies of a "
             "setting; one draw of each.\n\n"
             f"The default is `{DEFAULT}`, with the same constants everywhere. Throughput is until the last request has "
             "ended: where all come at once, the last few long answers decide some per cent of it. The policies of the "
@@ -142,13 +137,12 @@ def policies(scope: Scope) -> Page:
 def run_unequal(count: int) -> list[PolicySetting]:
     """Xiong et al., sections 5.2 and 5.3."""
     found = []
-    for name, options in (("paper's engines", PAPER), ("chunks of 512", CHUNKED)):
-        for section, make in (("5.2", make_pair), ("5.3", make_five)):
-            for link in LINKS:
-                system = make(link)
-                for rate in RATES:
-                    figures = {each: _run_instances(system, count, each, rate, options) for each in UNEQUAL}
-                    found.append(PolicySetting("Xiong", f"{section} {link}, {name}", _load(rate), figures))
+    for section, make in (("5.2", make_pair), ("5.3", make_five)):
+        for link in LINKS:
+            system = make(link)
+            for rate in RATES:
+                figures = {each: _run_instances(system, count, each, rate) for each in UNEQUAL}
+                found.append(PolicySetting("Xiong", f"{section} {link}", _load(rate), figures))
     return found
 
 
@@ -166,7 +160,7 @@ def run_cards(count: int) -> list[PolicySetting]:
 def run_pools(seconds: float) -> list[PolicySetting]:
     """Splitwise's machines."""
     found = []
-    for rate in equal_options.RATES:
+    for rate in POOL_RATES:
         trace = equal_options.draw_requests(rate, seconds)
         for prompt, token, gateways in POOLS:
             names = (ROUND_ROBIN, PLAN, SPLITWISE, DEFAULT) if token else (ROUND_ROBIN, PLAN, DEFAULT)
@@ -226,10 +220,8 @@ def _count_near(over_best: Iterable[float]) -> int:
     return sum(each <= NEAR for each in over_best)
 
 
-def _run_instances(
-    system: ServingSystem, count: int, policy: str, rate: float, options: EngineOptions
-) -> PolicyFigures:
-    result = run_instances(system, draw_lengths(count, 0), policy=policy, rate=rate, options=options)
+def _run_instances(system: ServingSystem, count: int, policy: str, rate: float) -> PolicyFigures:
+    result = run_instances(system, draw_lengths(count, 0), policy=policy, rate=rate, options=CHUNKED)
     return _read_outcomes(result.services[0].outcomes, tokens_s(result))
 
 
@@ -246,8 +238,7 @@ def _run_shapes(pair: PairOfCards, sizes: StepSizes, count: int, rate: float) ->
         }
         for shape, (first, second) in split.items()
     }
-    names = (ROUND_ROBIN, WEIGHTED_ROUND_ROBIN, LEAST_TOKENS, HETERO, PLAN, DEFAULT)
-    whole = {name: _read_trace(run_whole(pair, trace, sizes, name)) for name in names}
+    whole = {name: _read_trace(run_whole(pair, trace, sizes, name)) for name in WHOLE}
     whole[FRONTEND] = _read_trace(run_data_parallel(pair, trace, sizes))
     return {**found, "whole requests": whole}
 

@@ -16,6 +16,7 @@ from ....coordinator.planning.model.cluster import Box, Cluster
 from ....coordinator.planning.model.workload import Service, Slo
 from ....coordinator.routing.interface import RoutingSettings
 from ...engine.values import SimEngineSettings
+from ...policies import PLAN
 from ...results.outcomes import attainment
 from ...scenario import ServiceRun, SimSettings
 from ...workloads import MOONCAKE_BLOCK, mooncake, workload_of
@@ -128,7 +129,7 @@ def prefixes(scope: Scope) -> Page:
             f"scaled to the rate) on boxes of one {GPU} each, {MODEL} whole on each of them, every box prefilling and "
             "decoding; step times by the roofline, vLLM's defaults, KV memory shared by running requests and cache "
             f"(the longest unused goes first).\n\nDeadlines as Mooncake's: {SLO.ttft_s:g} s to the first token, "
-            f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The default policy "
+            f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The policy `plan` "
             "throughout; `RoutingSettings.prefix_weight` is 0 where routes do not know of caches. One gateway that "
             f"hears of all replicas at once, or {GATEWAYS}, which hear of them once a second and know their own "
             "requests at once, as in the running network."
@@ -201,7 +202,7 @@ def _run(boxes: int, way: str, rate: float, requests: int | None) -> _Figures:
     weight = RoutingSettings().prefix_weight if served.routed else 0.0
     settings = SimSettings(
         engine=SimEngineSettings(prefix_blocks=pieces),
-        routing=RoutingSettings(prefix_weight=weight),
+        routing=RoutingSettings(policy=PLAN, prefix_weight=weight),
         gateways=tuple(box.id for box in cluster.boxes[: served.gateways]),
         report_s=1.0 if served.gateways else 0.0,
     )

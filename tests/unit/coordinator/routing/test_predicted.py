@@ -162,12 +162,12 @@ def test_requests_that_decode_slow_down_those_that_come() -> None:
 def test_long_prompts_go_where_prompts_are_fast_though_many_decode_there() -> None:
     fast = ReplicaProfile(
         prefill=PhaseCost(token_s=1e-5, step_s=0.01),
-        decode=PhaseCost(token_s=1e-7, request_s=1e-4, step_s=0.02),
-        kv_tokens=100_000,
+        decode=PhaseCost(token_s=1e-8, request_s=1e-4, step_s=0.02),
+        kv_tokens=1_000_000,
     )
     router = router_of(TWO, {"b": fast})
     note(router, "b", requests=60)
-    assert [router.route(prompt).decode for prompt in (100, 12_000)] == ["a", "b"]
+    assert [router.route(prompt).decode for prompt in (100, 8_000)] == ["a", "b"]
 
 
 def test_several_gateways_that_hear_the_same_do_not_all_go_to_one_replica() -> None:
