@@ -99,7 +99,8 @@ class SimSettings:
     - `damping`: how long boxes that are lost again and again are trusted less.
     - `admission`: requests wait for their turns at gateways, which refuse what would begin too late; None: all are
       given to engines at once.
-    - `routing`: the policy that requests are routed by, one of `policies.POLICIES`; `seed` is for
+    - `routing`: the policy that requests are routed by, one of `policies.POLICIES`: by default not the
+      network's but `plan`, with which the plans of the results' pages are compared; `seed` is for
       policies that draw lots. `known_answers`: it is told how long each answer will be, which no
       gateway knows.
     - `until_s`: nothing happens later; requests that have not ended by then never do.
@@ -120,7 +121,7 @@ class SimSettings:
     told_s: float = 2.0
     quiet_s: float = 15.0
     damping: DampingSettings = field(default_factory=DampingSettings)
-    routing: RoutingSettings = field(default_factory=RoutingSettings)
+    routing: RoutingSettings = field(default_factory=lambda: RoutingSettings(policy="plan"))
     admission: SimAdmission | None = None
     known_answers: bool = False
     seed: int = 0

@@ -236,7 +236,7 @@ class RoutingSettings:
     (higher: fewer requests to a replica before others are borrowed).
     """
 
-    policy: str = "plan"
+    policy: str = "predicted"
     remembered_requests: int = 128
     free_share: float = 1.5
     prefix_weight: float = 4.0

@@ -131,9 +131,9 @@ class PlanAndQueues(RoutingPolicy):
         return self._table
 
     def note_sent(self, route: int) -> None:
-        """A request takes this route of the latest table."""
+        """A request takes this route of the latest table, or one beyond it, which no pair has."""
         self._sent *= 1.0 - 1.0 / self._settings.remembered_requests
-        self._sent[self._table.pairs[route]] += 1.0
+        self._sent[self._table.pairs[route] if route < len(self._table.pairs) else -1] += 1.0
 
     def guess_queues(self, loads: ReplicaLoads) -> tuple[Floats, Floats]:
         """Tokens to prefill and requests, by replica; of those that have reported nothing, as of the busiest. Other

@@ -18,8 +18,8 @@ ROUND_ROBIN: Final = "round-robin"
 LEAST_TOKENS: Final = "least-tokens"
 
 NETWORK_POLICIES: Final[Mapping[str, PolicyFactory]] = {
-    "plan": PlanAndQueues,
     "predicted": PredictedTimes,
+    "plan": PlanAndQueues,
     "hetero": MinMaxWorkload,
     "splitwise": SplitwisePools,
     "cronus": Cronus,

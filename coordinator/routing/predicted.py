@@ -1,23 +1,27 @@
-"""The route on which a request is expected to end first, by what is known of queues, speeds, memory and links.
+"""The route on which a request's first tokens are expected soonest, by queues, speeds, room for KV and links.
 
 The plan says which pairs of replicas there are, and how much their links should carry. What is predicted of a request
 on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and live queues:
 
-    its first token    prompts ahead of it, and what is not cached of its own, at the prefill replica's rate; where
-                       the decode replica has no room for its KV, the requests ahead of it there, at the rate at which
-                       those end
-    all others         the predicted length of its answer, in steps over all requests that decode there with it
+    its first token    prompts ahead of it, and what is not cached of its own, at the prefill replica's rate, with the
+                       steps of answers that they are computed beside; where the decode replica has no room for its KV,
+                       all that is ahead of it there
+    TOKENS more        steps of the batch in which it decodes, and the prompts that are computed in between
 
-A prefill and a decode replica may also share the prompt (`cronus`): then both compute what lies before them, and the
-first token is expected when both together have. That is chosen where it is sooner, and the plan's deadlines, if it has
-some, say that it is needed and bearable.
+What waits and what decodes together counts twice (MARGINAL): for this request, and for those that it holds up. With its
+own time alone every request would go to the fastest replica until that is as slow as the others. A request counts as
+holding up others as a mean one does, whatever its length: else long prompts would all go to where few decode, which are
+the slow replicas, and their first tokens come late enough anyway.
 
-The plan also says how fast replicas are beside each other, by the shares that it gives them: that is the prior of the
-fitted times, which may be off by a fifth.
+A prefill and a decode replica may also share the prompt (`cronus`): each takes as long for its part, one after the
+other. That is chosen where it is sooner, and the plan's deadlines, if it has some, say that it is needed and bearable.
+Where prompts wait for long and sharing does not help, any replica may take a request whole, also one that the plan has
+for the other phase.
 
 A pair whose KV leaves its boxes, and that had more than its share of the latest requests, counts as that much later, as
-in `plan_and_queues`: that is what the plan knows of links. Of routes that are expected to end at nearly the same time,
-the one on cheaper boxes is taken, where their prices are known.
+in `plan_and_queues`: that is what the plan knows of links. Of routes that are expected to be nearly as good, the one on
+cheaper boxes is taken, where their prices are known; and where there are several gateways, one by lot: all hear the
+same reports, and would go to the same replica until the next.
 
 Nothing here needs a coordinator that is alive: a gateway goes on by the last plan, with what it sees. State and work
 are of the order of the plan's pairs.
@@ -33,10 +37,12 @@ from numpy.typing import NDArray
 from ..plan import Plan
 from ..profile import ReplicaProfile
 from .interface import ReplicaLoads, RequestFacts, RequestId, Route, RoutingPolicy, RoutingSettings
-from .lengths import LengthPredictor, make_predictor
+from .lengths import LearnedLengths
 from .plan_and_queues import PlanAndQueues, RouteTable
 
 Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Bools = NDArray[np.bool_]
 
 REMEMBERED: Final = 128
 """About how many of this gateway's latest requests stand for those that others have sent."""
@@ -47,14 +53,29 @@ MOST_REQUESTS: Final = 256
 STEP_TOKENS: Final = 2048
 """Of a step whose budget the plan leaves to the engine: vLLM's `max_num_batched_tokens`."""
 
-MOST_OFF: Final = 8.0
-"""A share of the plan that differs by more from what a replica can do is for another reason, such as its links."""
+LEAST_CHUNK: Final = 0.25
+"""Of a step's budget, what is left for prompts however many decode."""
 
-SPLIT_FROM: Final = 0.5
+TOKENS: Final = 10.0
+"""Of an answer, that count beside its first one. More: requests go to where answers are generated fast; fewer: to where
+prompts are computed soon."""
+
+CACHED: Final = 15.0
+"""A token of a prompt that a replica holds counts as the time for so many, beside its own: what is not computed again
+leaves room for others. More of it finds more in caches, and lets queues grow longer beside idle replicas."""
+
+SHARED_FROM: Final = 0.5
 """Of the plan's deadline for the first token: where that is expected sooner, decoding is not disturbed for it."""
 
-PRICE_WITHIN: Final = 0.02
-"""Of routes that are expected to end within so much of the first one, the cheapest is taken."""
+LENT_FROM: Final = 8.0
+"""Mean prompts. A replica takes requests that its phase is not for where prompts wait for longer than these take."""
+
+MARGINAL: Final = 2.0
+"""What waits, and what decodes together, counts so many times: a request that waits for n others makes about n others
+wait for itself, while queues and batches stay as long as they are."""
+
+AS_GOOD: Final = 0.02
+"""Of routes that are worse than the best by no more than this, the cheapest is taken, or one by lot."""
 
 NEVER_S: Final = 1e9
 """A replica that cannot hold a prompt comes after all others."""
@@ -68,9 +89,7 @@ class _Speeds(NamedTuple):
 
     Seconds: `token_s` per token of a prompt, `prompt_s` for each besides, `begin_s` for a step of prompts alone; of a
     decode step `step_s`, with `request_s` and `context_s` for each request and each token that it holds, and `length_s`
-    for each token of their mean length. `kv_tokens`:
-    room, infinite where it is not known; `prefills`: whether prompts are computed beside answers, by the plan;
-    `chunk_tokens`: of a step.
+    for each token of their mean length. `kv_tokens`: room, infinite where it is not known.
     """
 
     token_s: Floats
@@ -81,8 +100,6 @@ class _Speeds(NamedTuple):
     context_s: Floats
     length_s: Floats
     kv_tokens: Floats
-    prefills: Floats
-    chunk_tokens: Floats
 
     def decode_step_s(self, requests: Floats, context: float) -> Floats:
         """Of a step over so many requests of this context, by replica."""
@@ -90,22 +107,57 @@ class _Speeds(NamedTuple):
             self.step_s + self.length_s * context + (self.context_s * context + self.request_s) * requests
         )
 
+    def mixed_step_s(self, tokens: Floats | float, requests: Floats, context: float) -> Floats:
+        """Of one that computes so many tokens of prompts as well: each request costs one more, and its context."""
+        return np.asarray(self.begin_s + self.token_s * (tokens + requests) + self.context_s * context * requests)
 
-class _Shares(NamedTuple):
-    """By replica, of all prompts and of all answers, what the plan gives it; 0: none."""
 
-    prefill: Floats
-    decode: Floats
+class _Shapes(NamedTuple):
+    """By replica, of the plan: its stages, which compute as many prompts at once; whether answers are decoded, and
+    prompts computed beside them; tokens of a step."""
+
+    stages: Floats
+    decodes: Bools
+    is_mixed: Bools
+    step_tokens: Floats
+
+
+class _Routes(NamedTuple):
+    """The pairs of the `table`, and then each replica that has none with itself, alone. By route: the replicas;
+    `is_whole`: both are the same; `is_lent`: it has none in the plan; `can_share`: two boxes, so that they may share a
+    prompt: a pipeline's stages would idle with so few prompts at a time."""
+
+    table: RouteTable
+    prefill: Indices
+    decode: Indices
+    is_whole: Bools
+    is_lent: Bools
+    can_share: Bools
+
+
+class _Backlog(NamedTuple):
+    """By replica, what is there: `tokens` of prompts that wait, requests `running` or waiting to run, the batch that
+    runs at once, this request in it, and the `most` that it may have; each of them holds `held` tokens."""
+
+    tokens: Floats
+    running: Floats
+    batch: Floats
+    most: Floats
+    held: float
 
 
 class _Forecast(NamedTuple):
-    """By replica, in seconds: `prefill_s` until it would have computed a prompt that comes now, `room_s` until it would
-    have room for its KV, `decode_s` from the first token to the last. `chunk_s`: a step with a chunk of a prompt beside
-    what decodes; `chunked_token_s`: of such steps, per token of the prompt. `tokens`: of prompts that wait."""
+    """By replica, in seconds: `prefill_s` until it would have computed a prompt that comes now, `own_s` of it for
+    that; `room_s` until it would have room for its KV. From token to token `decode_s`, and `beside_s` more where a
+    mean prompt is computed as often as an answer ends; `prompt_s`: for a mean prompt. `chunk_s`: a step with a chunk of
+    a prompt beside what decodes; `chunked_token_s`: of such steps, per token of the prompt."""
 
     prefill_s: Floats
+    own_s: Floats
     room_s: Floats
     decode_s: Floats
+    beside_s: Floats
+    prompt_s: Floats
     chunk_s: Floats
     chunked_token_s: Floats
     tokens: Floats
@@ -121,15 +173,19 @@ class PredictedTimes(RoutingPolicy):
     def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
         self._plan = plan
         self._queues = PlanAndQueues(plan, settings)
-        self.lengths: LengthPredictor = make_predictor(settings.length_predictor)
+        self.lengths = LearnedLengths()
         self.prompts: dict[RequestId, int] = {}  # of requests that have not ended
         self.mean_prompt = self.mean_output = 0.0
         self.routed = 0  # lately
         self._known: list[ReplicaProfile | None] = []
         self._speeds: _Speeds | None = None
-        self._table: RouteTable | None = None  # that the shares are of
-        self._shares = _Shares(np.zeros(0), np.zeros(0))
-        self._is_one_box = np.array([len(replica.stages) == 1 for replica in plan.replicas])
+        self._routes: _Routes | None = None
+        self._shapes = _Shapes(
+            stages=np.array([float(len(replica.stages)) for replica in plan.replicas]),
+            decodes=np.array([replica.decodes for replica in plan.replicas]),
+            is_mixed=np.array([replica.decodes and replica.prefills for replica in plan.replicas]),
+            step_tokens=np.array([float(replica.step_tokens or STEP_TOKENS) for replica in plan.replicas]),
+        )
 
     def __repr__(self) -> str:
         return (
@@ -143,22 +199,29 @@ class PredictedTimes(RoutingPolicy):
         speeds = self._read_speeds(loads)
         if speeds is None:
             return self._queues.choose(request, loads, now=now, rng=rng)
-        table = self._queues.table_without(request.excluded, loads)
+        routes = self._read_routes(self._queues.table_without(request.excluded, loads))
         cached = np.zeros(len(loads.ids)) if request.cached_tokens is None else request.cached_tokens
-        forecast = self._forecast(
-            prompt, prompt - cached, output, speeds, loads, self._read_shares(table, len(loads.ids))
-        )
-        prefill, decode = table.prefill.replica, table.decode.replica
-        prefill_s = forecast.prefill_s[prefill]
-        shared_s = self._shared_prefill_s(prompt - cached, table, speeds, forecast)
-        first_s = np.maximum(np.minimum(prefill_s, shared_s), forecast.room_s[decode])
-        end_s = (first_s + forecast.decode_s[decode]) * (1.0 + self._queues.beyond_share())
-        best = _cheapest(end_s, loads.usd_per_hour[prefill] + loads.usd_per_hour[decode])
+        uncached = prompt - cached
+        forecast = self._forecast(prompt, uncached, speeds, loads)
+        prefill_s = forecast.prefill_s[routes.prefill]
+        shared_s = self._shared_prefill_s(uncached, routes, speeds, forecast)
+        is_shared = shared_s < prefill_s
+        first_s = np.maximum(np.where(is_shared, shared_s, prefill_s), forecast.room_s[routes.decode])
+        own_prompts = routes.is_whole * (uncached / prompt)[routes.decode]
+        beside_s = (self._shapes.is_mixed[routes.decode] + own_prompts) * forecast.beside_s[routes.decode]
+        cost_s = first_s + min(output, TOKENS) * (forecast.decode_s[routes.decode] + beside_s)
+        if request.cached_tokens is not None:
+            cost_s -= CACHED * (cached * speeds.token_s)[routes.prefill]
+        beyond_share = self._queues.beyond_share()
+        cost_s[: len(beyond_share)] *= 1.0 + beyond_share
+        if routes.is_lent.any():
+            cost_s[routes.is_lent & ~self._may_lend(routes, first_s, forecast, is_shared)] += NEVER_S
+        best = _pick(cost_s, loads.usd_per_hour[routes.prefill] + loads.usd_per_hour[routes.decode], loads, rng)
         self._queues.note_sent(best)
-        ends = loads.ids[prefill[best]], loads.ids[decode[best]]
-        if shared_s[best] < prefill_s[best]:
+        ends = loads.ids[routes.prefill[best]], loads.ids[routes.decode[best]]
+        if is_shared[best]:
             return Route(prefill=ends[0], decode=ends[1], split=prompt, splits_there=True)
-        return Route.between(*ends, table.split(best, prompt))
+        return Route.between(*ends, 0 if routes.is_whole[best] else routes.table.split(best, prompt))
 
     def on_end(self, request: RequestId, output_tokens: int | None) -> None:
         """Learn from its answer."""
@@ -190,89 +253,120 @@ class PredictedTimes(RoutingPolicy):
         """None while no profile is known."""
         if loads.profiles != self._known:
             self._known = list(loads.profiles)
-            self._speeds = _tabulate(self._plan, self._known)
+            self._speeds = _tabulate(self._known)
         return self._speeds
 
-    def _read_shares(self, table: RouteTable, replicas: int) -> _Shares:
-        if table is not self._table:
-            self._table, self._shares = table, _Shares(np.zeros(replicas), np.zeros(replicas))
-            for shares, side in zip(self._shares, (table.prefill, table.decode), strict=True):
-                shares[side.replica] = 1.0 / side.inverse_share
-        return self._shares
+    def _read_routes(self, table: RouteTable) -> _Routes:
+        if self._routes is None or self._routes.table is not table:
+            self._routes = _add_lone_replicas(table, self._shapes.stages == 1.0)
+        return self._routes
 
-    def _forecast(
-        self, prompt: int, uncached: Floats, output: float, speeds: _Speeds, loads: ReplicaLoads, shares: _Shares
-    ) -> _Forecast:
-        tokens, requests = self._queues.guess_queues(loads)
-        # Who takes long is met more often: what a batch holds is more than half of a mean answer for each request.
-        held = self.mean_prompt + self.mean_output
-        room = np.clip(speeds.kv_tokens / held, 1.0, MOST_REQUESTS)
-        batch = np.minimum(requests + 1.0, room)
-        step_s = speeds.decode_step_s(batch, held)
-        one_prompt_s = speeds.token_s * self.mean_prompt + speeds.prompt_s
-        # So often a request of the batch ends meanwhile, and another one's prompt is computed beside this one's answer.
-        follow = speeds.prefills * batch / self.mean_output
-        decode_s = output * (step_s + follow * one_prompt_s)
-        turn_s = self.mean_output * step_s / batch + speeds.prefills * one_prompt_s
-        # Of answers the mean of plan and times is off by less than either. Of prompts the plan knows better: the stages
-        # of a pipeline compute several at once, of which the time of one says nothing.
-        turn_s = np.maximum(turn_s, LEAST_S)
-        turn_s = turn_s * np.sqrt(_off_plan(shares.decode, turn_s))
-        queue_token_s = speeds.token_s * _off_plan(shares.prefill, speeds.token_s)
-        chunk = np.maximum(speeds.chunk_tokens - requests, 1.0)
-        chunk_s = chunk * speeds.token_s + step_s
+    def _forecast(self, prompt: int, uncached: Floats, speeds: _Speeds, loads: ReplicaLoads) -> _Forecast:
+        backlog = self._read_backlog(speeds, loads)
+        batch, held, step_tokens = backlog.batch, backlog.held, self._shapes.step_tokens
+        chunk = np.maximum(step_tokens - batch, LEAST_CHUNK * step_tokens)
+        chunk_s = speeds.mixed_step_s(chunk, batch, held)
+        # Beside answers a prompt begins when a step ends, and each of its own steps takes their time as well.
+        steps = np.ceil((backlog.tokens + uncached) / chunk)
+        beside_s = 0.5 * speeds.decode_step_s(batch, held) + steps * speeds.mixed_step_s(0.0, batch, held)
+        own_s = uncached * speeds.token_s + speeds.prompt_s
+        queue_s = backlog.tokens * speeds.token_s / self._shapes.stages
+        prompt_s = speeds.token_s * self.mean_prompt + speeds.prompt_s
         return _Forecast(
-            prefill_s=tokens * queue_token_s + uncached * speeds.token_s + speeds.prompt_s + speeds.begin_s,
-            room_s=self._room_s(prompt, requests + 1.0 - room, turn_s, speeds, loads),
-            decode_s=decode_s,
+            prefill_s=MARGINAL * queue_s + np.where(backlog.running > 0.0, beside_s, speeds.begin_s) + own_s,
+            own_s=own_s,
+            room_s=self._room_s(prompt, backlog, speeds, loads),
+            decode_s=speeds.decode_step_s(MARGINAL * batch, held),
+            beside_s=batch / self.mean_output * prompt_s,
+            prompt_s=prompt_s,
             chunk_s=chunk_s,
             chunked_token_s=chunk_s / chunk,
-            tokens=tokens,
+            tokens=backlog.tokens,
         )
 
-    def _room_s(self, prompt: int, excess: Floats, turn_s: Floats, speeds: _Speeds, loads: ReplicaLoads) -> Floats:
-        """By replica, until requests have ended whose KV is in the way: `excess` of them, by their mean length, or at
-        least one where the replica itself reports that it has no room."""
-        is_full = loads.kv_free_tokens < prompt
-        waits = np.maximum(np.maximum(excess, 0.0), is_full.astype(np.float64)) * turn_s
-        return np.where(speeds.kv_tokens < prompt, NEVER_S, waits)
+    def _read_backlog(self, speeds: _Speeds, loads: ReplicaLoads) -> _Backlog:
+        tokens, requests = self._queues.guess_queues(loads)
+        running = np.where(self._shapes.decodes, requests, loads.decodes)
+        # Who takes long is met more often: what a batch holds is more than half of a mean answer for each request.
+        held = self.mean_prompt + self.mean_output
+        most = np.clip(speeds.kv_tokens / held, 1.0, MOST_REQUESTS)
+        # Of steps that compute prompts as well, so many tokens are left for answers, in the long run.
+        fed = np.maximum(self._shapes.step_tokens * self.mean_output / held, 1.0)
+        most = np.where(self._shapes.is_mixed, np.minimum(most, fed), most)
+        return _Backlog(tokens, running, np.minimum(running + 1.0, most), most, held)
 
-    def _shared_prefill_s(self, uncached: Floats, table: RouteTable, speeds: _Speeds, forecast: _Forecast) -> Floats:
-        """By route, until both of its replicas together have computed what waits for them, and this prompt. Infinite
-        where that is not to be: between pipelines, whose stages would idle with so few prompts at a time; where the
-        steps of the decode replica would be too long; and where the first token is early enough without."""
-        prefill, decode = table.prefill.replica, table.decode.replica
-        rate = 1.0 / speeds.token_s[prefill] + 1.0 / forecast.chunked_token_s[decode]
-        seconds = (forecast.tokens[prefill] + forecast.tokens[decode] + uncached[prefill]) / rate + speeds.begin_s[
-            prefill
-        ]
-        can = (prefill != decode) & self._is_one_box[prefill] & self._is_one_box[decode]
-        deadlines = self._plan.deadlines
-        if deadlines.tpot_s > 0.0:
-            can = can & (forecast.chunk_s[decode] <= deadlines.tpot_s)
-        if deadlines.ttft_s > 0.0:
-            can = can & (forecast.prefill_s[prefill] > SPLIT_FROM * deadlines.ttft_s)
+    def _room_s(self, prompt: int, backlog: _Backlog, speeds: _Speeds, loads: ReplicaLoads) -> Floats:
+        """By replica, until requests have ended whose KV is in the way: those beyond its batch, or at least one where
+        the replica itself reports that it has no room. Their steps are as many as their answers need, or as the budget
+        of a step allows for prompts and answers together."""
+        is_full = loads.kv_free_tokens < prompt
+        ahead = np.maximum(backlog.running + 1.0 - backlog.most, is_full.astype(np.float64))
+        answers = np.maximum(ahead, 0.0) * self.mean_output
+        steps = np.maximum(answers / backlog.batch, (answers + backlog.tokens) / self._shapes.step_tokens)
+        queue_s = backlog.tokens * speeds.token_s / self._shapes.stages
+        mixed_s = queue_s + steps * speeds.mixed_step_s(0.0, backlog.batch, backlog.held)
+        waits = np.maximum(steps * speeds.decode_step_s(backlog.batch, backlog.held), mixed_s)
+        return np.where(speeds.kv_tokens < prompt, NEVER_S, np.where(ahead > 0.0, MARGINAL * waits, 0.0))
+
+    def _shared_prefill_s(self, uncached: Floats, routes: _Routes, speeds: _Speeds, forecast: _Forecast) -> Floats:
+        """By route, until the second of its replicas would have computed the rest of this prompt. Infinite where the
+        prompt is not to be shared: see `_Routes.can_share`; where the steps of the decode replica would be too long;
+        and where the first token is early enough without."""
+        prefill, decode = routes.prefill, routes.decode
+        chunked_token_s = forecast.chunked_token_s[decode]
+        # Both take as long for their parts of a prompt, which is this per token of all of it.
+        part_s = 1.0 / (1.0 / speeds.token_s[prefill] + 1.0 / chunked_token_s)
+        first_part_s = forecast.prefill_s[prefill] - uncached[prefill] * (speeds.token_s[prefill] - part_s)
+        seconds = np.maximum(first_part_s, forecast.tokens[decode] * chunked_token_s) + uncached[prefill] * part_s
+        can = routes.can_share & self._is_bearable(decode, forecast)
+        if self._plan.deadlines.ttft_s > 0.0:
+            can &= forecast.prefill_s[prefill] > SHARED_FROM * self._plan.deadlines.ttft_s
         return np.where(can, seconds, np.inf)
 
+    def _may_lend(self, routes: _Routes, first_s: Floats, forecast: _Forecast, is_shared: Bools) -> Bools:
+        """By route, whether its replica may do what is not of its phase: on the plan's routes prompts wait for long,
+        and the answers beside it can bear that."""
+        by_plan = int(np.where(routes.is_lent, np.inf, first_s).argmin())
+        prefill = routes.prefill[by_plan]
+        long_s = max(SHARED_FROM * self._plan.deadlines.ttft_s, LENT_FROM * forecast.prompt_s[prefill])
+        is_late = first_s[by_plan] - forecast.own_s[prefill] > long_s and not is_shared[by_plan]
+        return self._is_bearable(routes.decode, forecast) & is_late
 
-def _cheapest(end_s: Floats, usd: Floats) -> int:
-    """The route that ends first, or a cheaper one of those that end hardly later."""
-    best = int(end_s.argmin())
-    if not usd.any():
+    def _is_bearable(self, decode: Indices, forecast: _Forecast) -> Bools:
+        """By route, whether a prompt in chunks keeps the plan's deadline from token to token, if it has one."""
+        limit_s = self._plan.deadlines.tpot_s or np.inf
+        return np.asarray(forecast.chunk_s[decode] <= limit_s)
+
+
+def _add_lone_replicas(table: RouteTable, is_one_box: Bools) -> _Routes:
+    """The table's routes, and those of single replicas that it does not have."""
+    paired = table.prefill.replica[table.prefill.replica == table.decode.replica]
+    alone = np.setdiff1d(table.usable, paired)
+    prefill, decode = (np.concatenate((side.replica, alone)) for side in (table.prefill, table.decode))
+    return _Routes(
+        table=table,
+        prefill=prefill,
+        decode=decode,
+        is_whole=prefill == decode,
+        is_lent=np.arange(len(prefill)) >= len(table.split_share),
+        can_share=(prefill != decode) & is_one_box[prefill] & is_one_box[decode],
+    )
+
+
+def _pick(cost_s: Floats, usd: Floats, loads: ReplicaLoads, rng: np.random.Generator) -> int:
+    """The best route, or of those that are hardly worse a cheaper one. Where there are several gateways, one of these
+    by lot: all of them hear the same reports, and would go to the same replica until the next."""
+    best = int(cost_s.argmin())
+    if loads.gateways <= 1.0 and not usd.any():
         return best
-    near = end_s <= end_s[best] * (1.0 + PRICE_WITHIN)
-    return int(np.where(near, usd, np.inf).argmin()) if usd[near].min() < usd[best] else best
+    near = np.flatnonzero(cost_s <= cost_s[best] + AS_GOOD * abs(cost_s[best]))
+    cheapest = near[usd[near] == usd[near].min()]
+    if loads.gateways > 1.0:
+        return int(rng.choice(cheapest))
+    return best if best in cheapest else int(cheapest[cost_s[cheapest].argmin()])
 
 
-def _off_plan(shares: Floats, seconds: Floats) -> Floats:
-    """By replica, what its seconds are to be multiplied with so that it is as fast beside the others as its share of
-    the plan says; 1 where it has none."""
-    has_share = shares > 0.0
-    by_plan = np.where(has_share, shares * seconds, 1.0) * (1.0 / seconds)[has_share].sum()
-    return np.asarray(np.clip(1.0 / np.where(has_share, by_plan, 1.0), 1.0 / MOST_OFF, MOST_OFF))
-
-
-def _tabulate(plan: Plan, profiles: list[ReplicaProfile | None]) -> _Speeds | None:
+def _tabulate(profiles: list[ReplicaProfile | None]) -> _Speeds | None:
     known = [each for each in profiles if each is not None]
     if not known:
         return None
@@ -287,6 +381,4 @@ def _tabulate(plan: Plan, profiles: list[ReplicaProfile | None]) -> _Speeds | No
         context_s=np.array([each.decode.token_s for each in rows]),
         length_s=np.array([each.decode.length_s for each in rows]),
         kv_tokens=np.array([float(each.kv_tokens) or np.inf for each in rows]),
-        prefills=np.array([float(replica.prefills) for replica in plan.replicas]),
-        chunk_tokens=np.array([float(replica.step_tokens or STEP_TOKENS) for replica in plan.replicas]),
     )

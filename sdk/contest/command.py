@@ -30,7 +30,7 @@ from .report import ContestReport, PolicyFigures, compare_policies, describe_rep
 from .running import ContestAnswer, Say, run_policy
 from .workloads import WORKLOADS, draw_requests, read_sources
 
-POLICIES: Final = ("plan", "predicted", "least-tokens", "round-robin")
+POLICIES: Final = ("predicted", "plan", "least-tokens", "round-robin")
 MAX_BOXES: Final = 16
 
 

@@ -16,6 +16,7 @@ from ...coordinator.planning.model.cluster_file import card_link_gbps
 from ...coordinator.planning.model.problem import Problem
 from ...coordinator.planning.model.slo import SloScale, read_slo, slo_by
 from ...coordinator.planning.model.workload import Service, Slo, Workload
+from ...coordinator.routing.interface import RoutingSettings
 from ...kernels.codecs import codec_named
 from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.probing.figures import Source
@@ -87,8 +88,9 @@ class SimulatedNetwork:
         boxes = self.cluster.boxes
         gateways = self.gateways or tuple(box.id for box in boxes)
         settings = SimSettings(
-            engine=engine, gateways=gateways, message_s=self.message_s, kv_wait_limit=WaitLimitSettings().gain
-        )
+            engine=engine, gateways=gateways, message_s=self.message_s, kv_wait_limit=WaitLimitSettings().gain,
+            routing=RoutingSettings(),
+        )  # fmt: skip
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans
         run = ServiceRun(service=self.service, plan=first, trace=trace)

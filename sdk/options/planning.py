@@ -147,9 +147,9 @@ sim_options: Final = combine(
         "--dispatch",
         type=click.Choice(SIMULATED_POLICIES),
         metavar="POLICY",
-        default="plan",
+        default=NETWORK_POLICIES[0],
         help=f"who chooses replicas: {', '.join(NETWORK_POLICIES)} as on the network, or to compare with, "
-        f"{', '.join(SIMULATED_POLICIES[len(NETWORK_POLICIES) :])} (default: plan)",
+        f"{', '.join(SIMULATED_POLICIES[len(NETWORK_POLICIES) :])} (default: {NETWORK_POLICIES[0]})",
         section="Engines and network",
     ),
     option(

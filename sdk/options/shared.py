@@ -105,7 +105,7 @@ slo_option: Final = option(
     "like 5x (default), or seconds: ttft=2,tpot=0.1,e2e=60",
 )
 
-NETWORK_POLICIES: Final = ("plan", "predicted", "hetero", "splitwise", "cronus", "round-robin", "least-tokens")
+NETWORK_POLICIES: Final = ("predicted", "plan", "hetero", "splitwise", "cronus", "round-robin", "least-tokens")
 """Who may choose the replicas of requests at a gateway, as `coordinator/routing/policies.py` has them: importing that
 takes numpy, for which nobody should wait who asks for help."""
 
@@ -123,9 +123,9 @@ routing_option: Final = option(
     "--routing",
     shared=True,
     type=click.Choice(NETWORK_POLICIES),
-    default="plan",
-    help="how this node's gateway chooses replicas: plan, by the plan's shares and the queues (default); "
-    "predicted, by when a request would end there, prompts split where that is sooner; hetero, the "
+    default="predicted",
+    help="how this node's gateway chooses replicas: predicted, by when first tokens would come, prompts split where "
+    "that is sooner (default); plan, by the plan's shares and the queues; hetero, the "
     "least loaded by its speed and KV memory (Xiong et al.); splitwise, pools that borrow from each other (Splitwise); "
     "cronus, prompts split where they are prefilled (Cronus); to compare with: round-robin, and least-tokens, the "
     "fewest tokens waiting",

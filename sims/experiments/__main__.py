@@ -24,6 +24,7 @@ from .load.overload import overload
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
 from .papers.hetero import hetero
+from .papers.policies import policies
 from .papers.prefixes import prefixes
 from .phases import phases
 from .ratios import ratios
@@ -49,6 +50,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         convergence,
         cronus,
         hetero,
+        policies,
         prefixes,
         provision,
         pools,

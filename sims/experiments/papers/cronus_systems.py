@@ -137,17 +137,17 @@ def times_on(name: str, model: str) -> StepTimes:
 
 def run_cronus(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """Prompts are split between the lesser card and the A100, which decodes."""
-    return _run_split(pair, trace, sizes, first=pair.low, second=HIGH, policy="cronus")
+    return run_split(pair, trace, sizes, first=pair.low, second=HIGH, policy="cronus")
 
 
 def run_high_low(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """The A100 prefills, the lesser card decodes."""
-    return _run_split(pair, trace, sizes, first=HIGH, second=pair.low, policy="plan")
+    return run_split(pair, trace, sizes, first=HIGH, second=pair.low, policy="plan")
 
 
 def run_low_high(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """The lesser card prefills, the A100 decodes."""
-    return _run_split(pair, trace, sizes, first=pair.low, second=HIGH, policy="plan")
+    return run_split(pair, trace, sizes, first=pair.low, second=HIGH, policy="plan")
 
 
 def run_pipeline(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
@@ -161,6 +161,25 @@ def run_pipeline(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> 
     replica = Replica(id="pipeline", phase=Phase.MIXED, stages=stages, step_tokens=sizes.tokens)
     plan = _plan((replica,), Pairing(prefill="pipeline", decode="pipeline", weight=1.0))
     return _simulate(pair, trace, plan, "plan")
+
+
+def run_whole(pair: PairOfCards, trace: Trace, sizes: StepSizes, policy: str) -> ServedTrace:
+    """Both cards serve whole requests, each given to one of them by `policy` when it comes."""
+    layers = model_shape(pair.model).layers
+    replicas = tuple(
+        Replica(
+            id=box,
+            phase=Phase.MIXED,
+            stages=(Stage(peer=box, tp=1, first_layer=0, last_layer=layers),),
+            step_tokens=budget,
+        )
+        for box, budget in (("high", sizes.tokens), ("low", sizes.low))
+    )
+    pairings = (
+        Pairing(prefill=replica.id, decode=replica.id, weight=weight / sum(WEIGHTS))
+        for replica, weight in zip(replicas, WEIGHTS, strict=True)
+    )
+    return _simulate(pair, trace, _plan(replicas, *pairings), policy)
 
 
 def run_data_parallel(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
@@ -239,9 +258,10 @@ def kv_tokens_on(name: str, model: str) -> int:
     return kv_capacity_tokens(shape, [StageHardware(card(name), 1, shape.layers, 160.0)])
 
 
-def _run_split(
+def run_split(
     pair: PairOfCards, trace: Trace, sizes: StepSizes, *, first: str, second: str, policy: str
 ) -> ServedTrace:
+    """One card prefills, the other decodes; `policy` may do otherwise."""
     layers = model_shape(pair.model).layers
     replicas = tuple(
         Replica(
@@ -258,8 +278,8 @@ def _run_split(
     return _simulate(pair, trace, _plan(replicas, Pairing(prefill="prefill", decode="decode", weight=1.0)), policy)
 
 
-def _plan(replicas: tuple[Replica, ...], pairing: Pairing) -> Plan:
-    return Plan(epoch=0, version=1, service="conversation", replicas=replicas, pairings=(pairing,), codec="raw", why=())
+def _plan(replicas: tuple[Replica, ...], *pairings: Pairing) -> Plan:
+    return Plan(epoch=0, version=1, service="conversation", replicas=replicas, pairings=pairings, codec="raw", why=())
 
 
 def _simulate(pair: PairOfCards, trace: Trace, plan: Plan, policy: str) -> ServedTrace:

@@ -17,6 +17,7 @@ from ....coordinator.planning.model.cluster import Box, Cluster
 from ....coordinator.planning.model.workload import Service, Slo
 from ....coordinator.routing.interface import RoutingSettings
 from ...engine.values import SimEngineSettings
+from ...policies import PLAN
 from ...results.outcomes import attainment
 from ...scenario import ServiceRun, SimSettings
 from ...workloads import MOONCAKE_BLOCK, mooncake, workload_of
@@ -180,7 +181,7 @@ def prefixes(scope: Scope) -> Page:
             f"scaled to the rate) on boxes of one {GPU} each, {MODEL} whole on each of them, every box prefilling and "
             "decoding; step times by the roofline, vLLM's defaults, KV memory shared by running requests and cache "
             f"(the longest unused goes first).\n\nDeadlines as Mooncake's: {SLO.ttft_s:g} s to the first token, "
-            f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The default policy "
+            f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The policy `plan` "
             "throughout; `RoutingSettings.prefix_weight` is 0 where routes do not know of caches. One gateway that "
             f"hears of all replicas at once, or {GATEWAYS}, which hear of them once a second and know their own "
             "requests at once, as in the running network. KV of prefixes comes from other boxes in the last two tables "
@@ -298,7 +299,9 @@ def _run(boxes: int, way: str, rate: float, requests: int | None) -> _Figures:
     settings = SimSettings(
         engine=SimEngineSettings(prefix_blocks=pieces),
         routing=RoutingSettings(
-            prefix_weight=weight, prefix_fetch=RoutingSettings().prefix_fetch if served.fetch_gbps else 0.0
+            policy=PLAN,
+            prefix_weight=weight,
+            prefix_fetch=RoutingSettings().prefix_fetch if served.fetch_gbps else 0.0,
         ),
         kv_wait_limit=WAIT_LIMIT,
         gateways=tuple(box.id for box in cluster.boxes[: served.gateways]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from ....coordinator.routing.interface import RoutingSettings
 from ...engine.values import SimEngineSettings
 from ...policies import PLAN, ROUND_ROBIN
 from ...records import Outcomes, Trace
+from ...results.outcomes import ServiceOutcome
 from ...scenario import SimSettings
 from ...splitwise.metrics import PERCENTILES, LoneRequests, missed_slos, slowdowns_over, summary
 from ...workloads import azure, draw
@@ -100,21 +102,12 @@ def name_missed(missed: Sequence[str]) -> str:
 
 def equal_rows(scope: Scope) -> list[SystemLatencyRow]:
     """Every system at every rate, all with the same requests."""
-    problem = _problem()
     rows = []
     for rate in RATES:
-        trace = draw(
-            azure(WORKLOAD).lengths, rate=rate, rng=np.random.default_rng([17, 0]), seconds=min(SECONDS, scope.seconds)
-        )
+        trace = draw_requests(rate, min(SECONDS, scope.seconds))
         lone = _lone_requests(trace)
         for system in SYSTEMS:
-            settings = SimSettings(
-                engine=ENGINE, layer_sync_s=H100.sync_s, layerwise_from=H100.layerwise_from,
-                routing=RoutingSettings(policy=system.routing),
-                gateways=tuple(box.id for box in problem.cluster.boxes[: system.gateways]),
-                report_s=1.0 if system.gateways else 0.0,
-            )  # fmt: skip
-            found = run(problem, _plan(problem, system), trace, settings)
+            found = run_system(system, trace)
             outcomes = found.outcomes
             rows.append(
                 SystemLatencyRow(
@@ -129,6 +122,23 @@ def equal_rows(scope: Scope) -> list[SystemLatencyRow]:
                 )
             )
     return rows
+
+
+def draw_requests(rate: float, seconds: float) -> Trace:
+    """The same for all systems."""
+    return draw(azure(WORKLOAD).lengths, rate=rate, rng=np.random.default_rng([17, 0]), seconds=seconds)
+
+
+def run_system(system: EqualSystem, trace: Trace) -> ServiceOutcome:
+    """What becomes of the requests."""
+    problem = _problem()
+    settings = SimSettings(
+        engine=ENGINE, layer_sync_s=H100.sync_s, layerwise_from=H100.layerwise_from,
+        routing=RoutingSettings(policy=system.routing),
+        gateways=tuple(box.id for box in problem.cluster.boxes[: system.gateways]),
+        report_s=1.0 if system.gateways else 0.0,
+    )  # fmt: skip
+    return run(problem, _plan(problem, system), trace, settings)
 
 
 def _latencies(outcomes: Outcomes, metric: str, scale: float) -> str:
@@ -148,6 +158,7 @@ def _lone_requests(trace: Trace) -> LoneRequests:
     )
 
 
+@cache
 def _problem() -> Problem:
     gpu = gpu_table().find(H100.gpu, Specs.MEASURED)
     boxes = tuple(Box(id=f"m{n:02}", gpu=gpu, gpus=CARDS, gpu_link_gbps=card_link_gbps(gpu)) for n in range(MACHINES))

@@ -321,11 +321,11 @@ def test_a_prefix_that_all_prompts_have_does_not_draw_them_all_to_one_box() -> N
     count, head = 200, tuple(range(20))
     trace = Trace(
         ids=np.arange(count),
-        arrival_s=np.linspace(0.0, 0.1 * count, count),
+        arrival_s=np.linspace(0.0, 0.02 * count, count),
         prompt=np.full(count, 21 * 512 + 5),
         output=np.full(count, 20),
         lengths="one prefix for all",
-        arrivals="every 0.1 s",
+        arrivals="every 0.02 s",
         prefixes=tuple((*head, 1000 + n) for n in range(count)),
         prefix_tokens=512,
     )

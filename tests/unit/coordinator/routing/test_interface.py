@@ -134,7 +134,7 @@ def test_settings_that_cannot_be_are_refused_by_name() -> None:
         RoutingSettings(free_share=0.5)
     with pytest.raises(PolicyError, match="free_share is nan"):
         RoutingSettings(free_share=float("nan"))
-    assert RoutingSettings(free_share=1.0, remembered_requests=1).policy == "plan"
+    assert RoutingSettings(free_share=1.0, remembered_requests=1).policy == "predicted"
 
 
 def test_most_policies_have_no_use_for_a_replica_that_has_drained() -> None:

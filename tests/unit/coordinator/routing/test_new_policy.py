@@ -75,5 +75,5 @@ def test_one_file_and_one_line_make_a_routing_policy(registry: ModuleType, plan:
 
 
 def test_without_the_line_nobody_knows_it(plan: Plan) -> None:
-    with pytest.raises(PolicyError, match="'fewest', none of plan"):
+    with pytest.raises(PolicyError, match="'fewest', none of predicted"):
         Router(plan, RoutingSettings(policy="fewest"), policies=policies.NETWORK_POLICIES)

@@ -76,6 +76,8 @@ def test_what_is_cached_of_a_prompt_takes_no_time() -> None:
     assert router.route(8000, cached_tokens={"b": 7000}).decode == "b"
     assert router.route(8000, cached_tokens={"a": 7000, "b": 6000}).decode == "a"
     note(router, "b", tokens=20_000)
+    assert router.route(8000, cached_tokens={"b": 7000}).decode == "b"  # it leaves room for others
+    note(router, "b", tokens=80_000)
     assert router.route(8000, cached_tokens={"b": 7000}).decode == "a"
 
 
@@ -127,10 +129,13 @@ def test_who_has_reported_nothing_counts_as_busy_as_the_busiest() -> None:
     assert router.route(500).decode == "b"  # both the same, and it is faster
 
 
-def test_the_plan_says_how_fast_queues_get_shorter_where_times_do_not() -> None:
-    """Equal times, but one has four times the share: as a pipeline, whose stages compute at the same time."""
-    plan = plan_of({"a": M, "b": M}, {("a", "a"): 0.8, ("b", "b"): 0.2})
-    router = router_of(plan)
+def test_queues_of_pipelines_get_shorter_by_several_prompts_at_once() -> None:
+    plan = plan_of({"a": M, "b": M}, stages=4)
+    long = plan.replicas[0]
+    short = msgspec.structs.replace(
+        plan.replicas[1], stages=(msgspec.structs.replace(plan.replicas[1].stages[0], last_layer=4),)
+    )
+    router = router_of(msgspec.structs.replace(plan, replicas=(long, short)))
     note(router, "a", tokens=20_000)
     note(router, "b", tokens=15_000)
     assert router.route(500).decode == "a"
@@ -144,6 +149,60 @@ def test_requests_are_shared_by_speed_under_load() -> None:
         for name in "ab":
             note(router, name, requests=had[name], tokens=500 * had[name])
     assert 1.2 < had["a"] / had["b"] < 2.5
+
+
+def test_requests_that_decode_slow_down_those_that_come() -> None:
+    """Where many decode, one that is 1.3 times as slow and empty is taken for what the request adds to all."""
+    router = router_of(TWO, {"b": profile(1.3)})
+    assert router.route(500).decode == "a"
+    note(router, "a", requests=60)
+    assert router.route(500).decode == "b"
+
+
+def test_long_prompts_go_where_prompts_are_fast_though_many_decode_there() -> None:
+    fast = ReplicaProfile(
+        prefill=PhaseCost(token_s=1e-5, step_s=0.01),
+        decode=PhaseCost(token_s=1e-8, request_s=1e-4, step_s=0.02),
+        kv_tokens=1_000_000,
+    )
+    router = router_of(TWO, {"b": fast})
+    note(router, "b", requests=60)
+    assert [router.route(prompt).decode for prompt in (100, 8_000)] == ["a", "b"]
+
+
+def test_several_gateways_that_hear_the_same_do_not_all_go_to_one_replica() -> None:
+    router = router_of(plan_of({name: M for name in "abcd"}))
+    assert {router.route(500).decode for _ in range(50)} == {"a"}
+    router.loads.gateways = 4.0
+    assert {router.route(500).decode for _ in range(50)} == {"a", "b", "c", "d"}
+
+
+# ---- replicas that do what is not of their phase ----------------------------------------------------------
+
+
+def test_a_decode_replica_takes_a_prompt_whole_where_prompts_wait_for_long() -> None:
+    router = router_of(PAIR)
+    note(router, "p", tokens=1_000)
+    assert router.route(500).prefill == "p"
+    note(router, "p", tokens=100_000)
+    route = router.route(500)
+    assert (route.prefill, route.decode) == (None, "d")
+
+
+def test_a_prefill_replica_decodes_where_the_other_side_has_no_room() -> None:
+    router = router_of(PAIR)
+    note(router, "d", requests=2_000, free=0)
+    route = router.route(500)
+    assert (route.prefill, route.decode) == (None, "p")
+
+
+@pytest.mark.parametrize(("ttft_s", "tpot_s", "lends"), [(0.1, 1.0, True), (1e4, 1.0, False), (0.1, 0.01, False)])
+def test_by_its_deadlines_a_plan_says_whether_that_is_needed_and_bearable(
+    ttft_s: float, tpot_s: float, lends: bool
+) -> None:
+    router = router_of(msgspec.structs.replace(PAIR, deadlines=Deadlines(ttft_s=ttft_s, tpot_s=tpot_s)))
+    note(router, "p", tokens=100_000)
+    assert (router.route(500).prefill is None) is lends
 
 
 # ---- splits -----------------------------------------------------------------------------------------------

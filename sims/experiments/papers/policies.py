@@ -1,0 +1,266 @@
+"""Every policy in every setting of the papers whose policies this project has: who is best, and how far from that the
+default is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ....coordinator.routing.interface import RoutingSettings
+from ...policies import HETERO, LEAST_TOKENS, PLAN, ROUND_ROBIN, WEIGHTED_ROUND_ROBIN
+from ...records import Outcomes
+from ..page import Page, PageTable, ResultRow
+from ..setting import Scope
+from ..splitwise import equal_options
+from ..splitwise.equal_options import EqualSystem
+from .cronus_systems import (
+    EQUAL,
+    HIGH,
+    PAIRS,
+    PAPERS,
+    PairOfCards,
+    ServedTrace,
+    StepSizes,
+    first_rows,
+    run_data_parallel,
+    run_split,
+    run_whole,
+)
+from .hetero import EQUAL as CHUNKED
+from .hetero import LINKS, RATES, ServingSystem, draw_lengths, make_five, make_pair, tokens_s
+from .hetero import run_system as run_instances
+
+DEFAULT: Final = RoutingSettings().policy
+CRONUS: Final = "cronus"
+SPLITWISE: Final = "splitwise"
+FRONTEND: Final = "3:1 from a frontend"
+"""Cronus' DP: requests wait at a frontend while both cards have enough."""
+
+UNEQUAL: Final = (ROUND_ROBIN, WEIGHTED_ROUND_ROBIN, LEAST_TOKENS, HETERO, PLAN, DEFAULT)
+CARD_RATES: Final = (6.0, inf)
+WHOLE: Final = (ROUND_ROBIN, HETERO, PLAN, DEFAULT)
+POOL_RATES: Final = (130.0, 200.0)
+POOL_SECONDS: Final = 30.0
+POOLS: Final = ((40, 0, 0), (25, 15, 0), (15, 25, 0), (15, 25, 4))
+"""Prompt machines (or all), token machines, and gateways."""
+
+NEAR: Final = 1.02
+
+BY_SETTING: Final = "By setting"
+BY_POLICY: Final = "By policy"
+
+
+class PolicyFigures(NamedTuple):
+    """Of a run: seconds to the first token and from token to token, and what is served per second (tokens, or requests)
+    until the last request has ended."""
+
+    ttft_p99_s: float
+    ttft_mean_s: float
+    tbt_p99_s: float
+    throughput: float
+
+
+class PolicySetting(NamedTuple):
+    """A setting of a paper, and what each policy makes of it."""
+
+    paper: str
+    deployment: str
+    load: str
+    figures: dict[str, PolicyFigures]
+
+
+class SettingRow(ResultRow, frozen=True):
+    """The best of all policies, and the default's and `plan`'s figures over it."""
+
+    paper: str
+    deployment: str
+    load: str
+    TTFT_P99_s: float
+    by: str
+    default_over_it: float
+    plan_over_it: float
+    most_per_s: float
+    by_: str
+    default_of_it: float
+    plan_of_it: float
+    policies: list[str]
+    ttft_p99_s: list[float]
+    ttft_mean_s: list[float]
+    tbt_p99_s: list[float]
+    throughput: list[float]
+
+
+class PolicyRow(ResultRow, frozen=True):
+    """In how many of its settings a policy is within 2 % of the best, and the worst of them."""
+
+    paper: str
+    policy: str
+    settings: int
+    TTFT_P99_near_best: int
+    TTFT_P99_worst: float
+    throughput_near_best: int
+    throughput_worst: float
+
+
+def policies(scope: Scope) -> Page:
+    """The page; of few requests with `--quick`."""
+    is_whole = scope.seconds >= Scope().seconds
+    settings = [
+        *run_unequal(4000 if is_whole else 100),
+        *run_cards(1000 if is_whole else 50),
+        *run_pools(POOL_SECONDS if is_whole else 2.0),
+    ]
+    return Page(
+        name="policies",
+        title="Every policy in every setting of the papers",
+        assumes=(
+            "The settings of [Xiong et al.](hetero.md) (5.2 and 5.3, equal options), of [Cronus](cronus.md) (each pair "
+            "of cards, steps of the paper's size and of 2,048 tokens; a replica that prefills before one that decodes, "
+            "either way round, and both with whole requests) and of [Splitwise](pools.md) (equal options, arrivals for "
+            f"{POOL_SECONDS:g} s). Plans, engines and requests are the same for all policies of a "
+            "setting; one draw of each.\n\n"
+            f"The default is `{DEFAULT}`, with the same constants everywhere. Throughput is until the last request has "
+            "ended: where all come at once, the last few long answers decide some per cent of it. The policies of the "
+            "papers and the plain ones know nothing of prefixes, which are not in these settings."
+        ),
+        tables=(
+            PageTable(BY_POLICY, policy_rows(settings), "Settings in which a policy was run, all that fit its plan."),
+            PageTable(BY_SETTING, [setting_row(each) for each in settings], "`over it`, `of it`: 1 is the best."),
+        ),
+        remarks=REMARKS,
+    )
+
+
+def run_unequal(count: int) -> list[PolicySetting]:
+    """Xiong et al., sections 5.2 and 5.3."""
+    found = []
+    for section, make in (("5.2", make_pair), ("5.3", make_five)):
+        for link in LINKS:
+            system = make(link)
+            for rate in RATES:
+                figures = {each: _run_instances(system, count, each, rate) for each in UNEQUAL}
+                found.append(PolicySetting("Xiong", f"{section} {link}", _load(rate), figures))
+    return found
+
+
+def run_cards(count: int) -> list[PolicySetting]:
+    """Cronus' pairs of cards."""
+    found = []
+    for sizes, name in ((PAPERS, "512"), (EQUAL, "2048")):
+        for pair in PAIRS:
+            for rate in CARD_RATES:
+                for shape, figures in _run_shapes(pair, sizes, count, rate).items():
+                    found.append(PolicySetting("Cronus", f"{pair.name}, {shape}, {name}", _load(rate), figures))
+    return found
+
+
+def run_pools(seconds: float) -> list[PolicySetting]:
+    """Splitwise's machines."""
+    found = []
+    for rate in POOL_RATES:
+        trace = equal_options.draw_requests(rate, seconds)
+        for prompt, token, gateways in POOLS:
+            names = (ROUND_ROBIN, PLAN, SPLITWISE, DEFAULT) if token else (ROUND_ROBIN, PLAN, DEFAULT)
+            figures = {}
+            for name in names:
+                system = EqualSystem(prompt, token, name, gateways)
+                figures[name] = _read_outcomes(equal_options.run_system(system, trace).outcomes)
+            deployment = f"{system.machines}, {gateways} gateways" if gateways else system.machines
+            found.append(PolicySetting("Splitwise", deployment, _load(rate), figures))
+    return found
+
+
+def setting_row(setting: PolicySetting) -> SettingRow:
+    """Who is best in it."""
+    figures = setting.figures
+    first = min(figures, key=lambda name: figures[name].ttft_p99_s)
+    most = max(figures, key=lambda name: figures[name].throughput)
+    ttft_s, rate = figures[first].ttft_p99_s, figures[most].throughput
+    return SettingRow(
+        paper=setting.paper, deployment=setting.deployment, load=setting.load,
+        TTFT_P99_s=ttft_s, by=first, default_over_it=figures[DEFAULT].ttft_p99_s / ttft_s,
+        plan_over_it=figures[PLAN].ttft_p99_s / ttft_s,
+        most_per_s=rate, by_=most, default_of_it=figures[DEFAULT].throughput / rate,
+        plan_of_it=figures[PLAN].throughput / rate,
+        policies=list(figures), ttft_p99_s=[each.ttft_p99_s for each in figures.values()],
+        ttft_mean_s=[each.ttft_mean_s for each in figures.values()],
+        tbt_p99_s=[each.tbt_p99_s for each in figures.values()],
+        throughput=[each.throughput for each in figures.values()],
+    )  # fmt: skip
+
+
+def policy_rows(settings: Sequence[PolicySetting]) -> list[PolicyRow]:
+    """By paper and policy, all settings together."""
+    rows = []
+    for paper in dict.fromkeys(each.paper for each in settings):
+        own = [each.figures for each in settings if each.paper == paper]
+        for name in dict.fromkeys(name for figures in own for name in figures):
+            ratios = [_over_best(figures, name) for figures in own if name in figures]
+            ttft, rate = ([float(each) for each in column] for column in zip(*ratios, strict=True))
+            rows.append(
+                PolicyRow(
+                    paper=paper, policy=name, settings=len(ratios), TTFT_P99_near_best=_count_near(ttft),
+                    TTFT_P99_worst=max(ttft), throughput_near_best=_count_near([1.0 / each for each in rate]),
+                    throughput_worst=min(rate),
+                )
+            )  # fmt: skip
+    return rows
+
+
+def _over_best(figures: dict[str, PolicyFigures], name: str) -> tuple[float, float]:
+    least = min(each.ttft_p99_s for each in figures.values())
+    most = max(each.throughput for each in figures.values())
+    return figures[name].ttft_p99_s / least, figures[name].throughput / most
+
+
+def _count_near(over_best: Iterable[float]) -> int:
+    return sum(each <= NEAR for each in over_best)
+
+
+def _run_instances(system: ServingSystem, count: int, policy: str, rate: float) -> PolicyFigures:
+    result = run_instances(system, draw_lengths(count, 0), policy=policy, rate=rate, options=CHUNKED)
+    return _read_outcomes(result.services[0].outcomes, tokens_s(result))
+
+
+def _run_shapes(pair: PairOfCards, sizes: StepSizes, count: int, rate: float) -> dict[str, dict[str, PolicyFigures]]:
+    trace = first_rows(count, interval_s=1.0 / rate if rate < inf else 0.0)
+    split = {
+        "lesser first": (pair.low, HIGH),
+        "A100 first": (HIGH, pair.low),
+    }
+    found = {
+        shape: {
+            name: _read_trace(run_split(pair, trace, sizes, first=first, second=second, policy=name))
+            for name in (PLAN, CRONUS, DEFAULT)
+        }
+        for shape, (first, second) in split.items()
+    }
+    whole = {name: _read_trace(run_whole(pair, trace, sizes, name)) for name in WHOLE}
+    whole[FRONTEND] = _read_trace(run_data_parallel(pair, trace, sizes))
+    return {**found, "whole requests": whole}
+
+
+def _read_outcomes(outcomes: Outcomes, throughput: float | None = None) -> PolicyFigures:
+    """`throughput`: requests per second where it is not told."""
+    if throughput is None:
+        throughput = len(outcomes.trace) / float(np.nanmax(outcomes.trace.arrival_s + outcomes.e2e_s))
+    return PolicyFigures(
+        ttft_p99_s=float(np.nanquantile(outcomes.ttft_s, 0.99)), ttft_mean_s=float(np.nanmean(outcomes.ttft_s)),
+        tbt_p99_s=float(np.nanquantile(outcomes.tpot_s, 0.99)), throughput=throughput,
+    )  # fmt: skip
+
+
+def _read_trace(served: ServedTrace) -> PolicyFigures:
+    return PolicyFigures(served.ttft_p99_s, float(served.ttft_s.mean()), served.tbt_p99_s, served.rate)
+
+
+def _load(rate: float) -> str:
+    return f"{rate:g}/s" if rate < inf else "at once"
+
+
+REMARKS: Final = """\
+- TODO
+"""
