@@ -58,11 +58,15 @@ class PairModel:
         prefilling = self.tables.prefill_times(everyone, row, pools[0]).at(from_rows.ravel())
         decoding = self.tables.decode_times(everyone, load, row, pools[1]).at(to_rows.ravel())
         wire_s = np.tile(self.pairs.gigabit_s[pairs][:, None] * self.gigabits, (sets, 1))
-        latency_s, prefill_s = np.tile(self.pairs.latency_s[pairs], sets)[:, None], self.tables.prefill_s[prefills]
+        # beside decodes a prompt takes as long as its rounds, and its KV is sent meanwhile
+        step_s = row.step_s[from_rows.ravel(), None]
+        prefill_s = self.tables.prefill_s[prefills] + self.tables.prefill_rounds[prefills] * step_s
+        latency_s = np.tile(self.pairs.latency_s[pairs], sets)[:, None]
         layers, busy = self.service.model.layers, busy.ravel()
         least_s = visible_s(wire_s, latency_s, prefill_s, layers)
         shared_s = visible_s(wire_s / (1.0 - busy)[:, None], latency_s, prefill_s, layers) - least_s
         is_transferred = prefills != decodes
+        decoding = decoding.after(prefilling, ~is_transferred)
         join_s = np.where(is_transferred, row.join_s[to_rows.ravel()], 0.0)
         sending = KVDelays(least_s + join_s[:, None], busy, shared_s / np.maximum(busy, 1e-9)[:, None])
         early = ~is_transferred | self.service.first_token_at_decode
@@ -90,6 +94,37 @@ class PairModel:
             alone = np.array([curve.in_time_share[REFERENCE_LOAD] for curve in curves])
             worth[cross] += share - alone[self.pairs.prefill[cross]] - alone[self.pairs.decode[cross]] + 1.0
         return worth
+
+
+def busy_with_others(
+    model: PairModel, links: ClusterLinks, flow: RequestFlow, active: Index, activations: Array
+) -> Array:
+    """By pair: how much of the time the busiest of its links sends what its KV has to share it with.
+
+    A prefill replica's prompts follow each other, and so does their KV: for as long as the next
+    prompt takes, it has to share links with that of other replicas alone.
+    """
+    pairs, used = model.pairs, flow.used_gbps + activations
+    wire_s = pairs.gigabit_s[active] * float(model.classes.share @ model.gigabits)
+    busy = np.zeros(len(active))
+    for source in np.unique(pairs.prefill[active]).tolist():
+        rows = np.flatnonzero(pairs.prefill[active] == source)
+        own = _sent_gbps(pairs, active[rows], flow)
+        if not own.any():
+            continue
+        slowest_s = float(wire_s[rows].max())
+        alone = min(1.0, 1.0 / float(model.tables.prefill_rate[source]) / slowest_s) if slowest_s else 1.0
+        busy[rows] = busiest_link(pairs, active[rows], links.use(np.maximum(used - alone * own, 0.0)))
+    return busy
+
+
+def _sent_gbps(pairs: ReplicaPairs, active: Index, flow: RequestFlow) -> Array:
+    """Gb/s [from, to] of these pairs' KV."""
+    found = np.zeros_like(flow.used_gbps)
+    for pair in active.tolist():
+        for demand in pairs.link_demands[pair]:
+            found[demand.source, demand.target] += flow.pair_rates[pair] * demand.gigabits
+    return found
 
 
 def busiest_link(pairs: ReplicaPairs, active: Index, busy: Array) -> Array:

@@ -154,6 +154,13 @@ class DecodeTimes(NamedTuple):
         """These rows."""
         return DecodeTimes(*(column[rows] for column in self))
 
+    def after(self, prefilling: PrefillTimes, here: NDArray[np.bool_] | bool = True) -> DecodeTimes:
+        """The same, of outputs whose prompts were prefilled `here`, one after the other: as many leave
+        others behind, beside whose chunks they begin, as have found others before them. That is
+        seldom where routers avoid who is busy, however much of its time that is.
+        """
+        return self._replace(stalled_share=np.where(here, prefilling.busy, self.stalled_share))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplicaTables:
@@ -348,6 +355,8 @@ def in_time_by_load(
     decoding = (
         tables.decode_times(index, load, row, Pool.of_equals(phase_counts[1])) if behaviours[0].does_decode else None
     )
+    if prefilling is not None and decoding is not None:
+        decoding = decoding.after(prefilling)
     none, nones = np.zeros(len(load)), np.zeros((len(load), len(classes.share)))
     admit, sending = (
         nones if decoding is None else nones + decoding.admit_s[:, None],

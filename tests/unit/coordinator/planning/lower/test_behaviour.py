@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.behaviour import (
     LOADS,
+    LOOKED_AT,
     MAX_BATCH,
     MAX_CHUNK_TOKENS,
     Behaviour,
@@ -55,6 +56,18 @@ def test_prompts_of_several_lengths_vary_as_their_times_do() -> None:
     assert found.prefill_s.tolist() == pytest.approx([1.0, 2.0])
     # times of 1 and 2 s: a variance of 0.25 about a mean of 1.5
     assert found.prefill_cv2 == pytest.approx(0.25 / 1.5**2)
+
+
+def test_of_many_prompts_some_are_timed_and_the_others_lie_between() -> None:
+    """Times are a straight line of the length here, up to a chunk: those between two are exact as well."""
+    lengths = list(range(10, 2000, 10))
+    many = classify_lengths(
+        Workload(name="w", prompts=np.array(lengths), outputs=np.full(len(lengths), 5), rate=1.0),
+        prompts=np.arange(1, len(lengths)) / len(lengths),
+    )  # fmt: skip
+    assert len(many.prompt) == len(lengths) > LOOKED_AT
+    found = model_replica(Phase.PREFILL, TIMES, many, kv_tokens=10**6)
+    assert found.prefill_s.tolist() == pytest.approx([0.01 + 1e-4 * prompt for prompt in lengths])
 
 
 @pytest.mark.parametrize(("prompt", "chunks"), [(2048, 1), (2049, 2), (4096, 2), (4097, 3)])

@@ -45,9 +45,9 @@ HALVES = (Group((Slice(A6000, 2),), P), Group((Slice(A6000, 2),), D), Group((Sli
 def test_why_names_cards_widths_and_what_holds_a_replica_back() -> None:
     fours = "TP 1 x 10 layers, TP 1 x 10 layers, TP 1 x 10 layers, TP 1 x 10 layers"
     expected, limit, *replicas = propose(ALL).plan.why
-    assert expected == "79.6% of 6 requests/s are expected to be in time; up to 0 requests/s 90% would be"
-    carried = "prefill replicas carry 19.1 requests/s in time, decode replicas 9.63, mixed replicas 2.14"
-    assert limit == f"limit: the links ({carried}, the links between them 5.24)"
+    assert expected == "83.1% of 6 requests/s are expected to be in time; up to 3.99 requests/s 90% would be"
+    carried = "prefill replicas carry 18.8 requests/s in time, decode replicas 9.62, mixed replicas 2.29"
+    assert limit == f"limit: the links ({carried}, the links between them 7.06)"
     assert [why.split("; ") for why in replicas] == [
         [
             f"a6000: prefill on 4 x RTX-A6000-48GB ({fours})",
