@@ -16,7 +16,7 @@ from ..model.workload import Service
 from .behaviour import LOADS
 from .flow import RequestFlow
 from .queueing import KVDelays, Pool, ReplicaTables, RequestTimes
-from .replica_pairs import ReplicaPairs
+from .replica_pairs import ClusterLinks, ReplicaPairs
 from .replicas import REFERENCE_LOAD, ConfiguredReplica, LoadCurve
 
 Array = NDArray[np.float64]
