@@ -38,10 +38,15 @@ class PairModel:
 
     def pools(self, rates: Array, loads: Array) -> tuple[Pool, Pool]:
         """Who helps whom with prompts, and with outputs, at so many requests per second of each
-        pair."""
+        pair: those that the same replicas go on with, and all that keep theirs. Where the other end
+        is another one, too, its queue decides as much."""
+        shares = np.zeros((len(loads), len(loads)))
+        np.add.at(shares, (self.pairs.prefill, self.pairs.decode), rates)
+        takes = (shares > 0.0).astype(np.float64)
+        keeps = np.outer(takes.diagonal(), takes.diagonal())
         prefills, decodes = (
-            Pool.of_shares(np.bincount(ends, rates, len(loads)).astype(np.float64), loads)
-            for ends in (self.pairs.prefill, self.pairs.decode)
+            Pool.of_shares(rate, loads, (ends @ ends.T + keeps > 0.0) | np.eye(len(loads), dtype=bool))
+            for rate, ends in ((shares.sum(axis=1), takes), (shares.sum(axis=0), takes.T))
         )
         return prefills, decodes
 

@@ -161,6 +161,21 @@ def test_a_pair_is_worth_what_it_has_in_time_beside_what_each_replica_loses() ->
     assert worth[cross].tolist() == pytest.approx((2.0 + share - np.array(lost)).tolist())
 
 
+def test_prefill_replicas_help_each_other_that_send_to_the_same_and_all_that_keep_theirs() -> None:
+    """Where the other end is another replica, its queue decides as much as that for prefill."""
+    two = (Group((Slice(0, 1),), P), Group((Slice(0, 1),), P), Group((Slice(1, 1),), D), Group((Slice(1, 1),), D))
+    (found,) = lower_level(1.0).orchestrate(two, solver=solve_quick)
+    pairs, loads = found.pairs, np.full(4, 0.5)
+    ends = list(zip(pairs.prefill.tolist(), pairs.decode.tolist(), strict=True))
+    apart = np.array([float(pair in ((0, 2), (1, 3))) for pair in ends])
+    for rates, servers in ((apart, 1.0), (np.ones(len(ends)), 2.0)):
+        for pool, those in zip(found.model.pools(rates, loads), (slice(0, 2), slice(2, 4)), strict=True):
+            assert pool.servers[those].tolist() == pytest.approx([servers] * 2)
+    (kept,) = lower_level(1.0).orchestrate(tuple(Group((Slice(box, 2),), M) for box in range(2)), solver=solve_quick)
+    for pool in kept.model.pools(np.ones(2), np.full(2, 0.5)):
+        assert pool.servers.tolist() == pytest.approx([2.0] * 2)
+
+
 def test_kv_meets_that_of_other_replicas_and_its_own_for_what_it_is_late() -> None:
     """Two replicas of a box prefill for one of another, over one link: KV of each takes it for less time than its next
     prompt takes, so it meets that of the other alone; and if it takes longer, its own for as long as that."""
