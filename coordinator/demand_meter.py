@@ -174,9 +174,8 @@ def _summary(workload: Workload) -> tuple[tuple[int, int], ...]:
         return tuple(sorted(pairs))
     size = count // MAX_LENGTHS * MAX_LENGTHS
     latest = replace(workload, prompts=workload.prompts[-size:], outputs=workload.outputs[-size:])
-    classes = classify_lengths(
-        latest, prompts=CLASSES_PER_SIDE, outputs=np.arange(1, CLASSES_PER_SIDE) / CLASSES_PER_SIDE
-    )
+    cuts = np.arange(1, CLASSES_PER_SIDE) / CLASSES_PER_SIDE
+    classes = classify_lengths(latest, prompts=cuts, outputs=cuts)
     means = zip(classes.prompt.tolist(), classes.output.tolist(), strict=True)
     return tuple((round(prompt), round(output)) for prompt, output in means)
 
