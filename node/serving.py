@@ -57,9 +57,7 @@ class Serving:
         self.served = served
         self._others: dict[str, ModelInfo] = {}  # by service, what boxes offer, and have offered
         self.engine: messages.EngineAdvert | None = None  # nothing to tell before its first state
-        self._say = joined.say
-        self._show = joined.show
-        self._record = joined.record
+        self._say, self._show, self._record = joined.say, joined.show, joined.record
         self._on_news = on_news
         self._selector = PathSelector(joined.knowledge, joined.can_dial, settings.tuning)
         outlets = KvOutlets(
