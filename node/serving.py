@@ -29,6 +29,7 @@ from .joined import Joined
 from .links.kv_outlets import KvOutlets
 from .links.path_selection import PathSelector
 from .links.reach import PathTo
+from .models import ModelInfo
 from .observing.values import EventKind
 from .prefixes.salts import CacheSalts
 from .replica.hosting import Host, describe_kv_quality, describe_length, engine_configs
@@ -55,10 +56,9 @@ class Serving:
     ) -> None:
         settings, network = joined.settings, joined.network
         self.served = served
+        self._others: dict[str, ModelInfo] = {}  # by service, what boxes offer, and have offered
         self.engine: messages.EngineAdvert | None = None  # nothing to tell before its first state
-        self._say = joined.say
-        self._show = joined.show
-        self._record = joined.record
+        self._say, self._show, self._record = joined.say, joined.show, joined.record
         self._on_news = on_news
         self._selector = PathSelector(joined.knowledge, joined.can_dial, settings.tuning)
         outlets = KvOutlets(
@@ -155,10 +155,13 @@ class Serving:
         """The network's other services, by what requests may call them. A name that several have names none."""
         own, view = self.served.model.info, self._view
         models = {a.model.service: a.model for a in view.adverts.values() if a.model is not None}
-        names = Counter(model.name for model in models.values())
+        # One whose last box is lost is known by its name for as long as there is a plan for it.
+        lost = {service: model for service, model in self._others.items() if service in view.plans}
+        self._others = lost | models
+        names = Counter(model.name for model in self._others.values())
         found = []
         for service in sorted({*models, *view.plans} - {own.service})[: 2 * MAX_SERVICES]:
-            model = models.get(service)
+            model = self._others.get(service)
             has_name = model is not None and names[model.name] == 1 and model.name not in (own.name, service)
             found.append(
                 OtherService(

@@ -49,8 +49,7 @@ def api_config(model: ModelFiles, settings: ApiSettings, log: Path) -> ApiConfig
     """What the API process of a box is started with."""
     return ApiConfig(
         model=str(model.folder),
-        # What the network calls it is a name, too: of two models of one name nothing else tells which is meant.
-        names=tuple(dict.fromkeys([*(settings.names or (model.info.name,)), model.info.service])),
+        names=settings.names or (model.info.name,),
         options=settings.options,
         keys=tuple(KeyDigest(key.name, sha256(key.secret.encode()).digest()) for key in settings.keys),
         is_open=settings.needs_no_key,

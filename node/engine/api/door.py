@@ -25,7 +25,7 @@ from .carrying import Carry, NotCarriedOn
 from .exchange import Exchange, current_exchange
 from .metrics import PATHS as METRICS
 from .protocol import ApiConfig, ServiceState
-from .services import MODELS, ServedAt, add_services, find_service
+from .services import MODELS, ServedAt, add_services, find_service, rename
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +132,8 @@ class Door:
                 await answer.refuse(found)
             elif found is ServedAt.ELSEWHERE:
                 await self._carry(scope, bounded, bytes(body), answer)
+            elif model not in (None, *self._config.names) and model == self._serves.network.service:
+                body = bytearray(rename(bytes(body), self._config.names[0]))
             event = {"type": "http.request", "body": bytes(body), "more_body": False}
         held = [event]
 

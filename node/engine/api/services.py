@@ -25,10 +25,10 @@ class ServedAt(Enum):
 def find_service(
     model: str | None, names: Sequence[str], state: ServiceState, *, is_carried: bool
 ) -> ServedAt | HttpRefusal:
-    """Who serves the model that a request names; one that names none is for this box's own, called `names`. What was
-    carried here from another node goes no further."""
-    if model is None or model in names:
-        return ServedAt.HERE
+    """Who serves the model that a request names; one that names none is for this box's own, called `names` or as its
+    service is. What was carried here from another node goes no further."""
+    if model is None or model in (*names, state.service) or not state.others:
+        return ServedAt.HERE  # of a network with one model vLLM itself says what there is
     if not any(model in other.names for other in state.others):
         return HttpRefusal(
             404, f"model: this network does not serve {model[:200]}; it serves {_name_all(names, state)}"
@@ -39,12 +39,16 @@ def find_service(
     return ServedAt.ELSEWHERE
 
 
+def rename(body: bytes, model: str) -> bytes:
+    """A request's body of JSON, for a model of another name: of two models of one name the service tells which is
+    meant, and vLLM does not know it."""
+    return json.dumps({**json.loads(body), "model": model}, separators=(",", ":")).encode()
+
+
 def add_services(listed: bytes, names: Sequence[str], state: ServiceState) -> bytes:
     """vLLM's list of models with those of the network's other services, each under the first of its names."""
     found: dict[str, Any] = json.loads(listed)
-    own = [card for card in found["data"] if card["id"] == names[0] or card["id"] != state.service]
-    if not own:
-        return listed
+    own = found["data"]
     others = [
         {**own[0], "id": other.names[0], "root": other.names[-1], "max_model_len": other.max_model_len or None}
         for other in state.others

@@ -112,7 +112,7 @@ def test_who_asks_through_a_gateway_is_told_of_nobodys_costs() -> None:
 
 OTHERS = (OtherService(names=("other", "other-1234"), max_model_len=77), OtherService(names=("third",)))
 STATE = ServiceState(serving=True, max_model_len=9, service="m-1111", others=OTHERS)
-NAMED = ApiConfig(model="m", names=("m", "m-1111"), is_open=True, max_body_bytes=4096)
+NAMED = ApiConfig(model="m", names=("m",), is_open=True, max_body_bytes=4096)
 
 
 async def echo(request: Request) -> JSONResponse:
@@ -120,7 +120,7 @@ async def echo(request: Request) -> JSONResponse:
 
 
 async def list_models(request: Request) -> JSONResponse:
-    cards = [{"id": name, "root": "/m", "max_model_len": 9, "object": "model"} for name in ("m", "m-1111")]
+    cards = [{"id": "m", "root": "/m", "max_model_len": 9, "object": "model"}]
     return JSONResponse({"object": "list", "data": cards})
 
 
@@ -136,9 +136,19 @@ def door_of(serves: Serves, *, is_vouched: bool = False) -> TestClient:
     return TestClient(Door(APP, NAMED, serves, (), is_vouched=is_vouched), client=HERE)
 
 
-@pytest.mark.parametrize("body", [{"model": "m"}, {"model": "m-1111"}, {}, {"model": "m", "prompt": "x" * 3000}])
+@pytest.mark.parametrize("body", [{"model": "m"}, {}, {"model": "m", "prompt": "x" * 3000}])
 def test_a_request_for_the_own_model_or_none_is_answered_here_as_it_came(body: dict[str, str]) -> None:
     assert door_of(Serves(STATE)).post("/v1/completions", json=body).json() == {"here": body}
+
+
+def test_a_request_may_name_the_service_in_place_of_the_model() -> None:
+    answer = door_of(Serves(STATE)).post("/v1/completions", json={"model": "m-1111", "prompt": "x"})
+    assert answer.json() == {"here": {"model": "m", "prompt": "x"}}
+
+
+def test_in_a_network_of_one_model_the_server_itself_refuses_another() -> None:
+    alone = Serves(ServiceState(serving=True, service="m-1111"))
+    assert door_of(alone).post("/v1/completions", json={"model": "x"}).json() == {"here": {"model": "x"}}
 
 
 def test_a_request_for_a_model_of_another_box_is_carried_there_whole_and_its_answer_is_passed_on() -> None:
