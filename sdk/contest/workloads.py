@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from ..errors import UsageError
 
-SOURCES: Final = (heapq, random, textwrap)
-"""Modules whose text prompts are cut out of."""
+SOURCES: Final = tuple(module.__file__ or "" for module in (heapq, random, textwrap))
+"""Files whose text prompts are cut out of."""
 SHORTEST, LONGEST = 200, 2400
 """Characters of a prompt; the bundled model makes a token of some three."""
 FILES: Final = 6
@@ -36,7 +36,7 @@ Draw = Callable[[random.Random, str], str]
 
 def read_sources() -> str:
     """The text that prompts are cut out of."""
-    return "\n".join(Path(module.__file__).read_text("utf-8") for module in SOURCES)
+    return "\n".join(Path(source).read_text("utf-8") for source in SOURCES)
 
 
 def _draw_alone(rng: random.Random, text: str) -> str:
