@@ -44,8 +44,8 @@ CARD_RATES: Final = (6.0, inf)
 WHOLE: Final = (ROUND_ROBIN, HETERO, PLAN, DEFAULT)
 POOL_RATES: Final = (130.0, 200.0)
 POOL_SECONDS: Final = 30.0
-POOLS: Final = ((40, 0, 0), (25, 15, 0), (15, 25, 0), (15, 25, 4))
-"""Prompt machines (or all), token machines, and gateways."""
+POOLS: Final = ((15, 25, 0), (15, 25, 4))
+"""Prompt machines, token machines, and gateways."""
 
 NEAR: Final = 1.02
 
@@ -79,11 +79,11 @@ class SettingRow(ResultRow, frozen=True):
     deployment: str
     load: str
     TTFT_P99_s: float
-    by: str
+    TTFT_by: str
     default_over_it: float
     plan_over_it: float
     most_per_s: float
-    by_: str
+    rate_by: str
     default_of_it: float
     plan_of_it: float
     policies: list[str]
@@ -163,9 +163,8 @@ def run_pools(seconds: float) -> list[PolicySetting]:
     for rate in POOL_RATES:
         trace = equal_options.draw_requests(rate, seconds)
         for prompt, token, gateways in POOLS:
-            names = (ROUND_ROBIN, PLAN, SPLITWISE, DEFAULT) if token else (ROUND_ROBIN, PLAN, DEFAULT)
             figures = {}
-            for name in names:
+            for name in (ROUND_ROBIN, PLAN, SPLITWISE, DEFAULT):
                 system = EqualSystem(prompt, token, name, gateways)
                 figures[name] = _read_outcomes(equal_options.run_system(system, trace).outcomes)
             deployment = f"{system.machines}, {gateways} gateways" if gateways else system.machines
@@ -181,9 +180,9 @@ def setting_row(setting: PolicySetting) -> SettingRow:
     ttft_s, rate = figures[first].ttft_p99_s, figures[most].throughput
     return SettingRow(
         paper=setting.paper, deployment=setting.deployment, load=setting.load,
-        TTFT_P99_s=ttft_s, by=first, default_over_it=figures[DEFAULT].ttft_p99_s / ttft_s,
+        TTFT_P99_s=ttft_s, TTFT_by=first, default_over_it=figures[DEFAULT].ttft_p99_s / ttft_s,
         plan_over_it=figures[PLAN].ttft_p99_s / ttft_s,
-        most_per_s=rate, by_=most, default_of_it=figures[DEFAULT].throughput / rate,
+        most_per_s=rate, rate_by=most, default_of_it=figures[DEFAULT].throughput / rate,
         plan_of_it=figures[PLAN].throughput / rate,
         policies=list(figures), ttft_p99_s=[each.ttft_p99_s for each in figures.values()],
         ttft_mean_s=[each.ttft_mean_s for each in figures.values()],
@@ -262,5 +261,20 @@ def _load(rate: float) -> str:
 
 
 REMARKS: Final = """\
-- TODO
+- The default's first tokens are within 2 % of the earliest in 57 of 68 settings, and its throughput is within 2 % of
+  the highest in 60; those of `plan`, the default before, in 9 and 27. At worst they are 1.15 times the earliest, and
+  0.91 of the highest: the goal of 2 % everywhere is missed.
+- Eight of the 11 later first tokens are beyond what engines carry: 24/s over PCIe, and all at once. Requests are placed
+  when they come, and nobody knows how long answers will be; Cronus' frontend, which holds requests back until a card
+  has room, is ahead there by up to 8 %. Lower throughput is in whole requests on two cards alone, where the last long
+  answers decide it.
+- Most is gained by replicas that take requests whole, whatever their phase: where an A100 prefills for a lesser card
+  and all come at once, 8.5 to 11.5 requests/s instead of 2.7 to 9.5 by the other policies. Plans whose phases fit gain
+  less.
+- What a request adds to the waits of others counts as its own wait does. Without that all go to the strong instance of
+  Xiong's two until it is slow.
+- Splitwise's machines with four gateways: by lots between replicas that look alike, and by borrowed machines, first
+  tokens come 7 to 15 % earlier than by `splitwise`.
+- Not run: 40 machines that do both, 25 and 15 of them, 70 requests/s, and Xiong's engines as in the paper. There is one
+  draw of each: the 99th percentile of 1,000 requests is that of ten.
 """

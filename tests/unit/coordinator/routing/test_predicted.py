@@ -171,7 +171,7 @@ def test_long_prompts_go_where_prompts_are_fast_though_many_decode_there() -> No
 
 
 def test_several_gateways_that_hear_the_same_do_not_all_go_to_one_replica() -> None:
-    router = router_of(plan_of({name: M for name in "abcd"}))
+    router = router_of(plan_of(dict.fromkeys("abcd", M)))
     assert {router.route(500).decode for _ in range(50)} == {"a"}
     router.loads.gateways = 4.0
     assert {router.route(500).decode for _ in range(50)} == {"a", "b", "c", "d"}
