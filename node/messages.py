@@ -488,7 +488,7 @@ class NodeStatus(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The network as one node sees it. `key_usd`: costs there by API key, for admins; `other_plans`: of more services."""
+    """The network as one node sees it. `key_usd`: costs there by API key, for admins; `other_plans`: of others."""
 
     answered_by: Name
     coordinator: Name | None

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         accelerate.set_mode(before)
-    print("\n".join(lines))
+    sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

@@ -28,10 +28,10 @@ from ..engine.protocol import EngineStats
 from ..messages import ADVERT, LINKS, PLAN, Advert, EngineAdvert, LinkTable
 from ..models import ModelInfo, WeightSizes
 from ..planning.coordination import PlanningTask
-from ..planning.services import Coordinator, choose_services
 from ..planning.manifest import describe_plan, read_bundle, read_manifest
 from ..planning.messages import INLINE_PLAN_BYTES, PLAN_BUNDLE, PlanManifest
 from ..planning.plan_intake import PlanIntake
+from ..planning.services import Coordinator, choose_services
 from ..planning.worker import PlannerAnswer, PlannerTask, answer
 from ..settings import WAN
 from ..view import NetworkView, Queue

@@ -35,8 +35,8 @@ def _unknown_demand() -> Demand | None:
 
 @final
 class RouteFinder:
-    """Routes requests for a service by the plan that the `view` follows for it. `queues`: this gateway's work at each node;
-    `demand`: what it is asked."""
+    """Routes requests for a service by the plan that the `view` follows for it. `queues`: this gateway's work at each
+    node; `demand`: what it is asked."""
 
     def __init__(
         self,

@@ -37,7 +37,17 @@ from ..errors import NotReady, UsageError
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json
 from .regrouping import apply_proposal, print_proposal, proposal_json
 
-OF_FILES: Final = ("cluster", "workload", "services", "kv_cache_dtype", "pin", "exclude", "price_weight", "budget_s", "trials")
+OF_FILES: Final = (
+    "cluster",
+    "workload",
+    "services",
+    "kv_cache_dtype",
+    "pin",
+    "exclude",
+    "price_weight",
+    "budget_s",
+    "trials",
+)
 """Options that only a described cluster has."""
 
 

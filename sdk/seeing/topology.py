@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ...coordinator import Plan
 from ...coordinator.names import name_of
-from ...node.adverts import plans_of
 from ...node.admin import naming
+from ...node.adverts import plans_of
 from ...node.messages import Status
 from ...node.observing.summaries import summarise_links, summarise_nodes
 from ...node.observing.values import LinkSummary, NodeSummary

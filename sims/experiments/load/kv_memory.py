@@ -68,9 +68,7 @@ def kv_memory(scope: Scope) -> Page:
     return kv_memory_page(scope, [compare_kv(case, scope) for case in cases], [compare_over(c, scope) for c in cases])
 
 
-def kv_memory_page(
-    scope: Scope, gains: Sequence[Sequence[KvMemoryRow]], over: Sequence[KvMemoryOverRow]
-) -> Page:
+def kv_memory_page(scope: Scope, gains: Sequence[Sequence[KvMemoryRow]], over: Sequence[KvMemoryOverRow]) -> Page:
     """Of rows by case."""
     return Page(
         name="kv_memory",
@@ -79,13 +77,13 @@ def kv_memory_page(
             f"LLaMA-30B on {CLOUD}, GPUs by measured figures, 10 Gb/s between boxes. Azure's lengths, Poisson arrivals "
             f"for {scope.seconds:g} s, {len(scope.seeds)} seeds; all plans meet the same requests. Deadlines as "
             f"multiples of what a lone request takes on an A100 with KV in 16 bits; a rate counts with {TARGET:.0%} of "
-            "the requests in time.\n\nEach plan is searched for with its own KV and the deadlines of its row: of colocated "
-            "plans the one that most is expected of; of ours the best in a trial of three, the colocated one among "
-            "them. That is less than [the page beside](strictness.md) searches and tries, so that "
+            "the requests in time.\n\nEach plan is searched for with its own KV and the deadlines of its row: of "
+            "colocated plans the one that most is expected of; of ours the best in a trial of three, the colocated one "
+            "among them. That is less than [the page beside](strictness.md) searches and tries, so that "
             "the rates there are higher.\n\nIn 8 bits (vLLM's `kv_cache_dtype`) twice as many tokens fit beside the "
             "weights, and decode reads half as much KV; converting it is modelled to cost nothing, and what a transfer "
-            "takes is the same (kv4). What 8 bits cost in quality is not known for this model, so no plan takes them unless it is told to; of the bundled model "
-            "it was [measured](../codecs.md#kv-kept-in-8-bits)."
+            "takes is the same (kv4). What 8 bits cost in quality is not known for this model, so no plan takes them "
+            "unless it is told to; of the bundled model it was [measured](../codecs.md#kv-kept-in-8-bits)."
         ),
         tables=(
             PageTable(GAIN, [row for rows in gains for row in rows]),
@@ -122,7 +120,11 @@ def compare_kv(case: PlannedCase, scope: Scope) -> list[KvMemoryRow]:
     """Both systems with KV in 16 bits and in 8."""
     sixteen, eight = (replace(case, kv_cache_dtype=dtype) for dtype in (SIXTEEN, EIGHT))
     found = zip(
-        SYSTEMS, find_plans(sixteen, scope), _rates(sixteen, scope), find_plans(eight, scope), _rates(eight, scope),
+        SYSTEMS,
+        find_plans(sixteen, scope),
+        _rates(sixteen, scope),
+        find_plans(eight, scope),
+        _rates(eight, scope),
         strict=True,
     )
     return [

@@ -167,7 +167,8 @@ def run_pools(seconds: float) -> list[PolicySetting]:
             for name in (ROUND_ROBIN, PLAN, SPLITWISE, DEFAULT):
                 system = EqualSystem(prompt, token, name, gateways)
                 figures[name] = _read_outcomes(equal_options.run_system(system, trace).outcomes)
-            deployment = f"{system.machines}, {gateways} gateways" if gateways else system.machines
+            machines = EqualSystem(prompt, token, DEFAULT, gateways).machines
+            deployment = f"{machines}, {gateways} gateways" if gateways else machines
             found.append(PolicySetting("Splitwise", deployment, _load(rate), figures))
     return found
 

@@ -302,7 +302,7 @@ def linked_view(codec: str = "raw") -> NetworkView:
     slow = msgspec.structs.replace(
         advert(), engine=EngineAdvert(state="ready", tflops=1e-6, memory_gbps=1e-3, starts=1, kv_tokens=10_000)
     )
-    view = NetworkView(adverts={ONE: slow, TWO: slow}, plan=plan)
+    view = NetworkView(adverts={ONE: slow, TWO: slow}, plans={SERVICE: plan})
     link = LinkFigures(rtt_s=0.001, one_stream_gbps=10.0, capacity_gbps=10.0)
     view.links_told = {ONE: LinkTable(links={TWO: link})}
     return view
