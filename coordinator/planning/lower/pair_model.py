@@ -39,16 +39,24 @@ class PairModel:
     def pools(self, rates: Array, loads: Array) -> tuple[Pool, Pool]:
         """Who helps whom with prompts, and with outputs, at so many requests per second of each
         pair: those that the same replicas go on with, and all that keep theirs. Where the other end
-        is another one, too, its queue decides as much."""
+        is another one, too, its queue decides as much. And of a prefill replica's queue the router
+        sees little: prompts on their way through a pipeline are in it, and keep nobody waiting."""
         shares = np.zeros((len(loads), len(loads)))
         np.add.at(shares, (self.pairs.prefill, self.pairs.decode), rates)
-        ends, itself = (shares > 0.0).astype(np.float64), np.eye(len(loads), dtype=bool)
+        ends = (shares > 0.0).astype(np.float64)
         kept = np.outer(ends.diagonal(), ends.diagonal())
-        prompts, outputs = (both + kept > 0.0 for both in (ends @ ends.T, ends.T @ ends))
-        return (
-            Pool.of_shares(shares.sum(axis=1), loads, prompts | itself),
-            Pool.of_shares(shares.sum(axis=0), loads, outputs | itself),
-        )
+        seen = self._seen_of_queues()[:, None]
+        prompts, outputs = (ends @ ends.T + kept > 0.0) * seen, 1.0 * (ends.T @ ends + kept > 0.0)
+        for alike in (prompts, outputs):
+            np.fill_diagonal(alike, 1.0)
+        return Pool.of_shares(shares.sum(axis=1), loads, prompts), Pool.of_shares(shares.sum(axis=0), loads, outputs)
+
+    def _seen_of_queues(self) -> Array:
+        """By replica: the part of its prompts that the next one waits for; all but on prefill replicas."""
+        tables = self.tables
+        sends = np.isfinite(tables.prefill_rate) & np.isinf(tables.decode_rate)
+        under_way = np.where(sends, tables.prefill_rate, 0.0) * (tables.prefill_s @ self.classes.share)
+        return np.asarray(1.0 / np.maximum(1.0, under_way))
 
     def times(self, pairs: Index, loads: Array, busy: Array, pools: tuple[Pool, Pool]) -> RequestTimes:
         """Rows for these pairs at each row of `loads`, one set after the other. `busy` [set, pair]:

@@ -59,10 +59,10 @@ class Pool(NamedTuple):
         return cls(np.array([float(count)]), np.array([float(count)]))
 
     @classmethod
-    def of_shares(cls, rates: Array, loads: Array, alike: NDArray[np.bool_] | bool = True) -> Pool:
+    def of_shares(cls, rates: Array, loads: Array, alike: Array | float = 1.0) -> Pool:
         """Of replicas that take `rates` requests per second of a phase and are busy for `loads` of
-        the time; one that takes none helps nobody, and others those alone that are `alike` [one,
-        other]: a router chooses among them by nothing else than who is busy."""
+        the time; one that takes none helps nobody. `alike` [one, other]: how far a router chooses
+        between these two by who is busy, from 0 (not at all) to 1 (by nothing else)."""
         takes = rates > 0.0
         speed = np.divide(rates, loads, out=np.zeros_like(rates), where=takes & (loads > 0.0))
         helps = np.minimum(1.0, loads[None, :] / np.maximum(loads, EPSILON)[:, None]) * speed * alike

@@ -48,7 +48,7 @@ class Classes:
 
 
 PROMPTS: Final = (1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 0.9, 0.95)
-OUTPUTS: Final = (0.25, 0.5, 0.7, 0.84, 0.91, 0.96, 0.99)
+OUTPUTS: Final = (0.2, 0.4, 0.55, 0.7, 0.8, 0.84, 0.88, 0.91, 0.94, 0.96, 0.98, 0.99, 0.995)
 """Where requests are cut into classes by prompt, and those of each by output. Finer among the longest:
 whether those are in time decides about the last percents, and where a service bounds lengths, or
 deadlines fall among them, one normal class of all of them has many late that are not."""

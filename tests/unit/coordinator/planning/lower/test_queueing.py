@@ -70,7 +70,7 @@ def test_classes_keep_shares_and_means() -> None:
         name="x", prompts=rng.integers(1, 5000, 9970), outputs=rng.integers(1, 500, 9970), rate=1.0
     )  # fmt: skip
     found = classify_lengths(workload)
-    assert len(found.share) == 8 * 8
+    assert len(found.share) == 8 * 14
     assert found.share.sum() == pytest.approx(1.0)
     assert found.share @ found.prompt == pytest.approx(workload.mean_prompt)
     assert found.share @ found.output == pytest.approx(workload.mean_output)
