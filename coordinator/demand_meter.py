@@ -174,8 +174,9 @@ def _summary(workload: Workload) -> tuple[tuple[int, int], ...]:
         return tuple(sorted(pairs))
     size = count // MAX_LENGTHS * MAX_LENGTHS
     latest = replace(workload, prompts=workload.prompts[-size:], outputs=workload.outputs[-size:])
-    cuts = np.arange(1, CLASSES_PER_SIDE) / CLASSES_PER_SIDE
-    classes = classify_lengths(latest, prompts=cuts, outputs=cuts)
+    classes = classify_lengths(
+        latest, prompts=CLASSES_PER_SIDE, outputs=np.arange(1, CLASSES_PER_SIDE) / CLASSES_PER_SIDE
+    )
     means = zip(classes.prompt.tolist(), classes.output.tolist(), strict=True)
     return tuple((round(prompt), round(output)) for prompt, output in means)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from math import nan
 from typing import Final
@@ -13,9 +13,9 @@ import numpy as np
 from ..policies import PLAN
 from ..replanning import describe_phases
 from ..results.outcomes import Floats, ServiceOutcome, attainment
-from .deployments import LINKS, RATES
+from .deployments import RATES
 from .page import Curves, Page, PageTable, Picture, ResultRow
-from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, Deployed, PlannedCase, Scope, highest_rate, outcome, spread
+from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, highest_rate, outcome, spread
 from .systems import IN_HOUSE, SYSTEMS, WHOLE, System, best_colocated, chosen, systems
 
 TITLE: Final = "Figure 9, and deadlines of figures 7 and 8"
@@ -89,7 +89,6 @@ class StrictnessRow(ResultRow, frozen=True):
 
     column: str
     workload: str
-    link_gbps: float
     deadline: str
     colocated: str
     colocated_expected: float
@@ -352,12 +351,11 @@ def _picture(contest: SystemContest) -> Picture:
 
 @cache
 def strictness_rows(scope: Scope) -> tuple[StrictnessRow, ...]:
-    """Both workloads under both columns, over both links, at each of STRICTER."""
+    """Both workloads under both columns at each of SCALES."""
     cases = [
-        PlannedCase(specs=specs, workload=workload, rate=RATES[workload], scale=scale, gbps=gbps)
+        PlannedCase(specs=specs, workload=workload, rate=RATES[workload], scale=scale, gbps=10.0)
         for specs in COLUMNS
         for workload in WORKLOADS
-        for gbps in LINKS
         for scale in STRICTER
     ]
     return tuple(compare_with_colocated(case, scope) for case in cases)
@@ -366,22 +364,15 @@ def strictness_rows(scope: Scope) -> tuple[StrictnessRow, ...]:
 def compare_with_colocated(case: PlannedCase, scope: Scope) -> StrictnessRow:
     """One case's row."""
     plans = best_colocated(case, scope), chosen(case, scope)
-    others, own = ([_long_run_rate(plan, scope, seed) for seed in scope.seeds] for plan in plans)
+    others, own = ([highest_rate(plan, scope, seed, PLAN) for seed in scope.seeds] for plan in plans)
     colocated, ours = (plan.at() for plan in plans)
     return StrictnessRow(
-        column=case.specs.value, workload=case.workload, link_gbps=case.gbps or 0.0, deadline=f"{case.scale:g} x",
+        column=case.specs.value, workload=case.workload, deadline=f"{case.scale:g} x",
         colocated=describe_phases(colocated.plan), colocated_expected=colocated.max_rate,
         colocated_simulated=spread(others), ours=describe_phases(ours.plan), ours_expected=ours.max_rate,
         ours_simulated=spread(own),
         ours_over_colocated=spread([a / b if b else nan for a, b in zip(own, others, strict=True)]),
     )  # fmt: skip
-
-
-def _long_run_rate(plan: Deployed, scope: Scope, seed: int) -> float:
-    """The highest in runs of many requests: at strict deadlines few are carried, and the share of fewer
-    in time is off by what a quarter of the rate makes."""
-    seconds = max(scope.seconds, scope.requests / (plan.at().max_rate or 1.0))
-    return highest_rate(plan, replace(scope, seconds=seconds), seed, PLAN)
 
 
 def strictness(scope: Scope) -> Page:
@@ -390,10 +381,9 @@ def strictness(scope: Scope) -> Page:
         name="strictness",
         title="Against colocated serving, by deadline",
         assumes=(
-            f"LLaMA-30B on {CLOUD}, 10 and 40 Gb/s between boxes (not printed in the paper). Azure's lengths, Poisson "
-            f"arrivals for {scope.seconds:g} s, or for as long as {scope.requests:,} requests take at the expected "
-            f"rate; {len(scope.seeds)} seeds; both plans meet the same requests. Deadlines to the first "
-            "token, from token to token and end to end, as multiples of what a lone request takes on an "
+            f"LLaMA-30B on {CLOUD}, 10 Gb/s between boxes (not printed in the paper). Azure's lengths, Poisson "
+            f"arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; both plans meet the same requests. Deadlines "
+            "to the first token, from token to token and end to end, as multiples of what a lone request takes on an "
             f"A100; a rate counts with {TARGET:.0%} of the requests in time.\n\nBoth plans are searched for and tried "
             "alike, each for the deadlines of its row, as [the page beside](baselines.md) says: with token budgets by "
             "deadline, of any GPUs, and chosen by trials with requests of other seeds. Requests are routed by the "

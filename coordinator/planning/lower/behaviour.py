@@ -43,9 +43,6 @@ MAX_CHUNK_TOKENS: Final = TOKEN_BUDGETS[0]
 """Prompt tokens that a step computes at most where nothing is decoded: longer prompts are cut in
 chunks, short ones together."""
 
-LOOKED_AT: Final = 24
-"""Prompts whose times are computed one by one."""
-
 MAX_BATCH: Final = 256
 """Requests that one replica decodes together at most."""
 
@@ -187,24 +184,21 @@ class _PromptTimes(NamedTuple):
 
 
 def _time_prompts(times: StepTimes, classes: Classes) -> _PromptTimes:
-    """In full chunks, and what is left in the last: it cannot be out before the one ahead of it. Of many
-    classes some are looked at, and the others lie between those."""
-    kinds = len(classes.prompt)
-    spots = np.argsort(classes.prompt)[np.linspace(0, kinds - 1, min(kinds, LOOKED_AT)).round().astype(np.intp)]
+    """In full chunks, and what is left in the last: it cannot be out before the one ahead of it."""
     latency, occupied = [], []
-    for prompt, pairs in zip(classes.prompt[spots].tolist(), classes.pairs[spots].tolist(), strict=True):
-        varied = pairs / chunk_pairs(0, max(1, round(prompt)))
-        entry_s = out_s = 0.0
-        for start in range(0, ceil(prompt), MAX_CHUNK_TOKENS):
-            tokens = max(1, round(min(prompt - start, MAX_CHUNK_TOKENS)))
-            # later chunks look back at more: the last of them are the slowest
-            chunk = tokens, varied * chunk_pairs(start, tokens)
-            out_s = max(out_s, entry_s + times.prefill_s(*chunk))
-            entry_s += times.prefill_interval_s(*chunk)
-        occupied.append(entry_s)
-        latency.append(out_s)
-    latency_s, occupied_s = (np.interp(classes.prompt, classes.prompt[spots], found) for found in (latency, occupied))
-    return _PromptTimes(latency_s, latency_s * classes.prompt_sd / classes.prompt, occupied_s)
+    for prompt, pairs in zip(classes.prompt.tolist(), classes.pairs.tolist(), strict=True):
+        full = ceil(prompt / MAX_CHUNK_TOKENS) - 1
+        rest = max(1, round(prompt - full * MAX_CHUNK_TOKENS))
+        last = rest, min(pairs, chunk_pairs(full * MAX_CHUNK_TOKENS, rest))
+        ahead_s = out_s = 0.0
+        if full:
+            chunk = MAX_CHUNK_TOKENS, (pairs - last[1]) / full
+            interval_s = times.prefill_interval_s(*chunk)
+            ahead_s = full * interval_s
+            out_s = ahead_s - interval_s + times.prefill_s(*chunk)
+        occupied.append(ahead_s + times.prefill_interval_s(*last))
+        latency.append(max(out_s, ahead_s + times.prefill_s(*last)))
+    return _PromptTimes(np.array(latency), np.array(latency) * classes.prompt_sd / classes.prompt, np.array(occupied))
 
 
 def _prefill_behaviour(times: StepTimes, classes: Classes, prompts: _PromptTimes) -> Behaviour:

@@ -23,7 +23,7 @@ from ..model.length_classes import Classes
 from ..model.link_share import MOST
 from ..model.workload import Service
 from .flow import FlowProblem, LinkCapacities, RequestFlow, flow_from_rates
-from .pair_model import PairModel, activation_gbps, busy_with_others
+from .pair_model import PairModel, activation_gbps, busiest_link
 from .queueing import ReplicaTables, RequestTimes
 from .replica_pairs import ClusterLinks, ReplicaPairs, pair_replicas
 from .replicas import ConfiguredReplica, LoadCurve, count_phases
@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 Solver = Callable[[FlowProblem], RequestFlow]
 
-LEVELS: Final = np.array([0.1, 0.2, 0.3, 0.45, 0.55, 0.65, 0.72, 0.78, 0.83, 0.87, 0.9, 0.925, 0.95, 0.975, 1.0])
+LEVELS: Final = np.array([0.1, 0.3, 0.45, 0.55, 0.65, 0.72, 0.78, 0.83, 0.87, 0.9, 0.925, 0.95, 0.975, 1.0])
 """Where attainment is looked at, as parts of the rate at which a replica or a link is full."""
 
 
@@ -189,8 +189,8 @@ def _times(
     levels: Array,
 ) -> RequestTimes:  # fmt: skip
     """Of the flow's pairs at each multiple of it."""
-    activations = activation_gbps(replicas, model.pairs, flow, model.service)
-    busy = np.minimum(np.outer(levels, busy_with_others(model, links, flow, active, activations)), MOST)
+    used = flow.used_gbps + activation_gbps(replicas, model.pairs, flow, model.service)
+    busy = np.minimum(np.outer(levels, busiest_link(model.pairs, active, links.use(used))), MOST)
     loads = levels[:, None] * flow.loads
     return model.times(active, loads, busy, model.pools(flow.pair_rates, flow.loads))
 

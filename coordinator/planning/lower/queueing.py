@@ -59,13 +59,12 @@ class Pool(NamedTuple):
         return cls(np.array([float(count)]), np.array([float(count)]))
 
     @classmethod
-    def of_shares(cls, rates: Array, loads: Array, alike: Array | float = 1.0) -> Pool:
+    def of_shares(cls, rates: Array, loads: Array) -> Pool:
         """Of replicas that take `rates` requests per second of a phase and are busy for `loads` of
-        the time; one that takes none helps nobody. `alike` [one, other]: how far a router chooses
-        between these two by who is busy, from 0 (not at all) to 1 (by nothing else)."""
+        the time; one that takes none helps nobody."""
         takes = rates > 0.0
         speed = np.divide(rates, loads, out=np.zeros_like(rates), where=takes & (loads > 0.0))
-        helps = np.minimum(1.0, loads[None, :] / np.maximum(loads, EPSILON)[:, None]) * speed * alike
+        helps = np.minimum(1.0, loads[None, :] / np.maximum(loads, EPSILON)[:, None]) * speed
         together, squares = helps.sum(axis=1), (helps * speed).sum(axis=1)
         alone = ~takes | (together <= 0.0)
         # as many equal servers as unlike ones are worth: a fast one beside a slow one is hardly more than one
@@ -154,13 +153,6 @@ class DecodeTimes(NamedTuple):
     def at(self, rows: Index) -> DecodeTimes:
         """These rows."""
         return DecodeTimes(*(column[rows] for column in self))
-
-    def after(self, prefilling: PrefillTimes, here: NDArray[np.bool_] | bool = True) -> DecodeTimes:
-        """The same, of outputs whose prompts were prefilled `here`, one after the other: as many leave
-        others behind, beside whose chunks they begin, as have found others before them. That is
-        seldom where routers avoid who is busy, however much of its time that is.
-        """
-        return self._replace(stalled_share=np.where(here, prefilling.busy, self.stalled_share))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -356,8 +348,6 @@ def in_time_by_load(
     decoding = (
         tables.decode_times(index, load, row, Pool.of_equals(phase_counts[1])) if behaviours[0].does_decode else None
     )
-    if prefilling is not None and decoding is not None:
-        decoding = decoding.after(prefilling)
     none, nones = np.zeros(len(load)), np.zeros((len(load), len(classes.share)))
     admit, sending = (
         nones if decoding is None else nones + decoding.admit_s[:, None],

@@ -47,22 +47,26 @@ class Classes:
         return self.prompt * (self.prompt + 1) / 2 + self.prompt_sd**2 / 2
 
 
-PROMPTS: Final = (1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 0.9, 0.95)
-OUTPUTS: Final = (0.2, 0.4, 0.55, 0.7, 0.8, 0.84, 0.88, 0.91, 0.94, 0.96, 0.98, 0.99, 0.995)
-"""Where requests are cut into classes by prompt, and those of each by output. Finer among the longest:
-whether those are in time decides about the last percents, and where a service bounds lengths, or
-deadlines fall among them, one normal class of all of them has many late that are not."""
+PROMPTS: Final = 6
+"""Classes by prompt, of equally many requests each."""
+
+OUTPUTS: Final = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99)
+"""Where the requests of a prompt's class are cut by output. A tenth of them may have most of the
+tokens, and whether those end in time decides about the last percents."""
 
 
-def classify_lengths(workload: Workload, *, prompts: ArrayLike = PROMPTS, outputs: ArrayLike = OUTPUTS) -> Classes:
-    """At most (prompts + 1) * (outputs + 1) classes, which are cut there: fewer for a sample with fewer
+def classify_lengths(workload: Workload, *, prompts: int = PROMPTS, outputs: ArrayLike = OUTPUTS) -> Classes:
+    """At most prompts * (outputs + 1) classes: `outputs` are cuts, fewer for a sample with fewer
     requests."""
     order = np.lexsort((workload.outputs, workload.prompts))
     cells = [
-        part
-        for rows in _cut(order, prompts)
-        for part in _cut(rows[np.argsort(workload.outputs[rows], kind="stable")], outputs)
+        rows[np.argsort(workload.outputs[rows], kind="stable")]
+        for rows in np.array_split(order, min(prompts, len(order)))
     ]
+    cells = [
+        part for rows in cells for part in np.split(rows, np.round(np.array(outputs) * len(rows)).astype(np.intp))
+        if len(part)
+    ]  # fmt: skip
     prompt = [workload.prompts[cell].astype(np.float64) for cell in cells]
     output = [workload.outputs[cell].astype(np.float64) for cell in cells]
     p, n = workload.prompts.astype(np.float64), workload.outputs.astype(np.float64)
@@ -81,9 +85,3 @@ def classify_lengths(workload: Workload, *, prompts: ArrayLike = PROMPTS, output
         held_var=max(0.0, held_square - held * held),
         life=float((n * n).sum() / (2 * n.sum())),
     )
-
-
-def _cut(rows: NDArray[np.intp], shares: ArrayLike) -> list[NDArray[np.intp]]:
-    """The parts between these shares of the rows, without empty ones."""
-    ends = np.round(np.asarray(shares) * len(rows)).astype(np.intp)
-    return [part for part in np.split(rows, ends) if len(part)]

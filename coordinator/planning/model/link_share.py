@@ -29,12 +29,11 @@ LATE: Final = 0.02
 SLACK: Final = 0.5
 """Of the deadlines, what KV that waits may take of them."""
 
-LEAST: Final = 0.8
+LEAST: Final = 0.5
 MOST: Final = 0.9
-"""Of a link's rate. At LEAST more may be late by this measure, for which all KV comes at random: that
-of one replica's prompts comes one after the other, and meets that of others alone. What that costs
-is for the orchestration to see (`pair_model.busy_with_others`). Above MOST a link that is a little
-slower than it was measured would never empty its queue."""
+"""Of a link's rate. On links so slow that more are late at LEAST, hardly any KV should go at all,
+which is for the orchestration to see; above MOST a link that is a little slower than it was
+measured would never empty its queue."""
 
 _SHARES: Final = np.linspace(LEAST, MOST, 21)
 _GIGABIT_S: Final = np.logspace(-5.0, 2.0, 71)

@@ -234,10 +234,9 @@ def test_new_groups_are_away_while_they_load() -> None:
     loading = {number for number, replica in enumerate(result.replicas) if replica.id in full.loading and number > 3}
     arrival = outcome.outcomes.trace.arrival_s
     first = arrival + outcome.outcomes.ttft_s
-    kept = (outcome.decode == outcome.prefill) & (outcome.replays == 0)
-    begun = [first[kept & (outcome.decode == number)].min() for number in sorted(loading)]
-    assert min(begun) > full.in_force_s + 10.0, "each has to start and load"
-    assert max(begun) > full.ready_s, "the last of them by then"
+    served = np.isin(outcome.decode, list(loading)) & np.isin(outcome.prefill, list(loading)) & (outcome.replays == 0)
+    assert served.any()
+    assert first[served].min() > full.ready_s
     _, fixed = answered(problem, run, lost, policy=ReplanPolicy.FULL, reload_s=33.0)
     assert {record.reload_s for record in fixed.records if record.loading} == {33.0}
     _, restarted = answered(problem, run, lost, policy=ReplanPolicy.FULL, keep_loaded=False)

@@ -119,7 +119,7 @@ def test_what_would_change_and_what_that_would_give(network: list[Status], capsy
     network.append(status(*NODES, plan=plan_of(*pinned)))
     answer = found(capsys)
     assert FAST in {change["replica"] for change in answer["changes"]}
-    assert answer["best"]["attainment"] > answer["running"]["attainment"]
+    assert answer["best"]["max_rate"] > answer["running"]["max_rate"]
     assert main(["plan", "--live", *TOKEN]) == 0
     text = capsys.readouterr().out
     for part in (

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.behaviour import (
     LOADS,
-    LOOKED_AT,
     MAX_BATCH,
     MAX_CHUNK_TOKENS,
     Behaviour,
@@ -56,29 +55,6 @@ def test_prompts_of_several_lengths_vary_as_their_times_do() -> None:
     assert found.prefill_s.tolist() == pytest.approx([1.0, 2.0])
     # times of 1 and 2 s: a variance of 0.25 about a mean of 1.5
     assert found.prefill_cv2 == pytest.approx(0.25 / 1.5**2)
-
-
-def test_the_last_whole_chunk_of_a_long_prompt_is_the_slowest() -> None:
-    """Three chunks: the second looks back at the first, and takes three times its pairs. A pipeline of two stages takes
-    the next chunk after half of that; 4,098 tokens leave two for the third, which is soon behind it."""
-    pair = 1e-7
-    times, whole = LinearTimes(pair=pair, interval_share=0.5), MAX_CHUNK_TOKENS
-    found = model_replica(Phase.PREFILL, times, classes([2 * whole + 2], [5]), kv_tokens=10**6)
-    first, second = pair * whole * (whole + 1) / 2, pair * (whole**2 + whole * (whole + 1) / 2)
-    assert second == pytest.approx(3.0 * first, rel=1e-3)
-    assert float(found.prefill_s[0]) == pytest.approx(0.5 * first + second)
-
-
-def test_of_many_prompts_some_are_timed_and_the_others_lie_between() -> None:
-    """Times are a straight line of the length here, up to a chunk: those between two are exact as well."""
-    lengths = list(range(10, 2000, 10))
-    many = classify_lengths(
-        Workload(name="w", prompts=np.array(lengths), outputs=np.full(len(lengths), 5), rate=1.0),
-        prompts=np.arange(1, len(lengths)) / len(lengths),
-    )  # fmt: skip
-    assert len(many.prompt) == len(lengths) > LOOKED_AT
-    found = model_replica(Phase.PREFILL, TIMES, many, kv_tokens=10**6)
-    assert found.prefill_s.tolist() == pytest.approx([0.01 + 1e-4 * prompt for prompt in lengths])
 
 
 @pytest.mark.parametrize(("prompt", "chunks"), [(2048, 1), (2049, 2), (4096, 2), (4097, 3)])

@@ -244,7 +244,7 @@ def test_attainment_falls_with_the_rate_on_every_solution(tight: bool) -> None:
         rates = (0.05, 0.2, 0.5, 1.0, 1.5, 2.0, 3.0, 6.0, 20.0)
         lowers = [LowerLevel(mixed_lengths(rate, slo)) for rate in rates]
         found = [lower.propose(solution, epoch=0, version=0)[0].attainment for lower in lowers]
-        assert (np.diff(found) <= 1e-12).all(), "but for rounding"
+        assert found == sorted(found, reverse=True)
 
 
 def test_the_highest_rate_is_where_the_target_is_lost_also_where_links_are_short() -> None:

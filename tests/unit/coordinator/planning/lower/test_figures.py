@@ -42,7 +42,7 @@ def mixed_workload() -> Workload:
 
 
 def mixed_lengths() -> Classes:
-    return classify_lengths(mixed_workload(), prompts=(1 / 3, 2 / 3), outputs=(0.5,))
+    return classify_lengths(mixed_workload(), prompts=3, outputs=(0.5,))
 
 
 def describe_replica(phase: Phase, kv_tokens: int, arrival_cv: float, stages: int, tpot_s: float) -> Figures:

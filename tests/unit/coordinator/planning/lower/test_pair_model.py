@@ -6,7 +6,7 @@ import pytest
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.behaviour import LOADS, LoadRow
 from p2pserve.coordinator.planning.lower.flow import LinkDemand, solve_quick
-from p2pserve.coordinator.planning.lower.pair_model import REFERENCE_BUSY, busiest_link, busy_with_others
+from p2pserve.coordinator.planning.lower.pair_model import REFERENCE_BUSY, busiest_link
 from p2pserve.coordinator.planning.lower.queueing import Pool
 from p2pserve.coordinator.planning.lower.replicas import REFERENCE_LOAD
 from p2pserve.coordinator.planning.model.kv_cost import kv_gigabits
@@ -25,8 +25,7 @@ KV_GIGABITS = float(kv_gigabits(MODEL, 800.0, 4.5))
 def test_kv_on_its_way_is_slower_the_busier_its_link_and_waits_before_or_after_the_first_token(
     late_token: bool,
 ) -> None:
-    """Two requests a second, of which each takes the link for a while and arrives half a millisecond later. Until the
-    next prompt is computed it has the link for itself: they meet in what is left then."""
+    """Two requests a second, of which each takes the link for a while and arrives half a millisecond later."""
     (found,) = lower_level(2.0, gbps=8.0, late_token=late_token).orchestrate(SPLIT, solver=solve_quick)
     assert found.flow.pair_rates.tolist() == pytest.approx([2.0])
     wire_s, prefill_s = KV_GIGABITS / 8.0, float(found.replicas[0].behaviour.prefill_s[0])
@@ -37,8 +36,7 @@ def test_kv_on_its_way_is_slower_the_busier_its_link_and_waits_before_or_after_t
     def visible(wire_s: float) -> float:
         return 5e-4 + wire_s / 32 + (wire_s - prefill_s) * 31 / 32
 
-    prompt_s = 1.0 / found.replicas[0].behaviour.prefill_rate
-    sending, times, busy = found.times.sending, found.times, 2.0 * (wire_s - prompt_s)
+    sending, times, busy = found.times.sending, found.times, 2.0 * wire_s
     assert sending.busy.tolist() == pytest.approx([busy])
     decode = found.replicas[1].behaviour
     load, joins = float(found.flow.loads[1]), decode.table[:, LoadRow._fields.index("join_s")]
@@ -63,8 +61,7 @@ def test_a_replica_that_keeps_its_requests_sends_nothing_and_has_the_first_token
 @pytest.mark.parametrize("across", [P, D])
 def test_activations_between_boxes_take_their_share_of_the_link(across: Phase) -> None:
     """One of the replicas has half of its layers in each box, so half of the KV goes over the link; and for each token
-    that it prefills or decodes, a hidden state: if in the same direction, both make the link busy. No KV of another
-    replica does, and its own only for longer than the next prompt takes."""
+    that it prefills or decodes, a hidden state: if in the same direction, both make the link busy."""
     both, alone = (Slice(0, 1), Slice(1, 1)), Slice(1 if across is P else 0, 1)
     phases = (Group(both, across), Group((alone,), D if across is P else P))
     (found,) = lower_level(0.5, gbps=8.0).orchestrate(phases, solver=solve_quick)
@@ -74,9 +71,7 @@ def test_activations_between_boxes_take_their_share_of_the_link(across: Phase) -
     assert tuple(demand) == pytest.approx((0, 1, KV_GIGABITS / 2))
     tokens = 800 if across is P else 60
     activations = tokens * 2 * MODEL.hidden * 8e-9 if (first, second) == (0, 1) else 0.0
-    prompt_s = 1.0 / found.replicas[[P, D].index(across)].behaviour.prefill_rate
-    own_s = max(0.0, KV_GIGABITS / 2 / 8.0 - prompt_s)
-    assert found.times.sending.busy.tolist() == pytest.approx([0.5 * (own_s + activations / 8.0)])
+    assert found.times.sending.busy.tolist() == pytest.approx([0.5 * (KV_GIGABITS / 2 + activations) / 8.0])
 
 
 def test_what_a_pair_loses_to_its_link_is_in_its_worth() -> None:
@@ -102,12 +97,9 @@ def test_prefill_replicas_help_each_other_with_prompts_and_decode_replicas_with_
         prompts[one] += rate
         outputs[two] += rate
     assert (prompts[2], outputs[0]) == (0.0, 0.0)
-    first = found.replicas[0].behaviour
-    alike = np.ones((3, 3))
-    alike[0, 1] = 1.0 / (first.prefill_rate * float(first.prefill_s[0]))  # what is seen of the prefill replica's queue
-    for got, wanted in ((prefills, Pool.of_shares(prompts, loads, alike)), (decodes, Pool.of_shares(outputs, loads))):
-        assert got.servers.tolist() == pytest.approx(wanted.servers.tolist())
-        assert got.speedup.tolist() == pytest.approx(wanted.speedup.tolist())
+    for got, wanted in ((prefills, Pool.of_shares(prompts, loads)), (decodes, Pool.of_shares(outputs, loads))):
+        assert got.servers.tolist() == wanted.servers.tolist()
+        assert got.speedup.tolist() == wanted.speedup.tolist()
     assert prefills.servers.tolist() != decodes.servers.tolist()
 
 
@@ -140,8 +132,7 @@ def test_only_who_comes_with_kv_waits_for_the_end_of_a_step_and_decodes_the_firs
     for pair in np.flatnonzero(~kept).tolist():
         prefill, decode = int(found.pairs.prefill[pair]), int(found.pairs.decode[pair])
         wire_s = float(found.pairs.gigabit_s[pair]) * KV_GIGABITS
-        behaves = found.replicas[prefill].behaviour
-        prefill_s = float(behaves.prefill_s[0] + behaves.prefill_rounds[0] * row[prefill].step_s)
+        prefill_s = float(found.replicas[prefill].behaviour.prefill_s[0])
         behind_s = max(0.0, wire_s - prefill_s) * (MODEL.layers - 1) / MODEL.layers
         sent_s = float(found.pairs.latency_s[pair]) + wire_s / MODEL.layers + behind_s
         assert float(times.sending.least_s[pair, 0]) == pytest.approx(sent_s + float(row[decode].join_s))
@@ -162,48 +153,6 @@ def test_a_pair_is_worth_what_it_has_in_time_beside_what_each_replica_loses() ->
     alone = [float(curve.in_time_share[REFERENCE_LOAD]) for curve in found.curves]
     lost = [alone[int(found.pairs.prefill[pair])] + alone[int(found.pairs.decode[pair])] for pair in cross.tolist()]
     assert worth[cross].tolist() == pytest.approx((2.0 + share - np.array(lost)).tolist())
-
-
-def test_prefill_replicas_help_each_other_that_send_to_the_same_and_all_that_keep_theirs() -> None:
-    """Where the other end is another replica, its queue decides as much as that for prefill. Prompts
-    that are under way in a pipeline say nothing: there are a few here, since short ones are prefilled together."""
-    two = (Group((Slice(0, 1),), P), Group((Slice(0, 1),), P), Group((Slice(1, 1),), D), Group((Slice(1, 1),), D))
-    (found,) = lower_level(1.0).orchestrate(two, solver=solve_quick)
-    pairs, loads = found.pairs, np.full(4, 0.5)
-    ends = list(zip(pairs.prefill.tolist(), pairs.decode.tolist(), strict=True))
-    apart = np.array([float(pair in ((0, 2), (1, 3))) for pair in ends])
-    prefill = found.replicas[0].behaviour
-    seen = 1.0 / (prefill.prefill_rate * float(prefill.prefill_s[0]))
-    assert 0.5 < seen < 1.0
-    for rates, servers in ((apart, (1.0, 1.0)), (np.ones(len(ends)), (1.0 + seen, 2.0))):
-        prompts, outputs = found.model.pools(rates, loads)
-        assert prompts.servers[:2].tolist() == pytest.approx([servers[0]] * 2)
-        assert outputs.servers[2:].tolist() == pytest.approx([servers[1]] * 2)
-    (kept,) = lower_level(1.0).orchestrate(tuple(Group((Slice(box, 2),), M) for box in range(2)), solver=solve_quick)
-    for pool in kept.model.pools(np.ones(2), np.full(2, 0.5)):
-        assert pool.servers.tolist() == pytest.approx([2.0] * 2)
-
-
-def test_kv_meets_that_of_other_replicas_and_its_own_for_what_it_is_late() -> None:
-    """Two replicas of a box prefill for one of another, over one link: KV of each takes it for less time than its next
-    prompt takes, so it meets that of the other alone; and if it takes longer, its own for as long as that."""
-    solution = (Group((Slice(0, 1),), P), Group((Slice(0, 1),), P), Group((Slice(1, 2),), D))
-    for gbps in (40.0, 8.0):
-        (found,) = lower_level(2.0, gbps=gbps).orchestrate(solution, solver=solve_quick)
-        first, second = found.flow.pair_rates.tolist()
-        wire_s, prompt_s = KV_GIGABITS / gbps, 1.0 / found.replicas[0].behaviour.prefill_rate
-        assert (wire_s < prompt_s) == (gbps == 40.0)
-        late_s = max(0.0, wire_s - prompt_s)
-        nothing = np.zeros_like(found.flow.used_gbps)
-        busy = busy_with_others(found.model, found.links, found.flow, found.active, nothing)
-        assert busy.tolist() == pytest.approx([second * wire_s + first * late_s, first * wire_s + second * late_s])
-
-
-def test_activations_make_links_busy_for_all_kv() -> None:
-    (found,) = lower_level(2.0, gbps=40.0).orchestrate(SPLIT, solver=solve_quick)
-    sent = np.array([[0.0, 10.0], [0.0, 0.0]])
-    busy = busy_with_others(found.model, found.links, found.flow, found.active, sent)
-    assert busy.tolist() == pytest.approx([10.0 / 40.0]), "its own KV is alone with that"
 
 
 def test_a_pair_waits_for_the_busiest_of_its_links() -> None:

@@ -18,7 +18,7 @@ Sample = NDArray[np.float64]
 
 def classes(*outputs: int) -> Classes:
     workload = Workload(name="w", prompts=np.full(len(outputs), 100), outputs=np.array(outputs), rate=1.0)
-    return classify_lengths(workload, prompts=[], outputs=[])
+    return classify_lengths(workload, prompts=1, outputs=[])
 
 
 def times(output: int = 11, *, early: bool = False, stalled: float = 0.3, busy: float = 0.0) -> RequestTimes:
@@ -130,28 +130,11 @@ def test_deadlines_together() -> None:
     assert found.share_in_time(Slo(ttft_s=1.0, tpot_s=0.1, e2e_s=inf))[0] == pytest.approx(both)
 
 
-def test_as_many_begin_among_chunks_as_found_others_where_they_were_prefilled() -> None:
-    """A quarter found others: the same share of outputs begins beside the chunks of who came next, however much of its
-    time the replica prefills. Outputs whose prompts were prefilled elsewhere join at any time."""
-    two = np.ones((2, 1))
-    decoding = DecodeTimes(
-        np.full(2, 0.08), 0.05 * two, 0.15 * two, 0.001 * two, np.full(2, 0.6), np.zeros(2)
-    )  # fmt: skip
-    prefilling = PrefillTimes(0.4 * two, 0.1 * two, np.full(2, 0.25), np.full(2, 0.3))
-    assert decoding.after(prefilling).stalled_share.tolist() == [0.25, 0.25]
-    here = decoding.after(prefilling, np.array([True, False]))
-    assert here.stalled_share.tolist() == [0.25, 0.6]
-    paced = RequestTimes(
-        classes(11), prefilling, here, KVDelays(0.0 * two, np.zeros(2), 0.0 * two), 0.0 * two, np.ones(2), np.zeros(2)
-    ).pace_within(0.1)
-    assert paced[:, 0].tolist() == pytest.approx([0.75, 0.4]), "a pace of 0.05 s is in time, one of 0.15 s is not"
-
-
 def test_classes_count_by_their_shares() -> None:
     one = times()
     two = classify_lengths(
         Workload(name="w", prompts=np.array([1, 1, 1, 1]), outputs=np.array([1, 11, 11, 11]), rate=1.0),
-        prompts=[], outputs=[0.25],
+        prompts=1, outputs=[0.25],
     )  # fmt: skip
     assert two.share.tolist() == [0.25, 0.75]
     wide = np.ones((1, 2))

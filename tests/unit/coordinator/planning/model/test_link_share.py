@@ -35,13 +35,13 @@ def test_fast_links_may_be_filled_and_slow_ones_for_short_answers_not() -> None:
     assert (np.diff(found) >= 0.0).all()
     assert found[0] == LEAST
     assert found[-1] == MOST
-    assert LEAST < float(shares(service(SHORT, PACED)).of(np.array(40.0))) < MOST
+    assert LEAST < float(shares(service(SHORT, PACED)).of(np.array(20.0))) < MOST
 
 
 def test_long_answers_leave_kv_time_to_wait() -> None:
     short, long = (shares(service(output, PACED)).of(RATES) for output in (SHORT, LONG))
     assert (long >= short).all()
-    assert long[4] == MOST > short[4] == LEAST
+    assert long[4] > short[4] + 0.2
 
 
 def test_answers_of_one_token_and_services_without_deadlines_wait_for_nothing() -> None:

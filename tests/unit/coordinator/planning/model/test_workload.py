@@ -63,29 +63,19 @@ def test_no_deadline_is_none() -> None:
 
 
 def test_classes_are_cut_by_prompt_and_then_by_output() -> None:
-    found = classify_lengths(workload([10, 40, 20, 30], [5, 8, 7, 6]), prompts=[0.5], outputs=[0.5])
+    found = classify_lengths(workload([10, 40, 20, 30], [5, 8, 7, 6]), prompts=2, outputs=[0.5])
     assert found.prompt.tolist() == [10.0, 20.0, 30.0, 40.0]
     assert found.output.tolist() == [5.0, 7.0, 6.0, 8.0]
     assert found.share.tolist() == [0.25] * 4
-    wide = classify_lengths(workload([10, 40, 20, 30], [5, 8, 7, 6]), prompts=[0.5], outputs=[])
+    wide = classify_lengths(workload([10, 40, 20, 30], [5, 8, 7, 6]), prompts=2, outputs=[])
     assert wide.prompt.tolist() == [15.0, 35.0]
     assert wide.prompt_sd.tolist() == [5.0, 5.0]
     assert wide.output.tolist() == [6.0, 7.0]
     assert wide.output_sd.tolist() == [1.0, 1.0]
 
 
-def test_prompts_at_the_bound_of_a_service_are_a_class_that_does_not_vary() -> None:
-    """A tenth of them are cut off at 8,000 tokens: none is taken to be longer."""
-    prompts = [*range(100, 1000, 10), *[8000] * 10]
-    found = classify_lengths(workload(prompts, [5] * 100))
-    longest = found.prompt > 1000
-    assert found.prompt[longest].tolist() == [8000.0] * longest.sum()
-    assert found.prompt_sd[longest].tolist() == [0.0] * longest.sum()
-    assert found.share[longest].sum() == pytest.approx(0.1)
-
-
 def test_pairs_of_a_class_are_the_mean_of_those_of_its_requests() -> None:
-    found = classify_lengths(workload([10, 20], [1, 1]), prompts=[], outputs=[])
+    found = classify_lengths(workload([10, 20], [1, 1]), prompts=1, outputs=[])
     assert found.pairs.tolist() == [(55 + 210) / 2]
     assert found.mean_pairs == (55 + 210) / 2
 
