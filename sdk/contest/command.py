@@ -26,7 +26,7 @@ from ...node.box.start_checks import require_engine
 from ..errors import UsageError
 from ..failures import explain
 from ..options.shared import NETWORK_POLICIES
-from .report import ContestReport, PolicyFigures, compare_policies, describe_report
+from .report import ContestReport, ContestRow, compare_policies, describe_report
 from .running import ContestAnswer, Say, run_policy
 from .workloads import WORKLOADS, draw_requests, read_sources
 
@@ -73,7 +73,7 @@ def run_contest(settings: ContestSettings, say: Say) -> ContestReport:
             answers = trio.run(run_policy, policy, settings.boxes, workloads, say)
             for name, each in zip(WORKLOADS, answers, strict=True):
                 found[name][policy].append(each)
-    rows: list[PolicyFigures] = [row for name, each in found.items() for row in compare_policies(name, each)]
+    rows: list[ContestRow] = [row for name, each in found.items() for row in compare_policies(name, each)]
     return ContestReport(
         boxes=settings.boxes,
         rounds=settings.rounds,

@@ -19,7 +19,7 @@ TPOT_S: Final = 0.1
 """Deadlines of `in_time`: what people who read along do not notice."""
 
 
-class PolicyFigures(msgspec.Struct, frozen=True, kw_only=True):
+class ContestRow(msgspec.Struct, frozen=True, kw_only=True):
     """One policy and workload: seconds, of each figure the median over rounds; shares of requests and of prompt
     tokens. `fetched`: requests with a prefix whose KV came from another box, in all rounds."""
 
@@ -44,18 +44,18 @@ class ContestReport(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     rate: float
     seed: int
-    rows: tuple[PolicyFigures, ...]
+    rows: tuple[ContestRow, ...]
     alike: bool
 
 
-def compare_policies(workload: str, answers: Mapping[str, Rounds]) -> list[PolicyFigures]:
+def compare_policies(workload: str, answers: Mapping[str, Rounds]) -> list[ContestRow]:
     """The rows of a workload. The first policy is the default: `over_default` is mean TTFT beside its, `other_tokens`
     how many answers differ from those of its first round."""
     default = next(iter(answers))
     reference = [answer.tokens for answer in answers[default][0]]
     default_ttft_s = _over_rounds(answers[default], _mean_ttft)
     return [
-        PolicyFigures(
+        ContestRow(
             workload=workload,
             policy=policy,
             ttft_mean_s=_over_rounds(rounds, _mean_ttft),

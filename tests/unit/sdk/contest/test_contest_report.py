@@ -77,8 +77,8 @@ def test_answers_that_differ_and_prefixes_that_came_are_counted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--policies", "plan,fastest"], "error: policies: fastest; there are plan,"),
-        (["--policies", ""], "error: policies: none; there are plan,"),
+        (["--policies", "plan,fastest"], "error: policies: fastest; there are predicted,"),
+        (["--policies", ""], "error: policies: none; there are predicted,"),
         (["--boxes", "0"], "error: boxes: 0 is not between 1 and 16"),
         (["--rounds", "0"], "error: rounds: give at least 1"),
         (["--rate", "0"], "error: requests, rate: 60 at 0 a second is nothing to ask for"),
