@@ -7,6 +7,8 @@ from functools import partial
 from math import inf
 from typing import Final, final
 
+import numpy as np
+
 from ...bootstrap import PeerId
 from ...coordinator import Demand, NoRoute, Plan, Route, Router, RoutingSettings
 from ...coordinator.capacity import Links
@@ -36,7 +38,7 @@ def _unknown_demand() -> Demand | None:
 @final
 class RouteFinder:
     """Routes requests for a service by the plan that the `view` follows for it. `queues`: this gateway's work at each
-    node; `demand`: what it is asked."""
+    node; `demand`: what it is asked; `seed`: of lots, which gateways with the same one draw alike."""
 
     def __init__(
         self,
@@ -46,8 +48,10 @@ class RouteFinder:
         queues: Callable[[], Mapping[PeerId, Queue]],
         demand: Callable[[], Demand | None] = _unknown_demand,
         prefixes: PrefixKnowledge | None = None,
+        seed: int = 0,
     ) -> None:
         self._view = view
+        self._rng = np.random.default_rng(seed)
         self._demand = demand
         self.service = service
         self._settings = settings
@@ -140,7 +144,7 @@ class RouteFinder:
         ending = {replica.head for replica in plan.replicas if view.ends_within(replica, needed_s)}
         unsure = self.hung | stalled | ending
         if self._router is None or self._router.plan is not plan:
-            self._router = Router(plan, self._settings, earlier=self._router)
+            self._router = Router(plan, self._settings, earlier=self._router, rng=self._rng)
             self._profiles = ReplicaProfiles(plan)
         self._router.report(view.loads(self._queues()), view.gateways_like(self._demand(), self.service))
         prices = (sum(view.usd_per_hour(peer) for peer in replica.peers) for replica in plan.replicas)

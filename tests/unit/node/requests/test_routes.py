@@ -8,6 +8,7 @@ import pytest
 
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import (
+    Demand,
     LatencyProfile,
     NoRoute,
     Pairing,
@@ -79,6 +80,18 @@ def test_without_a_plan_for_the_service_there_is_no_route() -> None:
         view = NetworkView(adverts={ONE: advert()}, plans=plans)
         with pytest.raises(NoRoute, match="no plan for it yet"):
             finder(view).find(WANTED, 0.0)
+
+
+def test_each_gateway_draws_its_own_lots() -> None:
+    """Of two that are as good: else all gateways would send to the same one until they hear of it."""
+    asked = msgspec.structs.replace(advert(), demand=Demand(requests_s=1.0, arrival_cv=1.0, lengths=((20, 20),)))
+    view = NetworkView(adverts={ONE: asked, TWO: asked}, plans=by_service(plan_of(ONE, TWO)))
+
+    def first(seed: int) -> str:
+        return RouteFinder(view, SERVICE, RoutingSettings(), dict, seed=seed).find(WANTED, 0.0).decode
+
+    assert {first(seed) for seed in range(16)} == {ONE, TWO}
+    assert {first(3) for _ in range(4)} == {first(3)}
 
 
 def test_only_replicas_that_serve_are_taken() -> None:
