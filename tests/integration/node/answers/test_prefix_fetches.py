@@ -24,7 +24,7 @@ from ..engine.figures import ATTEMPTS
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 
 PREFIX = "# settings\n" + "".join(f"value_{number} = {number}\n" for number in range(40))
-ROUTING = RoutingSettings(prefix_weight=1e-6, prefix_fetch=1e6)
+ROUTING = RoutingSettings(policy="plan", prefix_weight=1e-6, prefix_fetch=1e6)
 """Queues alone say where a request goes, and whatever can be fetched is: this model takes no time to compute."""
 
 
