@@ -15,7 +15,6 @@ import trio
 from numpy.typing import NDArray
 
 from ...coordinator import Plan
-from ...coordinator.demand_meter import MIN_REQUESTS
 from ...coordinator.plan import Deadlines
 from ...node.messages import RequestFigures, Status
 from ...sims.records import Outcomes, Trace
@@ -133,8 +132,7 @@ async def warm_up(client: AsyncClient, plan: Plan) -> None:
     """Some short requests for each pair of the plan."""
     prompt, output = WARM_UP_TOKENS
     async with trio.open_nursery() as nursery:
-        # Fewer than gateways take for what is usually asked: plans are for the requests that come afterwards.
-        for _ in range(min(WARM_UP * len(plan.pairings), MIN_REQUESTS - LONE - 1)):
+        for _ in range(WARM_UP * len(plan.pairings)):
             nursery.start_soon(_ask, client, prompt, output)
             await trio.sleep(0.05)
 
