@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Final
 
+from ...coordinator import RoutingSettings
 from ...coordinator.costs.gpus import Specs
 from ...sims.experiments.page import Page, PageTable, ResultRow, write_index, write_page
 from ...sims.workloads import azure
@@ -150,7 +152,9 @@ def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[Pa
     return Page(
         name=NAME,
         title="Expected, simulated and live: eight emulated boxes",
-        assumes=_ASSUMES.format(cards=", ".join(CARDS), load=LOAD, steady=STEADY_REQUESTS, runs=len(SPREAD)),
+        assumes=_ASSUMES.format(
+            cards=", ".join(CARDS), load=LOAD, steady=STEADY_REQUESTS, runs=len(SPREAD), policy=RoutingSettings().policy
+        ),
         command=COMMAND,
         tables=(
             PageTable("Runs", [_run_row(each, result) for each, result in (*calm, faulty)]),
@@ -172,15 +176,17 @@ def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[Pa
 _ASSUMES: Final = """\
 Eight nodes run as processes of one machine, two of each: {cards}, as ThunderServe's table 1 has them. GPUs are emulated
 (`docs/emulated.md`); nodes, gateways, plans, sockets and KV bytes are real. Cards are slowed where it says
-so, in the network, in the plan and in the simulation alike: two cores carry some 250 tokens a second. Deadlines are
-multiples of the mean request alone on the fastest box. Poisson arrivals at {load:.0%} of what the planner expects the
-best plan to carry in time; the first fifth of the requests fills the network and does not count.
+so, in the network, in the plan and in the simulation alike: two cores carry some 250 tokens a second.
+
+Deadlines are multiples of the mean request alone on the fastest box. Poisson arrivals at {load:.0%} of what the
+planner expects the best plan to carry in time; the first fifth of the requests fills the network and does not count.
 
 *Expected* is the planner's estimate of the plan that the network made and followed; *simulated long* is that plan with
-{steady:,} requests; *simulated* is the live run's own requests with its plans as they changed, links as nodes measured
-them, on average over {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a
-request goes to hangs on moments (*simulated spread*: standard deviation over mean of these runs); *live* is what a
-client saw."""
+{steady:,} requests; *live* is what a client saw.
+
+*Simulated* is the live run's own requests with its plans as they changed, links as nodes measured them, on average over
+{runs} runs in which messages take up to 2 ms more or less than was measured, since which box a request goes to hangs on
+moments (*simulated spread*: standard deviation over mean of these runs). Gateways route by `{policy}`."""
 
 
 def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
@@ -203,11 +209,12 @@ def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
 
 
 def _describe_faults(part: PagePart, found: LiveComparison) -> str:
-    return (
+    text = (
         f"{part.model} on {', '.join(part.cards)}; {part.workload}, {part.slo}, {found.rate:g} requests/s; links of "
         f"{found.link_gbps:g} Gb/s and {found.link_rtt_s * 1e3:.0f} ms, emulated. The schedule, of network and "
         f"simulator alike: {', '.join(found.schedule)}. Of these figures goodput is held against the tolerance."
     )
+    return fill(text, 100, break_on_hyphens=False)
 
 
 def _verdict(agree: bool, tolerance: float) -> str:
