@@ -76,9 +76,10 @@ def compare_policies(workload: str, answers: Mapping[str, Rounds]) -> list[Conte
 
 def describe_report(report: ContestReport) -> list[str]:
     """For people."""
+    rounds = "1 round" if report.rounds == 1 else f"{report.rounds} rounds"
     lines = [
         f"{report.boxes} boxes, each with a vLLM engine and the bundled model, on one machine",
-        f"{report.requests} requests of a workload at {report.rate:g} a second; {report.rounds} rounds; KV as it is",
+        f"{report.requests} requests of a workload at {report.rate:g} a second; {rounds}; KV as it is",
         "",
         " " * 21 + "   TTFT   TTFT   TPOT    in  beside    in     KV",
         f"{'workload, policy':<21}   mean    P99     ms  time  {'first':>6} cache     MB  fetched",
