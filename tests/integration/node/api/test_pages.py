@@ -25,7 +25,7 @@ SERVED = "p2pserve serve bundled"
 
 ELSEWHERE = {
     "docs/extending.md: ": "tests/integration/node/engine/test_extending.py",
-    "docs/emulated.md: python -m p2pserve.sdk.live_comparison ": "tests/integration/sdk/test_live_runs.py",
+    "docs/emulated.md: python -m p2pserve.sdk.live_comparison ": "tests/integration/sdk/runs/test_live_runs.py",
     "docs/wan.md: scenario = ": "tests/integration/sims/test_wan.py",
     "docs/wan.md: python -m p2pserve.sims.wan run ": "tests/integration/sims/test_wan.py",
     "make demo": "tests/integration/sdk/test_demo.py",
