@@ -424,7 +424,9 @@ class Engine:
 
     def _is_cached_send(self, sequence: Sequence) -> bool:
         """Whether another engine waits for KV that is here, but for a block at most."""
-        return sequence.sends_kv and sequence.known - self.prefixes.count_cached(sequence) <= self._block_tokens
+        if not sequence.sends_kv:
+            return False
+        return 0 < self.prefixes.count_cached(sequence) >= sequence.known - self._block_tokens
 
     def _queue_received(self, sequence: Sequence) -> None:
         """Its KV is here: it decodes next, or first prefills what is left of its prompt."""

@@ -195,7 +195,7 @@ class Batcher:
         budget = self._step_tokens
         cached_sends = self._count_cached_sends()
         decoding = sum(sequence.known - sequence.computed == 1 for sequence in self._running)
-        most = max(1, budget - decoding - cached_sends) if cached_sends else budget
+        most = max(1, budget // 2, budget - decoding - cached_sends) if cached_sends else budget
         scheduled: list[ScheduledTokens] = []
         preempted: list[str] = []
         at = 0
@@ -273,7 +273,7 @@ class Batcher:
         return sequence.prefix[: (sequence.known - 1) // self.block_size]
 
     def _is_cached_send(self, sequence: BatchedRequest) -> bool:
-        return sequence.sends_kv and sequence.known - sequence.cached <= self.block_size
+        return sequence.sends_kv and 0 < sequence.cached >= sequence.known - self.block_size
 
     def _count_cached_sends(self) -> int:
         """Tokens to be computed of those at the head of the queue."""

@@ -28,7 +28,9 @@ class CachedSends:
     def add(self, request: Request, cached: int) -> None:
         """A request that is to be sent is in the queue, with so many tokens of it cached."""
         tokens = request.num_tokens - cached
-        if tokens > self._scheduler.block_size:
+        if (
+            not cached or tokens > self._scheduler.block_size
+        ):  # a short prompt of which nothing is cached waits its turn
             return
         self._scheduler.waiting.remove_request(request)
         self._scheduler.waiting.prepend_request(request)
@@ -44,6 +46,7 @@ class CachedSends:
         if self._waiting:
             decoding = sum(each.num_computed_tokens >= each.num_prompt_tokens for each in scheduler.running)
             needed = decoding + sum(tokens for _, tokens in self._waiting)
-            limit = max(1, scheduler.max_num_scheduled_tokens - needed)
+            budget = scheduler.max_num_scheduled_tokens
+            limit = max(1, budget // 2, budget - needed)  # prompts under way get on, however many come before them
             limit = min(limit, self._usual or limit)  # 0: they have no other limit
         scheduler.scheduler_config.long_prefill_token_threshold = limit

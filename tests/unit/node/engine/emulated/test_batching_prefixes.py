@@ -126,3 +126,15 @@ def test_what_is_cached_and_only_to_be_sent_waits_for_no_prompt() -> None:
     steps = [{entry.sequence.request: entry.tokens for entry in batch.scheduled} for batch in batches]
     assert steps[0] == {"long": 63, "sent": 1}
     assert steps[1] == {"long": 23, "other": 20, "computed first": 9}
+
+
+def test_a_short_prompt_of_which_nothing_is_cached_waits_its_turn_although_it_is_only_to_be_sent() -> None:
+    engine = batcher(blocks=100)
+    engine.add(request("long", 150))
+    engine.complete(engine.schedule())
+    engine.add(request("other", 20))
+    engine.add(request("sent", 2, 1, sends_kv=True))
+    batches = run(engine)
+    steps = [{entry.sequence.request: entry.tokens for entry in batch.scheduled} for batch in batches]
+    assert steps[0] == {"long": 64}
+    assert steps[1] == {"long": 22, "other": 20, "sent": 2}

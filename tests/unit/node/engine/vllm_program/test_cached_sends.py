@@ -43,6 +43,16 @@ def test_one_that_is_cached_but_for_a_block_goes_to_the_front() -> None:
     assert list(scheduler.waiting) == [cached, first, longer]
 
 
+def test_a_short_prompt_of_which_nothing_is_cached_waits_its_turn() -> None:
+    first, short = request(500), request(BLOCK)
+    scheduler = scheduler_of([first, short], [request(500, 128)])
+    sends = CachedSends(scheduler)
+    sends.add(short, 0)
+    sends.limit_running()
+    assert list(scheduler.waiting) == [first, short]
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 0
+
+
 @pytest.mark.parametrize(("usual", "limit"), [(0, BUDGET - 1 - 1), (500, BUDGET - 1 - 1), (40, 40)])
 def test_prompts_under_way_leave_it_its_tokens_until_it_runs(usual: int, limit: int) -> None:
     answering, prompt, cached = request(40, 40), request(500, 128), request(33)
@@ -63,4 +73,4 @@ def test_prompts_under_way_get_on_however_many_there_are() -> None:
     for each in many:
         sends.add(each, 32)
     sends.limit_running()
-    assert scheduler.scheduler_config.long_prefill_token_threshold == 1
+    assert scheduler.scheduler_config.long_prefill_token_threshold == BUDGET // 2
