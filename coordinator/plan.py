@@ -229,7 +229,8 @@ class Regrouping(msgspec.Struct, frozen=True, kw_only=True):
 
     `before`, `after`: requests per second that are expected to be in time, of as many as it was
     compared at. `reload_s`: for how long the boxes of a step are expected to be away. `undoes`: why the
-    step under way goes back to what was before, where it does.
+    step under way goes back to what was before, where it does. `beside`: whether its boxes load what it forms
+    beside what they serve; they stay what they are until all of it is there.
     """
 
     steps: Annotated[tuple[RegroupingStep, ...], msgspec.Meta(min_length=1, max_length=MAX_REPLICAS)]
@@ -238,16 +239,22 @@ class Regrouping(msgspec.Struct, frozen=True, kw_only=True):
     after: Figure = 0.0
     reload_s: Seconds = 0.0
     undoes: Text = ""
+    beside: bool = False
 
     @property
     def loading(self) -> Groups:
         """The groups that load now: they get no requests."""
-        return self.steps[0].form
+        return () if self.beside else self.steps[0].form
 
     @property
     def boxes(self) -> tuple[str, ...]:
         """Their boxes."""
-        return self.steps[0].boxes
+        return () if self.beside else self.steps[0].boxes
+
+    def next_group_of(self, peer: str) -> GroupStages | None:
+        """The group for which a box is to load its part beside what it serves, if for any."""
+        groups = self.steps[0].form if self.beside else ()
+        return next((group for group in groups if any(stage.peer == peer for stage in group)), None)
 
 
 class RefusedPart(msgspec.Struct, frozen=True, kw_only=True):

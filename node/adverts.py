@@ -67,6 +67,7 @@ def parts_of(adverts: Mapping[PeerId, Advert]) -> dict[str, BoxPart]:
             detail=": ".join(filter(None, (advert.engine.state, advert.engine.detail))),
             leaves=advert.draining or is_planned_without(advert.ends_in_s),
             division=advert.division,
+            beside=advert.engine.beside,
         )
         for peer, advert in adverts.items()
         if advert.engine is not None

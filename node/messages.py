@@ -5,15 +5,13 @@ gateway -> prefill node `prefill.open` with that ticket; prefill node -> gateway
 all of the prompt, and gateway -> decode node `decode.first` with it; prefill node -> gateway `prefill.ended`; decode
 node -> gateway `tokens`; gateway -> client `answer`, the last one with the figures of the request.
 
-KV needs more than the request's tickets: sending node -> receiving node `link.open`, once for all transfers between
-two of their workers; sending node -> a third `relay.open` where the way through it is the better one; and any node ->
-any other `probe.open` before it sends a burst to measure the link.
+KV needs more: sending node -> receiving node `link.open`, once for all transfers between two of their workers; sending
+node -> a third `relay.open` where the way through it is better; any -> any `probe.open` before a burst on their link.
 
 The head of a replica that spans boxes speaks for its stages: they start engine processes with `stage.open`, and hear
 by `stage.loaded` that the model is ready; for a request's KV it asks them with `stage.inlets` and `stage.outlets` for
-their ends, is told by `stage.transfer` how their part ended, and calls it off with `stage.abort`.
-
-A coordinator publishes each plan's manifest. A plan that is not in it is fetched with `plan.piece`, in pieces.
+their ends, is told by `stage.transfer` how their part ended, and calls it off with `stage.abort`. A coordinator
+publishes each plan's manifest; a plan that is not in it is fetched with `plan.piece`, in pieces.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
 from ..coordinator.bounds import MAX_STAGES, Count, Counter, Degree, Figure, Layer, ModelName, Name, Seconds, Text
 from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.plan import MorePlans
+from ..coordinator.regrouping.beside import PartBeside
 from ..coordinator.regrouping.divisions import BoxDivision
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
@@ -79,7 +78,7 @@ class ExactMessage(Message, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 class EngineAdvert(Message, frozen=True, kw_only=True):
     """The engine of a node. `state`: waiting (for layers), loading, starting, ready, restarting or failed, after so
-    many `failures` in a row. `stages`: of its replica, when several."""
+    many `failures` in a row. `stages`: of its replica, when several; `beside`: of a second engine."""
 
     state: Label
     detail: Text = ""
@@ -95,6 +94,7 @@ class EngineAdvert(Message, frozen=True, kw_only=True):
     pid: Count = 0  # of the engine process, on its own box
     stages: Stages = ()
     failures: Count = 0
+    beside: PartBeside = PartBeside()
 
 
 class Advert(Message, frozen=True, kw_only=True):

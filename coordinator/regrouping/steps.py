@@ -8,6 +8,8 @@ A step that cannot be done is undone, and ends the regrouping there::
                   │
                   └── a box fails, refuses or takes too long ──> its old groups load ──> over
 
+Where all boxes of a step have room for it, they load beside what they serve first (`beside`), and then only go over.
+
 A machine that divides its GPUs anew (`divisions`) is a step of its own: its nodes end, and others begin. It goes back
 by itself to what it was, and says why.
 
@@ -25,6 +27,7 @@ import msgspec
 from ..capacity import BoxView
 from ..names import count_of, name_of
 from ..plan import BoxRecut, Groups, GroupStages, Plan, PlanError, Regrouping, RegroupingStep, Stage
+from .beside import PartBeside, can_load_beside, describe_loading, is_over
 from .divisions import BoxDivision
 from .refusals import Refusals
 
@@ -59,7 +62,7 @@ class BoxPart(NamedTuple):
     """What a box says of its part of the plan: the `stages` of the replica that its engine is a part
     of (none: it is alone), whether that is ready, how often in a row it could not be started, and
     how far it is or why not, for people. `leaves`: it wants no work. `division`: of the machine that
-    it shares with other nodes, if it does."""
+    it shares with other nodes, if it does. `beside`: of a second engine."""
 
     stages: tuple[Stage, ...] = ()
     is_ready: bool = False
@@ -67,6 +70,7 @@ class BoxPart(NamedTuple):
     detail: str = ""
     leaves: bool = False
     division: BoxDivision | None = None
+    beside: PartBeside = PartBeside()
 
     def follows(self, group: GroupStages) -> bool:
         """Whether it has taken its part of this group, or tries to."""
@@ -224,8 +228,9 @@ def describe_boxes(regrouping: Regrouping, parts: Mapping[str, BoxPart]) -> list
         if step.recut is not None:
             found.append((step.recut.head, _describe_recut(step.recut, parts, is_now=number == 0)))
             continue
+        is_beside = number == 0 and regrouping.beside
         found += [
-            (stage.peer, _describe_part(parts.get(stage.peer), group, is_now=number == 0))
+            (stage.peer, _describe_part(parts.get(stage.peer), group, is_now=number == 0, is_beside=is_beside))
             for group in step.form
             for stage in group
         ]
@@ -261,11 +266,13 @@ def _describe_recut(recut: BoxRecut, parts: Mapping[str, BoxPart], *, is_now: bo
     return f"{change}: {_count_ready(recut, parts)} ready"
 
 
-def _describe_part(part: BoxPart | None, group: GroupStages, *, is_now: bool) -> str:
+def _describe_part(part: BoxPart | None, group: GroupStages, *, is_now: bool, is_beside: bool) -> str:
     if not is_now:
         return "waits for its turn"
     if part is None:
         return "is not here"
+    if is_beside:
+        return describe_loading(part, group)
     if not part.follows(group):
         return "finishes its requests"
     return "ready" if part.is_ready else part.detail or "begins to load"
@@ -283,7 +290,7 @@ class RegroupingProgress:
     def __init__(self, limits: StepLimits | None = None) -> None:
         self._limits = limits or StepLimits()
         self._ordered: Regrouping | None = None
-        self._step: tuple[RegroupingStep, str] | None = None  # the one that was under way at the last look
+        self._step: tuple[RegroupingStep, str, bool] | None = None  # the one that was under way at the last look
         self._since = 0.0
         self._ended = ""  # why the last regrouping did not come to its end
         self.refusals = Refusals()
@@ -309,15 +316,19 @@ class RegroupingProgress:
         """What the next plan is to be on its way to, from what the running one is, and what boxes say."""
         if current is None:
             self._step = None
-            return self._ordered
+            return _begin_step(self._ordered, parts) if self._ordered is not None else None
         step = current.steps[0]
-        if self._step != (step, current.undoes):
-            self._step, self._since = (step, current.undoes), now
+        if self._step != (step, current.undoes, current.beside):
+            self._step, self._since = (step, current.undoes, current.beside), now
         if is_done(step, parts):
             rest = current.steps[1:]
-            return msgspec.structs.replace(current, steps=rest, done=current.done + 1) if rest else None
+            done = current.done + 1
+            return _begin_step(msgspec.structs.replace(current, steps=rest, done=done), parts) if rest else None
         failure, refused = find_failure(step, parts), find_refusals(step, parts)
-        if not failure and now - self._since > self._limits.step_s(current.reload_s):
+        is_late = now - self._since > self._limits.step_s(current.reload_s)
+        if current.beside:
+            return self._go_over(current, parts, failure, is_late=is_late)
+        if not failure and is_late:
             late = f"not ready after {now - self._since:.0f} s"
             failure, refused = f"its boxes were {late}", dict.fromkeys(find_unready(step, parts), late)
         if not failure:
@@ -329,9 +340,26 @@ class RegroupingProgress:
             return None
         return msgspec.structs.replace(current, steps=(RegroupingStep(form=step.undo),), undoes=failure)
 
+    def _go_over(
+        self, current: Regrouping, parts: Mapping[str, BoxPart], failure: str, *, is_late: bool
+    ) -> Regrouping | None:
+        """What follows while boxes load beside what they serve: where they cannot, they load as others do."""
+        if failure:  # nothing has changed yet, so there is nothing to go back to
+            self._ended = failure
+            return None
+        if is_over(current.steps[0], parts) or is_late:
+            return msgspec.structs.replace(current, beside=False)
+        return current
+
     def explain(self, regrouping: Regrouping | None) -> tuple[str, ...]:
         """A line for `status` where the last regrouping ended before its time."""
         return (f"the last regrouping was given up: {self._ended}",) if self._ended and regrouping is None else ()
+
+
+def _begin_step(regrouping: Regrouping, parts: Mapping[str, BoxPart]) -> Regrouping:
+    """Its first step begins beside what the boxes serve, where all have room for it."""
+    beside = not regrouping.undoes and can_load_beside(regrouping.steps[0], parts)
+    return msgspec.structs.replace(regrouping, beside=beside)
 
 
 def _check_stage(stage: Stage, box: BoxView | None) -> None:

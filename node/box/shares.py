@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ...coordinator import Stage
 from ...coordinator.names import count_of
 from ..models import ModelInfo
 from ..settings import BoxEngineSettings
@@ -89,6 +90,21 @@ def share_of_stage(model: ModelInfo, hardware: Hardware, settings: BoxEngineSett
         kv_cache_mib = max(1, measure_kv_room(model, room, layers) >> 20)
     requests = choose_requests(count_kv_tokens(model, room, layers, tp=tp), settings.fitting)
     return Share(layers, tp, choose_limits(settings, tokens, requests), kv_cache_mib)
+
+
+def count_layers_beside(model: ModelInfo, hardware: Hardware, settings: BoxEngineSettings, serving: Stage) -> int:
+    """How many layers a second engine has memory for, wherever in the model they lie, beside one that serves this
+    stage. None where the first takes all of a GPU for its cache. Both have a cache of the size that the owner says."""
+    if hardware.gpus and settings.kv_cache_mib is None:
+        return 0
+    tp, fitting = serving.tp, settings.fitting
+    tokens = choose_step_tokens(hardware, model.shape, tp=tp, fitting=fitting)
+    most = choose_limits(settings, tokens, MANY_REQUESTS if hardware.gpus else FEW_REQUESTS)
+    working = gpu_working_bytes(model.shape, most, tp=tp, fitting=fitting)
+    room = measure_room(hardware, settings, tp=tp, working_bytes=2 * working)
+    weights = model.weights.of_stage(serving.first_layer, serving.last_layer, room.float_bytes)
+    left = room.memory_bytes - weights - (room.kv_cache_bytes or 0)
+    return count_layers_that_fit(model, replace(room, memory_bytes=left), tp=tp, max_model_len=None)
 
 
 def _too_little(settings: BoxEngineSettings, room: Room) -> str | None:

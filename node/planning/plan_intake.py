@@ -16,6 +16,7 @@ from typing import final
 from ...bootstrap import PeerId
 from ...coordinator import Plan, PlanError
 from ...coordinator.names import count_of
+from ...coordinator.plan import GroupStages
 from ..messages import Advert
 from ..settings import NodeTuning
 from .manifest import read_bundle, read_manifest, read_plan
@@ -32,19 +33,27 @@ def find_conflict(plan: Plan, own: PeerId, advert: Advert) -> str:
     step = plan.regrouping.steps[0] if plan.regrouping is not None else None
     if step is not None and step.recut is not None and own in step.boxes:
         return ""  # its GPUs are divided anew meanwhile: the plan names it as it was before
-    stage = next(stage for stage in replica.stages if stage.peer == own)
-    layers = stage.last_layer - stage.first_layer
-    gpus = max(len(advert.hardware.gpus), advert.tp, 1)
     if advert.model is None or advert.model.service != plan.service:
         return f"it is to serve {plan.service}, which it does not have"
-    if replica.layers != advert.model.layers:
-        return f"its model has {advert.model.layers} layers, and not {replica.layers}"
-    if layers > advert.fits:
-        return f"it is to hold {layers} layers, and has room for {advert.fits}"
-    if stage.first_gpu + stage.tp > gpus:
-        return f"it is to use {count_of(stage.first_gpu + stage.tp, 'GPU')}, and has {gpus}"
+    coming = plan.regrouping.next_group_of(own) if plan.regrouping is not None else None
+    for group in filter(None, (replica.stages, coming)):
+        if found := _find_conflict_in(group, own, advert, advert.model.layers):
+            return found
     if advert.phase is not None and replica.phase is not advert.phase:
         return f"it is to do {replica.phase.value}, and its owner has said {advert.phase.value}"
+    return ""
+
+
+def _find_conflict_in(group: GroupStages, own: PeerId, advert: Advert, model_layers: int) -> str:
+    """What this box cannot do as a stage of a group, in words."""
+    stage = next(stage for stage in group if stage.peer == own)
+    gpus = max(len(advert.hardware.gpus), advert.tp, 1)
+    if group[-1].last_layer != model_layers:
+        return f"its model has {model_layers} layers, and not {group[-1].last_layer}"
+    if stage.layers > advert.fits:
+        return f"it is to hold {stage.layers} layers, and has room for {advert.fits}"
+    if stage.first_gpu + stage.tp > gpus:
+        return f"it is to use {count_of(stage.first_gpu + stage.tp, 'GPU')}, and has {gpus}"
     return ""
 
 

@@ -20,7 +20,7 @@ from ...coordinator.planning.model.kv_quality import find_kv_quality, resolve_kv
 from .. import messages
 from ..box.errors import NodeError
 from ..box.hardware import Hardware
-from ..box.shares import Share, share_of_stage
+from ..box.shares import Share, count_layers_beside, share_of_stage
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.agent_side.fork_server import open_fork_server
@@ -32,7 +32,7 @@ from ..models import DownloadProgress, ProgressLine
 from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
-from .place import Place, find_place
+from .place import Place, find_place, place_in
 from .prefetch import Prefetch
 from .splitting import PromptSplitter
 from .stages import Stages, with_limits
@@ -69,10 +69,12 @@ def describe_wait(share: Share, layers: int) -> str:
 
 class EngineConfigs(NamedTuple):
     """The settings of this box's engine processes: for all the layers that it takes, and for fewer of them, where it
-    holds the model and is to be a stage all the same."""
+    holds the model and is to be a stage all the same; and what is left beside one."""
 
     most: protocol.EngineConfig
     of_stage: Callable[[int], protocol.EngineConfig]
+    room_beside: Callable[[Place], int]
+    """How many layers another engine has memory for, beside one in this place."""
 
 
 def engine_configs(
@@ -87,7 +89,10 @@ def engine_configs(
         share = share_of_stage(served.model.info, hardware, settings, layers)
         return _config_of_share(served, share, hardware, settings, log, codec=codec)
 
-    return EngineConfigs(most, of_stage)
+    def room_beside(place: Place) -> int:
+        return count_layers_beside(served.model.info, hardware, settings, place.stage)
+
+    return EngineConfigs(most, of_stage, room_beside)
 
 
 def _config_of_share(
@@ -168,6 +173,7 @@ class Host:
         )
         self._supervisor.sweep = EngineSweep(self.worker.learner, settings.engine.sweep_s)
         self._supervisor.waits_for = describe_wait(served.share, info.layers)
+        self._supervisor.count_room_beside = configs.room_beside
         if self._alone is not None:
             self._supervisor.config_of_stage = configs.of_stage
 
@@ -181,6 +187,7 @@ class Host:
             nursery.start_soon(self._move)
             nursery.start_soon(self._prefetch.run)
             nursery.start_soon(self._supervisor.run)
+            nursery.start_soon(self._supervisor.run_beside)
 
     async def wait_server(self) -> EngineStarter:
         """Wait for what forks this box's processes."""
@@ -194,6 +201,11 @@ class Host:
         replica = plan.replica_of(self._own) if plan is not None and ours else None
         self.worker.limit_steps(step_limit(replica, self._own))
         place = find_place(plan, self._own, self._model.info.service) or self._alone
+        coming = plan.regrouping.next_group_of(self._own) if plan is not None and ours and plan.regrouping else None
+        if coming is not None:
+            self._supervisor.load_beside(place_in(coming, self._own))
+        else:
+            self._supervisor.keep_beside(place)
         self._wanted = place
         changes = place != self._supervisor.place
         if changes and self._alone is not None and not (self.worker.idle or self.worker.is_hung):

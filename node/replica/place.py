@@ -7,6 +7,7 @@ from typing import final
 
 from ...bootstrap import PeerId
 from ...coordinator import Phase, Plan, PlanError, Replica, Stage
+from ...coordinator.plan import GroupStages
 from ...kvtransport.errors import FiguresError
 from ...kvtransport.routing.reslice import ShardLayout, reslice
 from ...kvtransport.routing.reslice import ShardRank as LayoutRank
@@ -62,7 +63,12 @@ def find_place(plan: Plan | None, own: PeerId, service: str) -> Place | None:
     replica = plan.replica_of(own) if plan is not None and plan.service == service else None
     if replica is None or len(replica.stages) < 2:
         return None
-    return Place(replica.stages, replica.peers.index(own))
+    return place_in(replica.stages, own)
+
+
+def place_in(group: GroupStages, own: PeerId) -> Place:
+    """The place of a box in a group that it is part of."""
+    return Place(group, next(index for index, stage in enumerate(group) if stage.peer == own))
 
 
 def slices_between(

@@ -81,8 +81,8 @@ class Stages:
         self._expecting: Place | None = None
         self._call: StageCall | None = None  # nobody has begun to fulfil it
         self._called = trio.Event()
-        self.on_call: Callable[[], None] = lambda: None
-        self.on_loaded: Callable[[], None] = lambda: None
+        self.on_call: Callable[[Place], None] = lambda place: None
+        self.on_loaded: Callable[[Place], None] = lambda place: None
         messenger.handle(STAGE_OPEN, self.on_open)
         messenger.on_notice(STAGE_LOADED, self.on_stage_loaded)
 
@@ -162,7 +162,7 @@ class Stages:
             raise RemoteError("no-address", str(error)) from error
         self._refuse("the head has asked anew")
         self._call = call
-        self.on_call()
+        self.on_call(place)
         self._called.set()
         await call.wait()
         return messages.Opened()
@@ -170,7 +170,7 @@ class Stages:
     def on_stage_loaded(self, peer: PeerId, role: Role, body: messages.StageLoaded) -> None:
         """The head says that the replica is ready."""
         if self._expecting is not None and self._expecting.head == peer:
-            self.on_loaded()
+            self.on_loaded(self._expecting)
 
     # ---- inside -----------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import final
 
 import msgspec
@@ -50,7 +50,7 @@ class Worker:
         self._transfers = transfers
         self._messenger = messenger
         self._engine: EngineHandle | None = None
-        self._pipes: frozenset[bytes] = frozenset()
+        self._pipes: dict[bytes, EngineHandle] = {}  # the engine of each link to another stage
         self._decodes: dict[str, Job] = {}
         self._prefills: dict[str, Job] = {}
         self._watch = ReplicaWatch(messenger.peer_id, NetworkSettings())
@@ -98,9 +98,16 @@ class Worker:
     def _present(self) -> int:
         return len(self._decodes) + len(self._prefills)
 
-    def use(self, engine: EngineHandle, place: Place, pipes: frozenset[bytes] = frozenset()) -> None:
-        """Send work to this engine from now on; `pipes` are the links of its pipes to other stages."""
-        self._engine, self._pipes, self._migrates = engine, pipes, False
+    def add_pipes(self, engine: EngineHandle, links: Iterable[bytes]) -> None:
+        """This engine, which need not be in use yet, gets the connections of these links to other stages."""
+        self._pipes |= dict.fromkeys(links, engine)
+
+    def drop_pipes(self, engine: EngineHandle) -> None:
+        self._pipes = {link: each for link, each in self._pipes.items() if each is not engine}
+
+    def use(self, engine: EngineHandle, place: Place) -> None:
+        """Send work to this engine from now on."""
+        self._engine, self._migrates = engine, False
         self._transfers.use(place, engine.ready.dtype if engine.ready is not None else "")
         self._prefixes.use(engine.ready)
         self._watch.forget()
@@ -137,7 +144,7 @@ class Worker:
 
     def engine_lost(self, how: str) -> None:
         """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
-        self._engine, self._pipes = None, frozenset()
+        self._engine = None
         self.stats = None
         self._prefixes.use(None)
         self._watch.forget()
@@ -328,10 +335,10 @@ class Worker:
         copy. Raises TransferError for a hello that is none."""
         link = parse_link_hello(hello).link
         with connection:
-            expected = link in self._pipes or self._transfers.knows(link)
-            if expected and self._engine is not None and self._engine.running:
+            engine = self._pipes.get(link) or (self._engine if self._transfers.knows(link) else None)
+            if engine is not None and engine.running:
                 try:
-                    self._engine.attach(hello, connection)
+                    engine.attach(hello, connection)
                 except EngineLost:
                     pass  # the sender sees its connection end and dials again
         return True

@@ -205,6 +205,7 @@ class World:
     def run(self) -> None:
         for box in self.boxes.values():
             self.nursery.start_soon(box.supervisor.run)
+            self.nursery.start_soon(box.supervisor.run_beside)
 
     async def until(self, state: str, *names: str, within_s: float = 60.0) -> None:
         with trio.fail_after(within_s):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.fitting import Room, count_layers_that_fit, default_tp, measure_room
 from p2pserve.node.box.hardware import CPU_KV_CACHE_MIB, Gpu, Hardware
-from p2pserve.node.box.shares import share_of
+from p2pserve.node.box.shares import count_layers_beside, share_of
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.replica.hosting import describe_wait, step_limit
 from p2pserve.node.settings import BoxEngineSettings
@@ -225,3 +226,28 @@ def test_the_plan_limits_the_steps_of_a_head_whose_replica_decodes(phase: Phase,
     replica = Replica(id="a", phase=phase, stages=stages, step_tokens=768)
     assert step_limit(replica, PeerId(own)) == tokens
     assert step_limit(None, PeerId(own)) == 0
+
+
+@pytest.mark.parametrize(
+    ("hardware", "knobs", "beside"),
+    [
+        (box(80.0), {}, 0),  # the first engine takes all of the GPU for its cache
+        (box(80.0), {"memory_gib": 60.0}, 0),  # and so it does of what its owner leaves it
+        (box(80.0), {"kv_cache_mib": 1024}, 20),
+        (box(40.0), {"kv_cache_mib": 1024}, 12),
+        (box(80.0), {"kv_cache_mib": 1024, "memory_gib": 32.0}, 10),
+        (box(24.0), {"kv_cache_mib": 1024}, 0),
+        (box(48.0, 48.0), {"kv_cache_mib": 1024}, 20),
+        (box(memory_gib=128.0), {}, 20),  # a CPU's cache has a size, and its weights are float32
+        (box(memory_gib=72.0), {}, 12),
+    ],
+)
+def test_what_an_engine_leaves_of_the_memory_is_for_another(
+    hardware: Hardware, knobs: dict[str, Any], beside: int
+) -> None:
+    settings = BoxEngineSettings(**knobs)
+    serving = Stage(peer="a", tp=max(1, len(hardware.gpus)), first_layer=0, last_layer=20)
+    found = count_layers_beside(TWENTY, hardware, settings, serving)
+    assert found == beside
+    half = msgspec.structs.replace(serving, last_layer=10)
+    assert count_layers_beside(TWENTY, hardware, settings, half) >= beside
