@@ -150,6 +150,14 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         help="GB/s that engines read weights at (default: in no time; with --regroup 1)",
     )
     add(
+        "--kv-cache-mib",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --regroup: KV cache of each engine; where it leaves room for another, that is loaded beside it "
+        "(default: all that the weights leave)",
+    )
+    add(
         "--tolerance",
         type=float,
         default=TOLERANCE,
@@ -188,6 +196,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0 if is_ok else 1
     if arguments.regroup:
         return _regroup(settings, traffic, arguments)
+    if settings.kv_cache_mib:
+        raise UsageError("kv-cache-mib: it is for --regroup alone; leave it out")
     found = run_comparison(settings, traffic, arguments.tolerance, open_say())
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(found)))
@@ -221,6 +231,8 @@ def check_run(settings: LiveSettings, traffic: LiveTraffic) -> None:
     check_schedule(settings.schedule, settings.nodes)
     if not 0.0 <= settings.load_gb_s < inf:
         raise UsageError(f"load-gb-s: {settings.load_gb_s} is not a rate")
+    if settings.kv_cache_mib < 0:
+        raise UsageError(f"kv-cache-mib: {settings.kv_cache_mib} is not above 0")
     if settings.max_batched_tokens <= MAX_REQUESTS:
         raise UsageError(f"max-num-batched-tokens: {settings.max_batched_tokens} is not above {MAX_REQUESTS}")
     if traffic.load is not None and traffic.rate is not None:

@@ -30,7 +30,7 @@ class LiveSettings:
 
     `slo`: deadlines that they plan for, as `read_slo` takes them. `schedule`: what becomes of them meanwhile;
     `loss`: how nodes are lost, killed or silent, which is stopped. `load_gb_s`: GB/s that their engines read weights
-    at; 0: in no time."""
+    at; 0: in no time. `kv_cache_mib`: of each engine; 0: all that its weights leave."""
 
     nodes: int
     cards: Sequence[str]
@@ -43,6 +43,7 @@ class LiveSettings:
     schedule: Schedule = ()
     loss: str = "killed"
     load_gb_s: float = 0.0
+    kv_cache_mib: int = 0
 
     def cards_of(self, number: int) -> str:
         """Of the node with this number, from 1 on."""
@@ -58,6 +59,7 @@ def node_options(settings: LiveSettings, number: int) -> list[str]:
     options = ["--emulate", settings.cards_of(number), "--emulate-specs", settings.specs]
     options += ["--model", settings.model, "--codec", settings.codec, "--slo", settings.slo]
     options += ["--emulate-load-gb-s", str(settings.load_gb_s), "--max-requests", str(MAX_REQUESTS)]
+    options += ["--kv-cache-mib", str(settings.kv_cache_mib)] if settings.kv_cache_mib else []
     return [*options, "--max-num-batched-tokens", str(settings.max_batched_tokens)]
 
 

@@ -1,10 +1,12 @@
 """Boxes with room for it load the parts of a step beside what they serve, and go over when all are there."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from p2pserve.coordinator.plan import BoxRecut, Groups, GroupStages, Regrouping, RegroupingStep
 from p2pserve.coordinator.names import name_of
+from p2pserve.coordinator.plan import BoxRecut, Groups, GroupStages, Regrouping, RegroupingStep
 from p2pserve.coordinator.regrouping.beside import PartBeside, can_load_beside
 from p2pserve.coordinator.regrouping.steps import BoxPart, RegroupingProgress, describe_boxes
 
@@ -14,7 +16,7 @@ WHOLE = Regrouping(steps=(step(AB, undo=(A, B)), step(CD, undo=(C, D))), reload_
 BESIDE = msgspec.structs.replace(WHOLE, beside=True)
 
 
-def told(parts: dict[str, BoxPart], *peers: str, **beside: object) -> dict[str, BoxPart]:
+def told(parts: dict[str, BoxPart], *peers: str, **beside: Any) -> dict[str, BoxPart]:
     """What these boxes say of a second engine, added."""
     return parts | {peer: parts[peer]._replace(beside=PartBeside(**beside)) for peer in peers}
 
