@@ -69,7 +69,7 @@ class AdmissionQueues:
     def _admit(self, request: SimRequest, now: float) -> bool:
         deployment, queue = self._deployments[request.service], self._queue_of(request)
         kind = self._kinds[request.service][request.row]
-        room, ttft_s = self._room(request.service, request.gateway), deployment.service.slo.ttft_s
+        room, ttft_s = self._room(request.service, request.gateway, now), deployment.service.slo.ttft_s
         start_s = room.backlog_s + queue.start_in_s(CLIENT, request.prompt, now, room.rate, self._classes[kind])
         prefill_s, left_s = max(room.start_s(request.prompt), queue.mean_start_s(now)), self._admission.deadline_s
         parts = self._parts.setdefault((request.service, request.gateway), ClassParts(self._admission.rules))
@@ -104,7 +104,7 @@ class AdmissionQueues:
 
     def take(self, request: SimRequest, now: float) -> SimRequest | None:
         """Whose turn it is at the gateway of this request."""
-        return self._queue_of(request).take(self._room(request.service, request.gateway), now)
+        return self._queue_of(request).take(self._room(request.service, request.gateway, now), now)
 
     def _queue_of(self, request: SimRequest) -> FairQueue[SimRequest]:
         key = request.service, request.gateway
@@ -112,18 +112,18 @@ class AdmissionQueues:
             self._queues[key] = FairQueue("requests", "tokens", self._quota, RetrySettings())
         return self._queues[key]
 
-    def _room(self, service: int, gateway: int | None) -> ServiceRoom:
+    def _room(self, service: int, gateway: int | None, now: float) -> ServiceRoom:
         """What the service's replicas run at once, less what other gateways have there as far as it has been told."""
         deployment = self._deployments[service]
         usable = deployment.usable_hosts()
         decoding = [host for host in usable if host.replica.decodes] or usable
         prefilling = [host for host in usable if host.replica.prefills] or usable
         rate = sum(len(host.replica.stages) / host.prefill_line.token_s for host in prefilling)
-        told = {} if self._knows_all else deployment.prefill_tokens_told()
+        told = {} if self._knows_all else deployment.prefill_tokens_told(now)
         waiting = [
             told.get(host.replica.id, 0) * host.prefill_line.token_s / len(host.replica.stages) for host in prefilling
         ]
-        others = 0 if self._knows_all else deployment.count_others(gateway)
+        others = 0 if self._knows_all else deployment.count_others(gateway, now)
         return ServiceRoom(
             requests=max(1, sum(host.engine.settings.max_sequences for host in decoding) - others),
             size=max(1, sum(host.engine.blocks * host.engine.settings.block_tokens for host in decoding)),

@@ -175,12 +175,14 @@ class Deployment:
         hosts = list(self.hosts.values())
         return [h for h in hosts if missing.isdisjoint((h.replica.id, *h.replica.peers))] or hosts
 
-    def prefill_tokens_told(self) -> dict[str, int]:
+    def prefill_tokens_told(self, now: float) -> dict[str, int]:
         """Of prompts that replicas have yet to compute, as they have told last, by their ids."""
+        self._hear_reports(now)
         return {name: report.prefill_tokens for name, report in self._reports.items()}
 
-    def count_others(self, gateway: int | None) -> int:
+    def count_others(self, gateway: int | None, now: float) -> int:
         """Requests of other gateways, as replicas have told last."""
+        self._hear_reports(now)
         return sum(max(0, report.outstanding - report.had[gateway]) for report in self._reports.values())
 
     def _prefixes_at(self, gateway: int | None, now: float) -> PrefixKnowledge | None:
@@ -224,12 +226,7 @@ class Deployment:
                 self._note_profile(router, host)
             self._changed.clear()
             return
-        if now >= self._report_at:
-            had: defaultdict[str, Counter[int | None]] = defaultdict(Counter)
-            for own, decode in self._routed.values():
-                had[decode][own] += 1
-            self._reports = {name: _Report(host, had[name]) for name, host in self.hosts.items()}
-            self._report_at = now - now % self._settings.report_s + self._settings.report_s
+        self._hear_reports(now)
         router.loads.gateways = float(max(1, len(self._settings.gateways)))
         for name, report in self._reports.items():
             router.loads.note(
@@ -241,6 +238,16 @@ class Deployment:
                 sent_tokens=report.own_tokens[gateway],
             )
             self._note_profile(router, self.hosts[name])
+
+    def _hear_reports(self, now: float) -> None:
+        """Replicas tell of their loads when it is time, whether requests are routed meanwhile or not."""
+        if now < self._report_at:
+            return
+        had: defaultdict[str, Counter[int | None]] = defaultdict(Counter)
+        for own, decode in self._routed.values():
+            had[decode][own] += 1
+        self._reports = {name: _Report(host, had[name]) for name, host in self.hosts.items()}
+        self._report_at = now - now % self._settings.report_s + self._settings.report_s
 
     def _note_profile(self, router: Router, host: ReplicaHost) -> None:
         profiles = router.loads.profiles

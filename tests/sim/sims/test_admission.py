@@ -7,6 +7,7 @@ from math import inf
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import model_shape
@@ -45,12 +46,19 @@ def cluster() -> Cluster:
 
 
 def run_at(
-    load: float, admission: SimAdmission | None, *, seconds: float = 60.0, gateways: Sequence[str] = (), **more: object
+    load: float,
+    admission: SimAdmission | None,
+    *,
+    seconds: float = 60.0,
+    gateways: Sequence[str] = (),
+    arrival_s: NDArray[np.float64] | None = None,
+    **more: object,
 ) -> ServiceOutcome:
     """Equal requests, so many times as often as they can be served."""
-    count = int(load * CAPACITY * seconds)
+    arrival_s = np.linspace(0.0, seconds, int(load * CAPACITY * seconds)) if arrival_s is None else arrival_s
+    count = len(arrival_s)
     trace = Trace(
-        ids=np.arange(count), arrival_s=np.linspace(0.0, seconds, count), prompt=np.full(count, PROMPT),
+        ids=np.arange(count), arrival_s=arrival_s, prompt=np.full(count, PROMPT),
         output=np.full(count, OUTPUT), lengths="equal", arrivals="evenly",
     )  # fmt: skip
     workload = Workload(name="equal", prompts=np.array([PROMPT]), outputs=np.array([OUTPUT]), rate=load * CAPACITY)
@@ -105,6 +113,16 @@ def test_a_box_that_is_lost_meanwhile_costs_nobody_who_was_admitted_an_answer() 
     found = run_at(1.5, SimAdmission(rules=STRICT), changes=[BoxLost(20.0, "b")])
     assert (found.outcomes.completed != found.not_admitted).all()
     assert found.replays.any()
+
+
+def test_what_others_have_at_engines_is_told_also_while_nothing_is_admitted() -> None:
+    """A burst fills the engines, everybody is refused meanwhile, and then again nobody."""
+    burst, seconds = 3 * 40, 60.0
+    arrival_s = np.concatenate([np.linspace(0.0, 0.9, burst), np.linspace(1.0, seconds, int(0.5 * CAPACITY * seconds))])
+    found = run_at(0.5, SimAdmission(rules=STRICT, queued_s=4.0), gateways=BOXES, arrival_s=arrival_s)
+    late = found.outcomes.trace.arrival_s > seconds / 2.0
+    assert found.not_admitted[~late].any()
+    assert not found.not_admitted[late].any()
 
 
 def test_the_same_run_twice_is_the_same() -> None:
