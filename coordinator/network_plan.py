@@ -118,6 +118,8 @@ def search_phases(network: NetworkProblem, spent: Callable[[], bool] = never) ->
     if len(network.heads) == 1:
         return mixed
     scorer = _make_scorer(network, spent)
+    # First, since of equals the first stays: where nothing is in time, this at least serves requests.
+    scorer.score(mixed)
     starts = {*phase_cuts(scorer.space, mixed)} - {mixed}
     ranked = sorted(starts, key=lambda start: (-scorer.objective(start), start))
     for start in (mixed, *ranked)[: network.settings.climbed_starts]:

@@ -113,6 +113,7 @@ class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
     lead: int
     rate: float
     load: float | None
+    rate_rule: str
     deadlines: Deadlines
     phases: dict[str, int]
     plans: int
@@ -199,14 +200,16 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     began = time.monotonic()
     settings = with_deadlines_in_seconds(settings, traffic.workload(1.0))
     slo = deadlines_in_seconds(settings, traffic.workload(1.0))
-    asked: list[float] = []
+    asked: list[tuple[float, str]] = []
 
     def make_trace(status: Status) -> Trace:
-        asked.append(_rate_of(traffic, status, slo))
-        return traffic.trace(asked[0])
+        rate, rule = choose_rate(traffic, status, slo)
+        asked.append((rate, rule))
+        say(f"{rate:.3g} requests/s: {rule}")
+        return traffic.trace(rate)
 
     live = trio.run(run_live, settings, make_trace, say)
-    (rate,) = asked
+    ((rate, rule),) = asked
     trace = live.outcomes.trace
     plan = plan_for_most(live.plans, float(trace.arrival_s[traffic.lead]), float(trace.arrival_s[-1]))
     network = simulated_network(settings, live, service_of(settings, traffic.workload(rate), plan.service))
@@ -250,6 +253,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         lead=traffic.lead,
         rate=rate,
         load=traffic.load,
+        rate_rule=rule,
         deadlines=plan.deadlines,
         phases=phases,
         plans=len(live.plans),
@@ -290,16 +294,17 @@ def plan_for_most(plans: tuple[tuple[float, Plan], ...], first_s: float, last_s:
     return plans[int(np.argmax(spans))][1]
 
 
-def _rate_of(traffic: LiveTraffic, status: Status, slo: Slo) -> float:
-    """Raises UsageError where no plan carries anything in time."""
+def choose_rate(traffic: LiveTraffic, status: Status, slo: Slo) -> tuple[float, str]:
+    """Requests per second, and by which rule. Raises UsageError where no plan can serve them, DemoFailed."""
     if traffic.load is None:
-        return traffic.rate or 1.0
+        return (1.0, "the default") if traffic.rate is None else (traffic.rate, "as given")
     capacity = find_capacity(status, traffic.workload(1.0), slo)
-    if not capacity > 0.0:
-        raise UsageError(
-            "load: no plan keeps these deadlines for the share that is wanted; give --rate, or longer ones"
-        )
-    return traffic.load * capacity
+    if not capacity.rate > 0.0:
+        raise UsageError("load: no plan can serve such requests, in time or not; give --rate")
+    rule = f"{traffic.load:.0%} of {capacity}"
+    if capacity.share != slo.target:
+        rule += f", since {slo.target:.0%} are expected to be in time at no rate"
+    return traffic.load * capacity.rate, rule
 
 
 def _steady(network: SimulatedNetwork, traffic: LiveTraffic, rate: float, plan: Plan) -> Outcomes:

@@ -278,9 +278,8 @@ def show(found: LiveComparison) -> None:
         f"{found.requests} requests to {found.emulated} with {found.model}: "
         f"{', '.join(f'{count} {phase}' for phase, count in found.phases.items())}"
     )
-    load = f", {found.load:.0%} of what the best plan is expected to carry" if found.load is not None else ""
     console.print(
-        f"lengths: {found.lengths}; arrivals: {found.arrivals}{load}; links: {found.link_gbps:.2f} Gb/s, "
+        f"lengths: {found.lengths}; arrivals: {found.arrivals}, {found.rate_rule}; links: {found.link_gbps:.2f} Gb/s, "
         f"{found.link_rtt_s * 1e3:.2f} ms, and {found.message_s * 1e3:.1f} ms for each message in the processes at "
         "its ends"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final, NamedTuple
 
 from ...coordinator import Plan
 from ...coordinator.capacity import KvCodec
@@ -17,15 +18,37 @@ from ...node.view import NetworkView
 from ..errors import DemoFailed
 from .plan import expect_running
 
+LOWER_SHARES: Final = (0.9, 0.8, 0.7, 0.6, 0.5)
+"""Of requests in time, in turn, where no rate keeps the share in time that is wanted."""
+
+
+class Capacity(NamedTuple):
+    """Requests per second that the best plan found for this traffic is expected to carry. `share` of them are in time;
+    None: whether in time or not, up to where a replica or a link is full."""
+
+    rate: float
+    share: float | None
+
+    def __str__(self) -> str:
+        return "what fills the plan" if self.share is None else f"what is carried with {self.share:.0%} in time"
+
 
 def expect_plan(status: Status, plan: Plan, workload: Workload, slo: Slo) -> Proposal | None:
     """What is expected of a plan at the workload's rate; None where its replicas cannot serve. Raises DemoFailed."""
     return expect_running(_problem(status, plan, workload, slo, workload.rate), plan)
 
 
-def find_capacity(status: Status, workload: Workload, slo: Slo) -> float:
-    """Requests per second that the best plan found for this traffic is expected to keep in time, at the rate that its
-    target allows. Raises DemoFailed."""
+def find_capacity(status: Status, workload: Workload, slo: Slo) -> Capacity:
+    """With the share in time that `slo` wants, or the highest of LOWER_SHARES below it that any rate keeps, or else
+    without deadlines. The rate is 0 where nothing can be served at all. Raises DemoFailed."""
+    for share in (slo.target, *(share for share in LOWER_SHARES if share < slo.target)):
+        rate = _highest_rate(status, workload, replace(slo, target=share))
+        if rate > 0.0:
+            return Capacity(rate, share)
+    return Capacity(_highest_rate(status, workload, Slo()), None)
+
+
+def _highest_rate(status: Status, workload: Workload, slo: Slo) -> float:
     if status.plan is None:
         raise DemoFailed("the network has lost its plan")
     network = _problem(status, status.plan, workload, slo, None)

@@ -13,6 +13,7 @@ from typing import Final
 
 from ...coordinator import RoutingSettings
 from ...coordinator.costs.gpus import Specs
+from ...coordinator.planning.model.workload import Slo
 from ...sims.experiments.page import Page, PageTable, ResultRow, write_index, write_page
 from ...sims.workloads import azure
 from .comparison import (
@@ -26,6 +27,7 @@ from .comparison import (
     describe_verdicts,
     run_comparison,
 )
+from .expected import LOWER_SHARES
 from .network import Say
 from .nodes import LiveSettings
 from .schedule import LiveFaultKind, Schedule, ScheduledFault
@@ -98,6 +100,7 @@ class LiveRunRow(ResultRow, frozen=True):
     model: str
     slowed_by: int
     requests_s: float
+    rate_is: str
     requests: int
     plan: str
     plans: int
@@ -153,7 +156,9 @@ def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[Pa
         name=NAME,
         title="Expected, simulated and live: eight emulated boxes",
         assumes=_ASSUMES.format(
-            cards=", ".join(CARDS), load=LOAD, steady=STEADY_REQUESTS, runs=len(SPREAD), policy=RoutingSettings().policy
+            cards=", ".join(CARDS), load=LOAD, steady=STEADY_REQUESTS, runs=len(SPREAD),
+            policy=RoutingSettings().policy, target=Slo().target,
+            shares=", ".join(f"{share:.0%}" for share in LOWER_SHARES if share < Slo().target),
         ),
         command=COMMAND,
         tables=(
@@ -170,7 +175,7 @@ def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[Pa
             ),
         ),
         remarks=_remarks([result for _, result in calm], found),
-    )
+    )  # fmt: skip
 
 
 _ASSUMES: Final = """\
@@ -178,8 +183,12 @@ Eight nodes run as processes of one machine, two of each: {cards}, as ThunderSer
 (`docs/emulated.md`); nodes, gateways, plans, sockets and KV bytes are real. Cards are slowed where it says
 so, in the network, in the plan and in the simulation alike: two cores carry some 250 tokens a second.
 
-Deadlines are multiples of the mean request alone on the fastest box. Poisson arrivals at {load:.0%} of what the
-planner expects the best plan to carry in time; the first fifth of the requests fills the network and does not count.
+Deadlines are multiples of the mean request alone on the fastest box.
+
+Poisson arrivals at {load:.0%} of what the planner expects the best plan to carry with {target:.0%} in time. Where it
+expects so many at no rate, down to a tenth of what fills the plan, which depends on the links as they were measured,
+that is with the highest of {shares} in time, or else what fills the plan's replicas or links, in time or not (*rate
+is*). The first fifth of the requests fills the network and does not count.
 
 *Expected* is the planner's estimate of the plan that the network made and followed; *simulated long* is that plan with
 {steady:,} requests; *live* is what a client saw.
@@ -198,6 +207,7 @@ def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
         model=part.model,
         slowed_by=part.slowed,
         requests_s=found.rate,
+        rate_is=found.rate_rule,
         requests=found.requests,
         plan=", ".join(f"{count} {phase}" for phase, count in found.phases.items()),
         plans=found.plans,

@@ -14,11 +14,12 @@ from ...coordinator.routing.load_blind import PlanShares, RandomReplicas, Single
 from ...coordinator.routing.policies import LEAST_TOKENS, NETWORK_POLICIES, ROUND_ROBIN
 
 __all__ = [
-    "HETERO", "LEAST_TOKENS", "MEMORY", "PLAN", "POLICIES", "RANDOM", "ROUND_ROBIN", "SHARES", "SINGLE",
+    "HETERO", "LEAST_TOKENS", "MEMORY", "PLAN", "POLICIES", "PREDICTED", "RANDOM", "ROUND_ROBIN", "SHARES", "SINGLE",
     "WEIGHTED_ROUND_ROBIN",
 ]  # fmt: skip
 
 PLAN: Final = "plan"
+PREDICTED: Final = "predicted"
 HETERO: Final = "hetero"
 SHARES: Final = "shares"
 RANDOM: Final = "random"

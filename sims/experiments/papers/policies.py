@@ -29,9 +29,10 @@ from .cronus_systems import (
     run_split,
     run_whole,
 )
-from .hetero import EQUAL as CHUNKED
-from .hetero import LINKS, RATES, ServingSystem, draw_lengths, make_five, make_pair, tokens_s
-from .hetero import run_system as run_instances
+from .hetero import RATES
+from .hetero_systems import EQUAL as CHUNKED
+from .hetero_systems import LINKS, ServingSystem, draw_lengths, make_five, make_pair, tokens_s
+from .hetero_systems import run_system as run_instances
 
 DEFAULT: Final = RoutingSettings().policy
 CRONUS: Final = "cronus"

@@ -20,7 +20,7 @@ from ...splitwise.provisioning import (
 )
 from ...splitwise.step_lookup import Mode
 from ...splitwise.traces import azure_lengths
-from ..page import Page, PageTable, ResultRow
+from ..page import Curves, Page, PageTable, Picture, ResultRow
 from ..setting import Scope
 from .kv_second_token import second_token_rows, visible_picture, visible_rows
 
@@ -35,6 +35,11 @@ BASELINE: Final = 40
 """DGX-H100 machines whose power, cost or throughput the clusters of figures 15 to 18 share."""
 
 CODING_RATE: Final = 70.0
+SPACE_PROMPT: Final = range(22, 35)
+MOST_TOKEN: Final = 10
+"""Machines for prompts and for tokens of the part of figure 12 where clusters begin to meet the SLOs."""
+
+PAPER_STAR: Final = (27, 3)
 KV_PROMPTS: Final = 100
 
 PAPER_POWER: Final[Mapping[str, tuple[str, str]]] = {
@@ -75,6 +80,19 @@ class SizedRow(ResultRow, frozen=True):
     paper: str
 
 
+class DesignSpaceRow(ResultRow, frozen=True):
+    """With so many prompt machines, the fewest token machines with which each metric meets its three SLOs, and all do;
+    None: more than MOST_TOKEN. `usd_per_h`: of the cluster that meets all."""
+
+    times: str
+    prompt_machines: int
+    TTFT: int | None
+    TBT: int | None
+    E2E: int | None
+    all_nine: int | None
+    usd_per_h: float | None
+
+
 class ProvisionRow(ResultRow, frozen=True):
     """A design's best cluster. Ratios: each figure over that of Baseline-H100's."""
 
@@ -95,6 +113,7 @@ def provision(scope: Scope) -> Page:
     """The page; of traces as long as the paper's at most."""
     seconds = min(SECONDS, scope.seconds)
     visible = visible_rows()
+    space = [row for mode in MODES for row in design_space(mode, seconds)]
     return Page(
         name="provision",
         title="Splitwise's clusters, provisioned again",
@@ -108,6 +127,11 @@ def provision(scope: Scope) -> Page:
         ),
         tables=(
             PageTable("Figure 12", _sized(seconds), "Splitwise-HH, coding, 70 requests/s, the least cost."),
+            PageTable(
+                "Figure 12, the space", space,
+                "BLOOM-176B: the fewest token machines beside so many prompt machines with which SLOs are met\n(up to "
+                f"{MOST_TOKEN}); dollars of the paper's Table I.",
+            ),
             PageTable(
                 "Figures 15 and 17a",
                 _rows(seconds, Wanted.MOST_AT_POWER),
@@ -139,9 +163,9 @@ def provision(scope: Scope) -> Page:
                 "Coding prompts one at a time, one DGX-H100 to another, in ms on average.",
             ),
         ),
-        pictures=(visible_picture(visible),),
+        pictures=(_space_picture(space), visible_picture(visible)),
         remarks=REMARKS,
-    )
+    )  # fmt: skip
 
 
 @cache
@@ -171,6 +195,48 @@ def _sized(seconds: float) -> list[SizedRow]:
                     )
                 )
     return rows
+
+
+def design_space(mode: Mode, seconds: float) -> list[DesignSpaceRow]:
+    """Of Splitwise-HH for 70 coding requests/s. Every cluster is simulated to its end: none is taken to be as good as
+    its neighbours."""
+    catalogue, trials = splitwise_trials(BLOOM, "code", mode, seconds)
+    design, rows = parse_design("HH", catalogue), []
+    for prompt in SPACE_PROMPT:
+        missed = {
+            token: trials.try_cluster(design, prompt, token, CODING_RATE, to_the_end=True).missed
+            for token in range(1, MOST_TOKEN + 1)
+        }
+
+        def fewest(metric: str, missed: Mapping[int, Sequence[str]] = missed) -> int | None:
+            met = (token for token, slos in missed.items() if not any(each.startswith(metric) for each in slos))
+            return next(met, None)
+
+        every = fewest("")
+        rows.append(
+            DesignSpaceRow(
+                times=mode, prompt_machines=prompt, TTFT=fewest("ttft"), TBT=fewest("tbt"), E2E=fewest("e2e"),
+                all_nine=every, usd_per_h=None if every is None else design.usd_per_h(prompt, every),
+            )
+        )  # fmt: skip
+    return rows
+
+
+def _space_picture(rows: Sequence[DesignSpaceRow]) -> Picture:
+    """Figure 12: what lies above a line meets the SLOs of its metric."""
+    panels = []
+    for mode in MODES:
+        lines: dict[str, tuple[Sequence[float], Sequence[float]]] = {}
+        for field in ("TTFT", "TBT", "E2E"):
+            found = [row for row in rows if row.times == mode and getattr(row, field) is not None]
+            lines[field] = [row.prompt_machines for row in found], [getattr(row, field) for row in found]
+        met = [row for row in rows if row.times == mode and row.usd_per_h is not None]
+        least = [row for row in met if row.usd_per_h == min(each.usd_per_h or 0.0 for each in met)]
+        lines["least cost"] = [row.prompt_machines for row in least], [row.all_nine or 0 for row in least]
+        lines["the paper's"] = [PAPER_STAR[0]], [PAPER_STAR[1]]
+        panels.append(Curves(x=f"prompt machines, {mode}", y="token machines", lines=lines, marker="o"))
+    about = "Figure 12: the fewest token machines over prompt machines with which each metric meets its SLOs"
+    return Picture("provision-space", about, (tuple(panels),))
 
 
 def _rows(seconds: float, what: Wanted) -> list[ProvisionRow]:
@@ -237,9 +303,13 @@ REMARKS: Final = """\
 - Does not agree, once decode steps take what was measured for their batch: AA carries 0.88 of
   Baseline-H100 and HA as much as it, at 13 % less cost. Splitting pays most on H100 alone: HH 1.25
   times, HHcap 1.5 times. All designs want more token machines than the paper gives them.
-- Figure 12: 29 machines with BLOOM-176B where the paper has 30, one token machine instead of three:
-  the mixed pool does the rest. The paper does not name the model; Llama2-70B needs 18 or 19. None
-  of the three price ratios changes more than one machine.
+- Figure 12: 29 machines with BLOOM-176B where the paper has 30, 27 and 3. The paper does not name the
+  model; Llama2-70B needs 18 or 19. None of the three price ratios changes more than one machine.
+
+  Its space is flat, since the mixed pool makes up for a split that does not fit: 29 machines meet all
+  nine SLOs as 23 and 6, 27 and 2, or 28 and 1 with either step times, and no 28 do. The paper's star
+  lies one machine beyond. Wherever a split is too small, TBT asks for no fewer token machines than TTFT
+  and E2E do.
 - Figure 18b: AA costs 21 % less than Baseline-H100 as released (paper 25 %), and 9 % less as
   measured. There HHcap is the cheapest, at 14 % less, with 28 % less power.
 - Figure 17b agrees with steps as released: for the same money AA carries 1.36 times Baseline-H100's

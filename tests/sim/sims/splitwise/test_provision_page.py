@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from p2pserve.sims.experiments.setting import Scope
 from p2pserve.sims.experiments.splitwise import provision as experiment
 from p2pserve.sims.experiments.splitwise.kv_second_token import H100, second_token_rows, visible_rows
 from p2pserve.sims.experiments.splitwise.provision import ProvisionRow
+from p2pserve.sims.splitwise.cluster_trials import ClusterTrials
 
 
 def test_layer_by_layer_hides_what_serialised_kv_costs_the_second_token() -> None:
@@ -40,21 +43,48 @@ def test_what_is_left_of_serialised_kv_grows_with_the_prompt_and_short_prompts_a
     assert rows[1024].chosen_ms == rows[1024].layer_by_layer_ms
 
 
+def test_the_space_of_clusters_says_what_each_metric_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By clusters whose answers are given: TTFT wants 3 token machines, TBT 2, E2E more than are tried."""
+    limits = {"ttft_p99": 3, "tbt_p50": 2, "e2e_p90": 9}
+    tried: list[tuple[int, int, float]] = []
+
+    def try_cluster(_: object, design: object, prompt: int, token: int, rate: float, **told: bool) -> SimpleNamespace:
+        assert told == {"to_the_end": True}
+        tried.append((prompt, token, rate))
+        missed = tuple(slo for slo, machines in limits.items() if token < (machines if prompt < 30 else 1))
+        return SimpleNamespace(missed=missed)
+
+    monkeypatch.setattr(ClusterTrials, "try_cluster", try_cluster)
+    monkeypatch.setattr(experiment, "SPACE_PROMPT", (29, 30))
+    monkeypatch.setattr(experiment, "MOST_TOKEN", 4)
+    scarce, ample = experiment.design_space("released", 2.0)
+    assert (scarce.TTFT, scarce.TBT, scarce.E2E, scarce.all_nine, scarce.usd_per_h) == (3, 2, None, None, None)
+    assert (ample.TTFT, ample.TBT, ample.E2E, ample.all_nine) == (1, 1, 1, 1)
+    assert ample.usd_per_h == pytest.approx(31 * 38.0)
+    assert tried == [(prompt, token, 70.0) for prompt in (29, 30) for token in (1, 2, 3, 4)]
+
+
 def test_the_page_has_each_design_beside_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(experiment, "KV_PROMPTS", 3)
+    monkeypatch.setattr(experiment, "SPACE_PROMPT", (27, 28))
+    monkeypatch.setattr(experiment, "MOST_TOKEN", 2)
     monkeypatch.setattr(experiment, "MODES", ("measured",))
     page = experiment.provision(Scope(seconds=2.0))
     tables = {table.title: table for table in page.tables}
-    titles = ["Figure 12", "Figures 15 and 17a", "Figure 17b", "Figure 18a", "Figure 18b", "Figure 13", "Figure 14"]
+    titles = [
+        "Figure 12", "Figure 12, the space", "Figures 15 and 17a", "Figure 17b", "Figure 18a", "Figure 18b",
+        "Figure 13", "Figure 14",
+    ]  # fmt: skip
     assert list(tables) == titles
     found = {title: [row for row in tables[title].rows if isinstance(row, ProvisionRow)] for title in titles}
-    for title in titles[1:5]:
+    for title in titles[2:6]:
         assert [row.design for row in found[title]] == ["baseA", "baseH", "AA", "HH", "HHcap", "HA"]
     assert all(row.kw <= 224.001 for row in found["Figures 15 and 17a"]), "none has more power than 40 DGX-H100"
     assert all(row.usd_per_h <= 1520.001 for row in found["Figure 17b"]), "none costs more"
     for by_power, by_cost in zip(found["Figure 18a"], found["Figure 18b"], strict=True):
         assert by_power.kw <= by_cost.kw * 1.001
         assert by_cost.usd_per_h <= by_power.usd_per_h * 1.001
+    assert [row.prompt_machines for row in tables["Figure 12, the space"].rows] == [27, 28]
     assert "2 s" in page.assumes
     text = page.markdown()
     assert "27P, 3T" in text
