@@ -34,6 +34,7 @@ from . import messages
 from .admin.answering import NodeAnswers
 from .box import hardware
 from .box.home import lock_home
+from .catalogue.desk import CatalogueDesk
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
 from .http.admission import FrontRules, check_listen
@@ -180,6 +181,7 @@ async def _join(
             address = network.address
             handed_out: dict[str, str] = {}
             keeper = membership.owner
+            CatalogueDesk(joined, keeper)
             if keeper is not None:
                 here = Bootstrap(address.host, address.port, identity.peer_id)
                 handed_out = await trio.to_thread.run_sync(keeper.take_greetings, here, settings.also, time.time())

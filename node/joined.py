@@ -121,6 +121,8 @@ class Joined:
     def follow(self) -> None:
         """Take in members, links, the coordinator and its plans as of now. Adverts have been taken in before."""
         self.view.update_links(self.network.entries(messages.LINKS))
+        if self.view.update_catalogue(self.network.orders.documents):
+            self._say_catalogue()
         # One that is merely suspected still takes KV: the plan says who is used, and a transfer shows whether it works.
         members = self.network.members()
         present = self._others(members, MemberState.ALIVE, MemberState.SUSPECT)
@@ -169,6 +171,11 @@ class Joined:
             if table != published:
                 published = table
                 self.publish(messages.LINKS, table)
+
+    def _say_catalogue(self) -> None:
+        catalogue = self.view.catalogue
+        names = ", ".join(entry.name for entry in catalogue.entries) or "nothing but what boxes bring"
+        self.say(f"catalogue, version {catalogue.version}: {names}")
 
     def _consider_plan(self, leader: Leader) -> None:
         entry, bundle = (self.network.entries(kind).get(leader[0], b"") for kind in (messages.PLAN, PLAN_BUNDLE))
@@ -261,6 +268,7 @@ class Joined:
                 for member in self.network.members()
             ),
             plan=(plan := self.view.plan),
+            catalogue=self.view.catalogue if self.view.catalogue.version else None,
             other_plans=tuple(each for _, each in sorted(self.view.plans.items()) if each is not plan),
             worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
         )

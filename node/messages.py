@@ -27,6 +27,7 @@ from ..coordinator.bounds import MAX_STAGES, Count, Counter, Degree, Figure, Lay
 from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.plan import MorePlans
 from ..coordinator.regrouping.divisions import BoxDivision
+from ..coordinator.services.catalogue import ServiceCatalogue
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
@@ -338,22 +339,6 @@ class ReplicaHung(Message, frozen=True, kw_only=True):
     hung: bool
 
 
-class Drain(Message, frozen=True, kw_only=True):
-    """Ask a box whether it takes new requests; with `draining`, tell it to take none, or (False) to take them again."""
-
-    draining: bool | None = None
-
-
-class Drained(Message, frozen=True, kw_only=True):
-    """Whether a box takes no new requests, and how many it has yet to finish. `since`: the order for it was given, 0
-    where there is none; `left_s`: after which it leaves the network, whatever is unfinished then."""
-
-    draining: bool
-    since: UnixTime = 0.0
-    requests: Count = 0
-    left_s: Seconds | None = None
-
-
 class FirstToken(Message, frozen=True, kw_only=True):
     """The client has been shown this token, which the prefill node has written: go on from there."""
 
@@ -488,7 +473,8 @@ class NodeStatus(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The network as one node sees it. `key_usd`: costs there by API key, for admins; `other_plans`: of others."""
+    """The network as one node sees it. `key_usd`: costs there by API key, for admins; `other_plans`: of others;
+    `catalogue`: what the network is to serve, where an admin has said so."""
 
     answered_by: Name
     coordinator: Name | None
@@ -498,3 +484,4 @@ class Status(Message, frozen=True, kw_only=True):
     other_plans: MorePlans = ()
     worth: Annotated[dict[Name, BoxWorth], msgspec.Meta(max_length=MAX_PEERS)] = {}
     key_usd: Annotated[dict[Label, Figure], msgspec.Meta(max_length=2 * MAX_KEYS)] = {}
+    catalogue: ServiceCatalogue | None = None

@@ -85,20 +85,31 @@ class GatewayFinder:
         return frozenset(gateways(self._find_boxes(MemberState.SUSPECT), service, self.planned_service()))
 
     def _find_boxes(self, state: MemberState) -> list[GatewayCandidate]:
-        self._book.update(self._network.entries(ADVERT))
-        return [
+        book = self._book
+        book.update(self._network.entries(ADVERT))
+        book.update_catalogue(self._network.orders.documents)
+        found = [
             GatewayCandidate(
                 peer=member.peer_id,
-                advert=self._book.adverts.get(member.peer_id),
+                advert=book.adverts.get(member.peer_id),
                 rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
             )
             for member in self._network.members()
             if member.state is state and member.role is not Role.CLIENT
         ]
+        return [each for each in found if each.service is None or not book.is_removed(each.service)]
 
     def rank(self, service: str | None) -> list[PeerId]:
         """Those that offer it, best first."""
-        return gateways(self.candidates(), service, self.planned_service())
+        return gateways(self.candidates(), self.model_of(service), self.planned_service())
+
+    def model_of(self, service: str | None) -> str | None:
+        """What boxes call that which a request calls so: the model, where the catalogue has an entry of this name."""
+        return self._book.catalogue.model_of(service) if service is not None else None
+
+    def is_awaited(self, service: str | None) -> bool:
+        """Whether the catalogue has it, so that a box may come to serve it."""
+        return service is not None and any(service in (e.name, e.model_name) for e in self._book.catalogue.entries)
 
     def planned_service(self) -> str | None:
         """The service that the coordinator has a plan for, as far as it has been heard of here."""

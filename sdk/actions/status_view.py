@@ -1,15 +1,14 @@
-"""`p2pserve status` and `models` for people."""
+"""`p2pserve status` for people."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from textwrap import wrap
 from typing import Any
 
 import msgspec
 from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -37,7 +36,6 @@ GONE = frozenset({"dead", "left"})
 SPEED_AT = (8, 256)
 """Requests and their length at which engines are compared."""
 
-MODEL_COLUMNS = ("model", "name", "boxes", "ready", "tokens", "KV tokens")
 CLIENT = Role.CLIENT.value
 WIDE = 200  # columns for a table that goes to a file: nothing is cut off
 
@@ -341,62 +339,3 @@ def _load(advert: Advert) -> str:
     if stats is None:
         return "-"
     return f"{stats.running} running, {stats.waiting} waiting, KV {stats.kv_usage:.0%}"
-
-
-class OfferedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that boxes of a network offer. `service` is what a request calls it, or `name`; `longest`: tokens of a
-    prompt with its answer; `kv_tokens`: that fit on all ready boxes together."""
-
-    service: str
-    name: str
-    boxes: int
-    ready: int
-    longest: int
-    kv_tokens: int
-
-
-def list_models(status: Status) -> list[OfferedModel]:
-    """The models of all living boxes, in order of name."""
-    adverts = [
-        node.advert
-        for node in status.nodes
-        if node.role != CLIENT and node.state == "alive" and node.advert is not None and node.advert.model is not None
-    ]
-    found = []
-    for service in sorted({advert.model.service for advert in adverts if advert.model is not None}):
-        offers = [advert for advert in adverts if advert.model is not None and advert.model.service == service]
-        engines = [each.engine for each in offers if each.engine is not None and each.engine.state == "ready"]
-        first = offers[0].model
-        assert first is not None
-        found.append(
-            OfferedModel(
-                service=service,
-                name=first.name,
-                boxes=len(offers),
-                ready=len(engines),
-                longest=max((engine.max_model_len for engine in engines), default=0),
-                kv_tokens=sum(engine.kv_tokens for engine in engines),
-            )
-        )
-    return found
-
-
-def print_models(models: Sequence[OfferedModel], console: Console) -> None:
-    """A table; where that is too wide for long names, which are typed back, a paragraph for each. Or that there is
-    none."""
-    if not models:
-        console.print("models: no box of this network offers one; start one with `p2pserve join --model ...`")
-        return
-    table = Table(*MODEL_COLUMNS, box=None, pad_edge=False, header_style="bold")
-    for each in models:
-        figures = (str(value) if value else "-" for value in (each.longest, each.kv_tokens))
-        table.add_row(each.service, each.name, str(each.boxes), str(each.ready), *figures)
-    keep_whole(table, *MODEL_COLUMNS)
-    if Measurement.get(console, console.options.update(max_width=10**4), table).maximum <= console.width:
-        console.print(table)
-        return
-    for each in models:
-        longest = f", {each.longest} tokens at most" if each.longest else ""
-        kv = f", {each.kv_tokens} tokens of KV" if each.kv_tokens else ""
-        console.print(f"{each.service}\n    {each.name}")
-        console.print(f"    {each.boxes} box{'es' * (each.boxes != 1)}, {each.ready} ready{longest}{kv}")

@@ -59,9 +59,12 @@ class Member:
 
 
 async def join_both(
-    stack: AsyncExitStack, second: Role = Role.WORKER, token_role: Role | None = None
+    stack: AsyncExitStack,
+    second: Role = Role.WORKER,
+    token_role: Role | None = None,
+    key: NetworkKey | None = None,
 ) -> tuple[Member, Member]:
-    memory, key = MemoryNetwork(), NetworkKey.generate()
+    memory, key = MemoryNetwork(), key or NetworkKey.generate()
     identities = [Identity.generate() for _ in ADDRESSES]
     first = Bootstrap(ADDRESSES[0].host, ADDRESSES[0].port, identities[0].peer_id)
     members = []
