@@ -16,7 +16,7 @@ from p2pserve.node.methods import CATALOGUE_CHANGE
 from p2pserve.node.owner.messages import CatalogueChange, CatalogueChanged
 from p2pserve.node.ownership import Ownership
 
-from .test_joined import Member, join_both
+from ..test_joined import Member, join_both
 
 CHAT = CatalogueChange(add=CatalogueEntry(name="chat", model="tiny", slo="5x"))
 
