@@ -17,6 +17,7 @@ from ..bootstrap.network import Network
 from ..coordinator import Plan
 from ..coordinator.names import count_of, name_of
 from . import messages, methods
+from .catalogue.messages import HOSTING, read_hosting
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
 from .links.reach import choose_relays
@@ -72,6 +73,7 @@ class Joined:
         self._followed = followed
         self._states: dict[PeerId, MemberState] = {}
         self._phase = ""
+        self._hosting: tuple[Leader, bytes] | None = None  # what was looked at last
         self._tokens: CounterRates[PeerId] = CounterRates()
         self._rates_at = -RATES_S
         network.handle(methods.STATUS, self._on_status)
@@ -182,6 +184,11 @@ class Joined:
         if entry or bundle:
             self.intake.see(leader, entry, trio.current_time(), bundle)
         self.take_plan()
+        hosting = self.network.entries(HOSTING).get(leader[0], b"")
+        if (leader, hosting) != self._hosting:
+            self._hosting, found = (leader, hosting), read_hosting(hosting)
+            if found is not None and found.epoch == leader[1]:
+                self.view.hosting = found
 
     def _recall_plan(self, epoch: int) -> None:
         """Go on by what an earlier run followed, once there is a coordinator: not by a plan of a later epoch than its.

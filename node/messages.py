@@ -28,6 +28,7 @@ from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.plan import MorePlans
 from ..coordinator.regrouping.divisions import BoxDivision
 from ..coordinator.services.catalogue import ServiceCatalogue
+from ..coordinator.services.hosting import HostingOffer
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
@@ -102,7 +103,8 @@ class Advert(Message, frozen=True, kw_only=True):
     """What a node tells everyone about itself. Signed and versioned by the membership layer.
 
     `fits`: layers for which its `tp` GPUs have memory; `profile` is fitted to its engine's steps, `demand` is of its
-    clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is."""
+    clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is.
+    `hosting`: it hosts what it is given."""
 
     hardware: Hardware
     draining: bool
@@ -119,6 +121,7 @@ class Advert(Message, frozen=True, kw_only=True):
     ends_in_s: Seconds | None = None
     hung: bool = False
     division: BoxDivision | None = None
+    hosting: HostingOffer | None = None
 
 
 class LinkTable(Message, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from ..kernels.codecs import CODEC_NAMES, codec_named
 from ..kvtransport.probing.figures import Source
 from .adverts import AdvertBook, find_box_fault, find_fault, join_faults, plans_of
 from .box.hardware import Hardware
+from .catalogue.messages import HostingPlan
 from .engine.protocol import EngineStats
 from .links.planner_links import PlannerLinks
 from .messages import Advert, EngineAdvert, LinkTable, Status
@@ -95,6 +96,7 @@ class NetworkView(AdvertBook):
 
     plans: dict[str, Plan] = field(default_factory=dict)  # by service: at most MAX_SERVICES
     plan_authors: dict[str, PeerId | None] = field(default_factory=dict)  # None: not known, as after a restart
+    hosting: HostingPlan | None = None  # of whoever coordinates, or did last
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
     dead_at: dict[PeerId, float] = field(default_factory=dict)  # boxes that died, by the clock of the agent
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)

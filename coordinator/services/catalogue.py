@@ -110,13 +110,20 @@ def read_catalogue(payload: bytes) -> ServiceCatalogue | None:
         return None
 
 
+def find_name_fault(name: str) -> str:
+    """Why no entry can be called so, for people; "" where one can."""
+    if len(name) <= MAX_NAME_CHARS and _NAME.fullmatch(name) is not None:
+        return ""
+    return (
+        f"{name[:80]!r} is no name; write 1 to {MAX_NAME_CHARS} letters, digits and . _ - : / that begin with a letter "
+        "or a digit"
+    )
+
+
 def find_entry_fault(entry: CatalogueEntry) -> str:
     """What is wrong with an entry, for people; "" where nothing is."""
-    if len(entry.name) > MAX_NAME_CHARS or _NAME.fullmatch(entry.name) is None:
-        return (
-            f"name: {entry.name[:80]!r} is none; write 1 to {MAX_NAME_CHARS} letters, digits and . _ - : / that begin "
-            "with a letter or a digit"
-        )
+    if fault := find_name_fault(entry.name):
+        return f"name: {fault}"
     if not entry.model or not entry.model.isprintable() or entry.model != entry.model.strip():
         return f"model: {entry.model[:80]!r} is none; give a folder, `bundled`, or a Hugging Face id"
     if entry.model.startswith((".", "~")):

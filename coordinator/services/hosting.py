@@ -10,8 +10,10 @@ Pure: time is a parameter. The same boxes and the same past give the same answer
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import Annotated, Final, final
 
 import msgspec
@@ -30,6 +32,10 @@ shorter: boxes follow what clients ask for sooner."""
 AWAY_S: Final = 45.0
 """A box that is away counts for so long as if it were here: it leaves for a moment to come back with another model.
 Shorter: a service whose only box is lost gets another one sooner."""
+
+LATE_S: Final = 1800.0
+"""A box that has not served for so long what it was given counts for nothing: others are given it, too. Longer: slow
+downloads come to their end; shorter: a service whose box does not get on is served sooner."""
 
 FORGET_S: Final = 1800.0
 """For so long a box that is away is given the service that it had, when it comes back: its files are there."""
@@ -64,11 +70,13 @@ class HostingOffer(msgspec.Struct, frozen=True, kw_only=True):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostingBox:
-    """A box as it is to be decided about. `power`: GiB of its GPUs, or of the box: its part of what can be served."""
+    """A box as it is to be decided about. `power`: GiB of its GPUs, or of the box: its part of what can be served.
+    `serves`: the entry for which its engine is ready, "" for none; None: that is not known."""
 
     id: str
     offer: HostingOffer
     power: float
+    serves: str | None = None
 
     def fits(self, name: str) -> int:
         """How many layers of an entry's model it can hold, at most all."""
@@ -106,11 +114,16 @@ class _Draft:
     """Which box is to host what, while it is decided. `targets`: how much each entry is to have, beside the others."""
 
     def __init__(
-        self, boxes: Iterable[HostingBox], targets: Mapping[str, float], brought: Mapping[str, Brought]
+        self,
+        boxes: Iterable[HostingBox],
+        targets: Mapping[str, float],
+        brought: Mapping[str, Brought],
+        late: frozenset[str],
     ) -> None:
         self.boxes = {box.id: box for box in boxes}
         self.targets = targets
         self.given: dict[str, str] = {}  # box -> entry
+        self._late = late  # boxes that count for nothing
         self._placed = {name for name, each in brought.items() if each.is_placed}
         self._members: dict[str, dict[str, None]] = {name: {} for name in targets}
         self._power = {name: brought.get(name, NOTHING).power for name in targets}
@@ -125,15 +138,17 @@ class _Draft:
         """A box without an entry is to host this one."""
         self.given[box.id] = name
         self._members[name][box.id] = None
-        self._power[name] += box.power
-        self._fits[name] += box.fits(name)
+        if box.id not in self._late:
+            self._power[name] += box.power
+            self._fits[name] += box.fits(name)
 
     def take(self, box: HostingBox) -> None:
         """A box is to host nothing."""
         name = self.given.pop(box.id)
         del self._members[name][box.id]
-        self._power[name] -= box.power
-        self._fits[name] -= box.fits(name)
+        if box.id not in self._late:
+            self._power[name] -= box.power
+            self._fits[name] -= box.fits(name)
 
     def of(self, name: str) -> list[HostingBox]:
         """The boxes of an entry."""
@@ -149,7 +164,7 @@ class _Draft:
 
     def is_placed(self, name: str, without: HostingBox | None = None) -> bool:
         """Whether an entry's boxes, but for one, hold its model at least once."""
-        less = without.fits(name) if without is not None else 0
+        less = without.fits(name) if without is not None and without.id not in self._late else 0
         return name in self._placed or self.holds(name, self._fits[name] - less)
 
     def richness(self, name: str, more: float = 0.0) -> float:
@@ -158,12 +173,13 @@ class _Draft:
 
     def free(self) -> list[HostingBox]:
         """Boxes without an entry, the strongest first."""
-        found = (box for box in self.boxes.values() if box.id not in self.given)
+        found = (box for box in self.boxes.values() if box.id not in self.given and box.id not in self._late)
         return sorted(found, key=lambda box: (-box.power, box.id))
 
     def spare(self) -> list[HostingBox]:
         """Boxes that their entries can do without, those of the richest first."""
-        found = [self.boxes[box] for box, name in self.given.items() if self.is_placed(name, self.boxes[box])]
+        sure = ((self.boxes[box], name) for box, name in self.given.items() if box not in self._late)
+        found = [box for box, name in sure if self.is_placed(name, box)]
         return sorted(found, key=lambda box: (-self.richness(self.given[box.id]), box.power, box.id))
 
 
@@ -175,6 +191,7 @@ class Assigner:
         self._given: dict[str, tuple[str, float]] = {}  # box -> entry, since
         self._seen: dict[str, float] = {}
         self._boxes: dict[str, HostingBox] = {}  # as they were seen last
+        self._good_at: dict[str, float] = {}  # when each was given something, came back, or was seen to serve it
 
     def __repr__(self) -> str:
         return f"<Assigner {len(self._given)} boxes>"
@@ -194,8 +211,8 @@ class Assigner:
         now: float,
     ) -> dict[str, str]:
         """The entry of each box that is to have one, at `now` (seconds)."""
-        boxes = self._see(boxes, now)
-        draft = _Draft(boxes, _weigh(entries, boxes, brought), brought)
+        boxes = _keep_agreed(self._see(boxes, now))
+        draft = _Draft(boxes, _weigh(entries, boxes, brought), brought, self._find_late(boxes, now))
         for box in boxes:
             # What the box has counts where nothing was given here: an earlier coordinator's word, or its own start.
             name = self._given[box.id][0] if box.id in self._given else box.offer.hosts
@@ -207,9 +224,18 @@ class Assigner:
         self._note(draft, now)
         return dict(sorted(draft.given.items()))
 
+    def _find_late(self, boxes: Iterable[HostingBox], now: float) -> frozenset[str]:
+        """Boxes that were given something long ago and do not serve it."""
+        for box in boxes:
+            if box.serves is None or box.serves == self._given.get(box.id, ("", 0.0))[0]:
+                self._good_at[box.id] = now
+        return frozenset(box.id for box in boxes if now - self._good_at.setdefault(box.id, now) > LATE_S)
+
     def _see(self, boxes: Sequence[HostingBox], now: float) -> list[HostingBox]:
         """These, and those that are away for a moment."""
         here = {box.id: box for box in boxes}
+        back = [id_ for id_ in here if now - self._seen.get(id_, now) > AWAY_S]
+        self._good_at.update(dict.fromkeys(back, now))
         self._seen.update(dict.fromkeys(here, now))
         self._boxes.update(here)
         away = [box for id_, box in self._boxes.items() if id_ not in here and now - self._seen[id_] <= AWAY_S]
@@ -232,6 +258,7 @@ class Assigner:
         for box, name in draft.given.items():
             if self._given.get(box, ("", 0.0))[0] != name:
                 self._given[box] = name, now
+                self._good_at[box] = now
         gone = [box for box, at in self._seen.items() if now - at > FORGET_S]
         idle = [box for box in draft.boxes if box not in draft.given]
         for box in (*gone, *idle):
@@ -239,6 +266,23 @@ class Assigner:
         for box in gone:
             del self._seen[box]
             self._boxes.pop(box, None)
+            self._good_at.pop(box, None)
+
+
+def _keep_agreed(boxes: Sequence[HostingBox]) -> list[HostingBox]:
+    """The boxes with what they say of models that have as many layers as most say: one that lies, or has other files,
+    hosts nothing by that, and keeps nobody else from it."""
+    told: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for box in boxes:
+        for name, model in box.offer.models.items():
+            if model.is_possible:
+                told[name][model.layers] += 1
+    agreed = {name: max(counts, key=lambda layers: (counts[layers], -layers)) for name, counts in told.items()}
+    found = []
+    for box in boxes:
+        models = {name: model for name, model in box.offer.models.items() if model.layers == agreed.get(name)}
+        found.append(replace(box, offer=msgspec.structs.replace(box.offer, models=models)))
+    return found
 
 
 def _weigh(
@@ -247,12 +291,11 @@ def _weigh(
     """How much each entry is to have, beside the others: its weight, and up to as many times more as there are entries
     where clients ask for it alone. What a token costs goes by the weights that it is multiplied with."""
     listed = {entry.name: entry.weight for entry in entries}
-    sizes = dict.fromkeys(listed, 0)
+    sizes: defaultdict[str, list[int]] = defaultdict(list)
     for box in boxes:
         for name, model in box.offer.models.items():
-            if name in sizes:
-                sizes[name] = max(sizes[name], model.weight_bytes)
-    work = {name: brought.get(name, NOTHING).tokens_s * sizes[name] for name in listed}
+            sizes[name].append(model.weight_bytes)
+    work = {name: brought.get(name, NOTHING).tokens_s * median_low(sizes[name] or (0,)) for name in listed}
     total = sum(work.values())
     return {
         name: weight * (1.0 + (len(listed) * work[name] / total if total > 0.0 else 0.0))

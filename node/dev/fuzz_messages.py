@@ -24,6 +24,7 @@ from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.permits import Permit
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 from .. import messages, methods
+from ..catalogue.messages import HostingPlan
 from ..engine.protocol import KvSlice
 from ..models.errors import PromptError
 from ..planning.messages import PlanBundle, PlanManifest
@@ -61,7 +62,7 @@ def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
         kinds[each.body] = None
         if isinstance(each, Method):
             kinds[each.answer] = None
-    return (*kinds, messages.Advert, messages.LinkTable, PlanManifest, PlanBundle, Plan)
+    return (*kinds, messages.Advert, messages.LinkTable, PlanManifest, PlanBundle, Plan, HostingPlan)
 
 
 class MessageMaker:

@@ -229,23 +229,5 @@ class Host:
 
     async def _fetch(self, place: Place, say: Callable[[str], None]) -> Path:
         """Download what the place needs and is not here. Raises ModelError."""
-        token = trio.lowlevel.current_trio_token()
-        line, told = ProgressLine(0.0), -1
-        called_off = False
-
-        def report(progress: DownloadProgress) -> None:
-            nonlocal told
-            if called_off:
-                raise NodeError("the download has been called off")
-            if progress.percent != told:
-                told = progress.percent
-                text = line.line(progress, time.monotonic())
-                if text is not None:
-                    token.run_sync_soon(say, f"downloads {text}")
-
-        try:
-            return await trio.to_thread.run_sync(
-                self._model.fetch, place.stage.first_layer, place.stage.last_layer, report, abandon_on_cancel=True
-            )
-        finally:
-            called_off = True
+        first, last = place.stage.first_layer, place.stage.last_layer
+        return await run_download(lambda report: self._model.fetch(first, last, report), say)

@@ -10,6 +10,7 @@ from p2pserve.coordinator.services.catalogue import CatalogueEntry
 from p2pserve.coordinator.services.hosting import (
     AWAY_S,
     FORGET_S,
+    LATE_S,
     MOVE_GAIN,
     REST_S,
     Assigner,
@@ -144,6 +145,36 @@ def test_a_box_that_comes_back_is_given_what_it_had_and_after_long_what_is_neede
     assert assigner.assign(BOTH, boxes, {}, AWAY_S + 2.0) == first
     assigner.assign(BOTH, rest, {}, AWAY_S + 3.0 + FORGET_S)
     assert f"{len(rest)} boxes" in repr(assigner)
+
+
+def test_a_box_that_does_not_get_on_counts_for_nothing_after_a_while_and_again_once_it_serves() -> None:
+    both = (CHAT, entry("code", 9.0))
+    slow = HostingBox(id="b0", offer=HostingOffer(models={"chat": model()}), power=24.0, serves="")
+    assigner, others = Assigner(), equal(3, "chat", "code")[1:]
+    assert assigner.assign(both, [slow, *others], {}, 0.0) == {"b0": "chat", "b1": "code", "b2": "code"}
+    for now in range(0, int(LATE_S), 30):
+        assert counts(assigner.assign(both, [slow, *others], {}, float(now))) == {"chat": 1, "code": 2}
+    late = assigner.assign(both, [slow, *others], {}, LATE_S + 1.0)
+    assert counts(late) == {"chat": 2, "code": 1}
+    assert late["b0"] == "chat"
+
+
+def test_a_box_whose_engine_starts_again_counts_as_long_as_one_that_was_just_given_its_service() -> None:
+    both, others = (CHAT, entry("code", 9.0)), equal(3, "chat", "code")[1:]
+    ready = HostingBox(id="b0", offer=HostingOffer(models={"chat": model()}), power=24.0, serves="chat")
+    starts = HostingBox(id="b0", offer=ready.offer, power=24.0, serves="")
+    assigner = Assigner()
+    for now in range(0, int(2 * LATE_S), 30):
+        assigner.assign(both, [ready, *others], {}, float(now))
+    assert counts(assigner.assign(both, [starts, *others], {}, 3 * LATE_S - 60.0)) == {"chat": 1, "code": 2}
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5, 4096])
+def test_a_box_that_says_otherwise_of_a_model_than_most_hosts_it_not_and_keeps_nobody_from_it(layers: int) -> None:
+    liar = box("a", {"chat": model(fits=4096, layers=layers, weights=1 << 48)}, power=1e9)
+    found = Assigner().assign(BOTH, [liar, *equal(3, "chat", "code")], {"chat": Brought(tokens_s=1.0)}, 0.0)
+    assert "a" not in found
+    assert counts(found) == {"chat": 2, "code": 1}
 
 
 def test_another_coordinator_goes_on_with_what_boxes_host() -> None:

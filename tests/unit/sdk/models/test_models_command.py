@@ -134,8 +134,8 @@ def test_a_refusal_is_a_line_and_a_code(world: World, capsys: Said, refusal: Rem
     ("arguments", "said"),
     [
         (("add", "chat"), "--model"),
-        (("add", "two\nlines", "--model", "a/b"), r"name: 'two\nlines' is none"),
-        (("add", "", "--model", "a/b"), "name: '' is none"),
+        (("add", "two\nlines", "--model", "a/b"), r"name: 'two\nlines' is no name"),
+        (("add", "", "--model", "a/b"), "name: '' is no name"),
         (("add", "chat", "--model", "../here"), "depends on where it is looked for"),
         (("add", "chat", "--model", "a/b/c"), "neither a whole path nor a Hugging Face id"),
         (("add", "chat", "--model", "a/b", "--weight", "0"), "weight: 0 is none"),
