@@ -143,13 +143,6 @@ class AdvertBook:
         self.catalogue = found
         return True
 
-    def is_removed(self, service: str) -> bool:
-        """Whether a service gets no new requests: an admin has taken it out of the catalogue."""
-        if not self.catalogue.removed:
-            return False
-        named = {each.name for each in self.offered_names() if each.service == service}
-        return any(self.catalogue.is_removed(service, name) for name in named or {service})
-
     def offered_names(self) -> Iterator[OfferedName]:
         """What boxes offer, by box."""
         models = (advert.model for advert in self.adverts.values())

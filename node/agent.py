@@ -36,7 +36,7 @@ from .box import hardware
 from .box.home import lock_home
 from .catalogue.assigning import AssignmentDesk
 from .catalogue.desk import CatalogueDesk
-from .catalogue.hosting import HostingLife
+from .catalogue.hosting import HostingLife, follow_lives
 from .catalogue.shelf import ModelShelf
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
@@ -122,11 +122,13 @@ async def run_node(
     with lock_home(settings.home), keep_log(settings.home, say) as say:
         membership = invitation if invitation is not None else new_network(settings.home, say)
         owner = Owner(say, show or _show_nobody, tell)
-        life = HostingLife(ModelShelf(backend, found, settings), None, {}) if settings.hosting is not None else None
-        await _join(settings, membership, found, served, owner, stop, task_status, life)
-        while life is not None and not stop.is_set():
-            life = life.after()
-            await _join(settings, membership, found, life.served, owner, stop, trio.TASK_STATUS_IGNORED, life)
+        if settings.hosting is None:
+            await _join(settings, membership, found, served, owner, stop, task_status)
+            return
+        for life in follow_lives(ModelShelf(backend, found, settings), stop):
+            with life.bear_absence(say):
+                await _join(settings, membership, found, life.served, owner, stop, task_status, life)
+            task_status = trio.TASK_STATUS_IGNORED
 
 
 async def _join(

@@ -39,7 +39,7 @@ from .box.hardware import Hardware
 from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, LayerTimes, Outlet, PipeEnd, WorkerRank
 from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
-from .observing.values import Served, UnixTime
+from .observing.values import Served
 from .web.keys import MAX_KEYS
 
 ADVERT: Final = "advert"

@@ -11,18 +11,21 @@ network and what the others know of its links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Final, NamedTuple, final
 
 import trio
 
+from ...bootstrap import Unreachable
 from ...coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue
 from ...coordinator.services.hosting import HostedModel, HostingOffer
+from ..engine.backend import ServedModel
 from ..joined import Joined
 from ..messages import EngineAdvert
 from ..models.fetching import run_download
 from .messages import HostingPlan
-from .shelf import CANNOT, ModelShelf, ServedModel, describe_fault
+from .shelf import CANNOT, ModelShelf, describe_fault
 
 LOOK_S: Final = 0.5  # between two looks at what it is to host
 RETRY_S: Final = (
@@ -32,10 +35,11 @@ FAILED: Final = "failed"  # an engine that was given up
 
 
 class Placed(NamedTuple):
-    """An entry of the catalogue on this box: all of its files are here."""
+    """An entry of the catalogue, of that version, on this box: all of its files are here."""
 
     entry: CatalogueEntry
     served: ServedModel
+    version: int = 0
 
 
 class Looked(NamedTuple):
@@ -72,17 +76,28 @@ def describe_idle(catalogue: ServiceCatalogue) -> str:
     return "waits: the coordinator has given it nothing yet"
 
 
+def follow_lives(shelf: ModelShelf, stop: trio.Event) -> Iterator[HostingLife]:
+    """One life after the other, each to be lived before the next, until `stop` is set."""
+    life = HostingLife(shelf, None, {})
+    while not stop.is_set():
+        yield life
+        life = life.after()
+
+
 @final
 class HostingLife:
     """From when a box joins with what it hosts until it leaves for another model. `placed`: what it hosts now."""
 
-    def __init__(self, shelf: ModelShelf, placed: Placed | None, looked: dict[str, Looked]) -> None:
+    def __init__(
+        self, shelf: ModelShelf, placed: Placed | None, looked: dict[str, Looked], *, is_back: bool = False
+    ) -> None:
         self.placed = placed
         self.next: Placed | None = None
         """What it comes back with, once `ended` is set; None: with nothing."""
         self.ended = trio.Event()
         self._shelf = shelf
         self._looked = looked
+        self._is_back = is_back  # it has been in the network
         self._prepares = ""
         self._detail = ""
 
@@ -109,7 +124,20 @@ class HostingLife:
 
     def after(self) -> HostingLife:
         """The life that follows this one, with what it has made ready."""
-        return HostingLife(self._shelf, self.next, self._looked)
+        return HostingLife(self._shelf, self.next, self._looked, is_back=True)
+
+    @contextmanager
+    def bear_absence(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Where the box that comes back with a model reaches nobody, it tries again; one that has not been in the
+        network yet does not get in, and that is raised."""
+        try:
+            yield
+        except* Unreachable as errors:
+            if not self._is_back:
+                raise
+            why = " ".join(str(errors.exceptions[0]).split())
+            say(f"cannot come back with {self.hosts or 'nothing'} yet: {why}; tries again")
+            self.next = self.placed
 
     async def wait_end(self, stop: trio.Event) -> None:
         """Until the box is to leave: for another model, or for good."""
@@ -155,6 +183,8 @@ class HostingLife:
             self._tell(describe_idle(joined.view.catalogue) if not wanted else "", "", on_news)
             return
         entry = joined.view.catalogue.find(wanted)
+        if entry is None and self.placed is not None and joined.view.catalogue.version < self.placed.version:
+            return  # it has just come back, and has not heard of the latest yet
         if entry is None:
             self._end(None, joined, f"{self.hosts} is out of the catalogue: this box hosts it no more")
             return
@@ -173,7 +203,8 @@ class HostingLife:
         joined.show("")
         self._tell("", "", on_news)
         if served is not None and self._find_wanted(joined) == wanted:
-            self._end(Placed(entry, served), joined, f"{wanted} is here: this box comes back with it")
+            placed = Placed(entry, served, joined.view.catalogue.version)
+            self._end(placed, joined, f"{wanted} is here: this box comes back with it")
 
     async def _fetch(self, entry: CatalogueEntry, joined: Joined, on_news: Callable[[], None]) -> ServedModel:
         def say(text: str) -> None:
@@ -184,9 +215,10 @@ class HostingLife:
 
     async def _call_off(self, joined: Joined, wanted: str, fetching: trio.CancelScope) -> None:
         """End a download of what is not wanted any more."""
-        while self._find_wanted(joined) == wanted:
+        while not fetching.cancel_called:
             await trio.sleep(LOOK_S)
-        fetching.cancel()
+            if self._find_wanted(joined) != wanted:
+                fetching.cancel()
 
     def _find_wanted(self, joined: Joined) -> str:
         models = {name: each.model for name, each in self._looked.items()}

@@ -1,4 +1,4 @@
-"""The models of the catalogue on one box: whether it can host them, and having their files here. Its functions block."""
+"""The models of the catalogue on one box: whether it can host them, and having their files here. All of it blocks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
 from functools import partial
 from math import inf
@@ -18,7 +17,6 @@ from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
 from ...coordinator.planning.model.kv_quality import find_kv_quality, resolve_kv_cache_dtype
 from .. import messages
-from ..box.errors import NodeError
 from ..box.hardware import Hardware
 from ..box.shares import Share, share_of_stage
 from ..engine import protocol
@@ -28,7 +26,7 @@ from ..engine.backend import ServedModel
 from ..engine.vllm_program.backend import VLLM
 from ..links.kv_outlets import KvOutlets
 from ..links.reach import PathTo
-from ..models import DownloadProgress, ProgressLine
+from ..models.fetching import run_download
 from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers

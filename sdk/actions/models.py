@@ -17,13 +17,14 @@ from rich.table import Table
 from ...bootstrap import RemoteError, Role
 from ...coordinator.demand import SLOWEST
 from ...coordinator.names import name_of
-from ...coordinator.services.catalogue import EMPTY, CatalogueEntry, find_slo_fault
+from ...coordinator.services.catalogue import EMPTY, CatalogueEntry, ServiceCatalogue, find_slo_fault
 from ...node.catalogue.refusals import NOT_OWNER
 from ...node.messages import Advert, Status
 from ...node.owner.messages import CatalogueChange
+from ..client import Client
 from ..errors import AccessRefused, NotReady, RequestFailed, UsageError
 from .network import client_of, show_network
-from .status_view import CLIENT, keep_whole, open_console, print_prose
+from .status_view import CLIENT, hosting_faults, keep_whole, open_console, print_prose
 
 MODEL_COLUMNS: Final = ("service", "model", "boxes", "ready", "tokens", "KV tokens")
 
@@ -113,23 +114,25 @@ def _change(arguments: SimpleNamespace, change: CatalogueChange, text: str) -> i
     """Have the box with the network's key change the catalogue. Raises NotReady, AccessRefused, UsageError,
     RequestFailed."""
     with client_of(arguments) as client:
-        status = client.status()
-        owners = [node.peer for node in status.nodes if node.role == Role.ADMIN.value and node.state == "alive"]
-        for owner in owners:
-            try:
-                changed = client.change_catalogue(change, owner).catalogue
-                break
-            except RequestFailed as error:
-                if not _has_no_key(error):
-                    raise
-        else:
-            away = "the box that ran `p2pserve bootstrap` is away, and nobody else has the network's key; try later"
-            raise NotReady(f"catalogue: {away}")
+        changed = _ask_owner(client, change)
     if arguments.format == "json":
         print(json.dumps(msgspec.to_builtins(changed)))
     else:
         print_prose([f"{text} (version {changed.version})"], open_console())
     return 0
+
+
+def _ask_owner(client: Client, change: CatalogueChange) -> ServiceCatalogue:
+    """The catalogue as the box with the network's key has changed it."""
+    nodes = client.status().nodes
+    for owner in (node.peer for node in nodes if node.role == Role.ADMIN.value and node.state == "alive"):
+        try:
+            return client.change_catalogue(change, owner).catalogue
+        except RequestFailed as error:
+            if not _has_no_key(error):
+                raise
+    away = "the box that ran `p2pserve bootstrap` is away, and nobody else has the network's key; try later"
+    raise NotReady(f"catalogue: {away}")
 
 
 def _has_no_key(error: RequestFailed) -> bool:
@@ -161,28 +164,22 @@ def list_models(status: Status) -> list[OfferedModel]:
         first = offers[0].model
         assert first is not None
         entry = catalogue.entry_of(service, first.name)
+        engines = [each.engine for each in offers if each.engine is not None and each.engine.state == "ready"]
         found.append(
             OfferedModel(
                 service=service,
                 name=first.name,
                 boxes=len(offers),
+                ready=len(engines),
+                longest=max((engine.max_model_len for engine in engines), default=0),
+                kv_tokens=sum(engine.kv_tokens for engine in engines),
                 removed=catalogue.is_removed(service, first.name),
-                **_count_engines(offers),
                 **_tell_entry(entry),
             )
         )
     there = {each.entry for each in found}
     lacking = (entry for entry in catalogue.entries if entry.name not in there)
     return [*found, *(OfferedModel(service="", name=entry.model, **_tell_entry(entry)) for entry in lacking)]
-
-
-def _count_engines(offers: Sequence[Advert]) -> dict[str, int]:
-    engines = [each.engine for each in offers if each.engine is not None and each.engine.state == "ready"]
-    return {
-        "ready": len(engines),
-        "longest": max((engine.max_model_len for engine in engines), default=0),
-        "kv_tokens": sum(engine.kv_tokens for engine in engines),
-    }
 
 
 def _tell_entry(entry: CatalogueEntry | None) -> dict[str, Any]:
@@ -199,8 +196,11 @@ def describe_model(model: OfferedModel, status: Status) -> list[str]:
         lines.append("  not in the catalogue: its boxes were started with it")
     if model.removed:
         lines.append("  out of the catalogue: it gets no new requests")
-    boxes = _boxes_of(model, status)
-    lines.append(f"  boxes: {', '.join(boxes)}" if boxes else "  no box has it yet: requests for it are asked to wait")
+    boxes, faults = _boxes_of(model, status), hosting_faults(status, model.entry)
+    lines.append(
+        f"  boxes: {', '.join(boxes)}" if boxes else "  no box has it yet: requests for it are told to come again"
+    )
+    lines += [f"  not hosted by {name_of(peer)}: {fault}" for peer, fault in sorted(faults.items())]
     if model.ready:
         lines.append(f"  {model.longest} tokens at most, {model.kv_tokens} tokens of KV on {model.ready} ready")
     lengths = _mean_lengths(model, status)
@@ -211,7 +211,8 @@ def describe_model(model: OfferedModel, status: Status) -> list[str]:
 
 def _describe_json(model: OfferedModel, status: Status) -> dict[str, Any]:
     lengths = _mean_lengths(model, status)
-    told = {"prompt_tokens": lengths[0], "output_tokens": lengths[1]} if lengths is not None else {}
+    told: dict[str, Any] = {"prompt_tokens": lengths[0], "output_tokens": lengths[1]} if lengths is not None else {}
+    told["not_hosted_by"] = hosting_faults(status, model.entry)
     return {**msgspec.to_builtins(model), "nodes": _boxes_of(model, status), **told}
 
 

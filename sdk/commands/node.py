@@ -9,11 +9,11 @@ from typing import Final
 
 import click
 
+from ..errors import UsageError
 from ..options.arguments import FLAGS, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, hosting_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
-from ..errors import UsageError
 from ..options.values import AGE, COUNT, DURATION, FIGURE, MOMENT, OWN_NODE, POSITIVE, REPLICAS, SECONDS, duration
 
 vllm_options: Final = click.argument(

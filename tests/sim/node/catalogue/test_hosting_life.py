@@ -8,11 +8,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from p2pserve.bootstrap import PeerId
-from p2pserve.coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue
+from p2pserve.bootstrap import PeerId, Unreachable
+from p2pserve.coordinator.services.catalogue import EMPTY, CatalogueEntry, ServiceCatalogue
 from p2pserve.coordinator.services.hosting import HostedModel
 from p2pserve.node.catalogue import hosting
-from p2pserve.node.catalogue.hosting import RETRY_S, HostingLife, Placed
+from p2pserve.node.catalogue.hosting import RETRY_S, HostingLife, Placed, follow_lives
 from p2pserve.node.catalogue.messages import HostedService, HostingPlan
 from p2pserve.node.models import ModelError
 from p2pserve.node.view import NetworkView
@@ -186,6 +186,19 @@ def test_what_is_out_of_the_catalogue_is_hosted_no_more(world: World) -> None:
     assert (life.after().hosts, world.said[-1]) == ("", "chat is out of the catalogue: this box hosts it no more")
 
 
+def test_a_box_that_has_just_come_back_waits_for_the_catalogue_that_it_knew(world: World) -> None:
+    served: Any = SimpleNamespace()
+    world.view.catalogue = EMPTY
+
+    async def act(life: HostingLife) -> None:
+        await wait(5.0)
+        world.view.catalogue = LISTED
+        await wait(5.0)
+        assert not life.ended.is_set()
+
+    assert live(world, act, Placed(CHAT, served, LISTED.version)).hosts == "chat"
+
+
 def test_what_is_out_of_the_catalogue_is_offered_no_more(world: World) -> None:
     async def act(life: HostingLife) -> None:
         await wait(2.0)
@@ -204,3 +217,37 @@ def test_its_owner_ends_it(world: World) -> None:
         assert not life.ended.is_set()
 
     live(world, act)
+
+
+def fail(error: Exception) -> None:
+    """As a node fails: in a group."""
+    raise ExceptionGroup("", [error])
+
+
+def test_one_life_follows_the_other_until_its_owner_ends_it(world: World) -> None:
+    shelf, stop, served = world.shelf, trio.Event(), SimpleNamespace()
+    made: Any = shelf
+    placed: Any = Placed(CHAT, served)  # type: ignore[arg-type]
+    hosted = []
+    for life in follow_lives(made, stop):
+        hosted.append(life.hosts)
+        life.next = placed if len(hosted) == 1 else None
+        if len(hosted) == 3:
+            stop.set()
+    assert hosted == ["", "chat", ""]
+
+
+def test_a_box_that_reaches_nobody_when_it_comes_back_tries_again_with_the_same_model(world: World) -> None:
+    shelf: Any = world.shelf
+    served: Any = SimpleNamespace()
+    first = HostingLife(shelf, None, {})
+    with pytest.raises(ExceptionGroup), first.bear_absence(world.said.append):
+        fail(Unreachable("nobody\nanswers"))
+    first.next = Placed(CHAT, served)
+    second = first.after()
+    with second.bear_absence(world.said.append):
+        fail(Unreachable("nobody\nanswers"))
+    assert world.said == ["cannot come back with chat yet: nobody answers; tries again"]
+    assert second.after().hosts == "chat"
+    with pytest.raises(ExceptionGroup), second.bear_absence(world.said.append):
+        fail(ValueError("a mistake"))
