@@ -10,7 +10,7 @@ from ...coordinator.services.catalogue import find_name_fault
 from ...node.settings import HostingSettings
 from ..errors import UsageError
 
-_OF_A_MODEL = {"served_model_name": "served-model-name", "vllm_options": "options of vLLM"}
+_OF_A_MODEL = {"served_model_name": "--served-model-name is", "vllm_options": "options of vLLM are"}
 
 
 def read_hosting(arguments: SimpleNamespace) -> HostingSettings | None:
@@ -24,7 +24,7 @@ def read_hosting(arguments: SimpleNamespace) -> HostingSettings | None:
         return None
     for name, what in _OF_A_MODEL.items():
         if getattr(arguments, name):
-            raise UsageError(f"model: {what} are of one model; say which with --model")
+            raise UsageError(f"model: {what} for one model; say which with --model")
     for option, names in (("only", only), ("not", excluded)):
         for name in names:
             if fault := find_name_fault(name):
