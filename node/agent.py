@@ -192,7 +192,7 @@ async def _join(
             address = network.address
             handed_out: dict[str, str] = {}
             keeper = membership.owner
-            CatalogueDesk(joined, keeper)
+            nursery.start_soon(CatalogueDesk(joined, keeper).run)
             if keeper is not None:
                 here = Bootstrap(address.host, address.port, identity.peer_id)
                 handed_out = await trio.to_thread.run_sync(keeper.take_greetings, here, settings.also, time.time())

@@ -16,6 +16,7 @@ from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Plan
 from ..coordinator.names import count_of, name_of
+from ..coordinator.services.catalogue import ServiceCatalogue
 from . import messages, methods
 from .catalogue.messages import HOSTING, read_hosting
 from .links.link_knowledge import LinkKnowledge
@@ -123,8 +124,9 @@ class Joined:
     def follow(self) -> None:
         """Take in members, links, the coordinator and its plans as of now. Adverts have been taken in before."""
         self.view.update_links(self.network.entries(messages.LINKS))
+        before = self.view.catalogue
         if self.view.update_catalogue(self.network.orders.documents):
-            self._say_catalogue()
+            self._say_catalogue(before)
         # One that is merely suspected still takes KV: the plan says who is used, and a transfer shows whether it works.
         members = self.network.members()
         present = self._others(members, MemberState.ALIVE, MemberState.SUSPECT)
@@ -174,8 +176,12 @@ class Joined:
                 published = table
                 self.publish(messages.LINKS, table)
 
-    def _say_catalogue(self) -> None:
+    def _say_catalogue(self, before: ServiceCatalogue) -> None:
+        """What is in it, where that is news: not what it has learned of requests."""
         catalogue = self.view.catalogue
+        known = [[(entry.name, entry.model) for entry in each.entries] for each in (before, catalogue)]
+        if before.version and known[0] == known[1] and before.removed == catalogue.removed:
+            return
         names = ", ".join(entry.name for entry in catalogue.entries) or "nothing but what boxes bring"
         self.say(f"catalogue, version {catalogue.version}: {names}")
 

@@ -10,7 +10,7 @@ brings that into the network without an entry: nobody but an admin takes it out 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Annotated, Final, NamedTuple
 
@@ -23,10 +23,15 @@ MAX_REMOVED: Final = 64  # names; the oldest is forgotten
 MAX_NAME_CHARS: Final = 64
 MAX_SLO_CHARS: Final = 64
 MAX_WEIGHT: Final = 1000.0
+MAX_MEAN_TOKENS: Final = 1 << 24
+LENGTH_NEWS: Final = 1.5
+"""Mean lengths are told anew when they have changed by so much. Higher: the catalogue changes less often."""
+
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]*")
 _HUB: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 
 EntryName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+MeanTokens = Annotated[int, Meta(ge=0, le=MAX_MEAN_TOKENS)]
 Weight = Annotated[float, Meta(gt=0.0, le=MAX_WEIGHT)]
 
 
@@ -44,16 +49,24 @@ class OfferedName(NamedTuple):
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One service. `model`: a folder on the boxes, a Hugging Face id, `bundled` or a name that emulated engines know.
     `slo`: its deadlines; "": those that the coordinator plans for anyway. `weight`: its part of the boxes that may
-    host any service, beside the others'."""
+    host any service, beside the others'. `prompt_tokens`, `output_tokens`: of its requests on average, as the network
+    has learned; 0: nobody has asked."""
 
     name: EntryName
     model: ModelName
     slo: Annotated[str, Meta(max_length=MAX_SLO_CHARS)] = ""
     weight: Weight = 1.0
+    prompt_tokens: MeanTokens = 0
+    output_tokens: MeanTokens = 0
 
     def __post_init__(self) -> None:
         if fault := find_entry_fault(self):
             raise ValueError(fault)
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """Tokens of a prompt and of an answer; None where that is not known."""
+        return (self.prompt_tokens, self.output_tokens) if self.prompt_tokens and self.output_tokens else None
 
     @property
     def model_name(self) -> str:
@@ -173,6 +186,22 @@ def remove_name(catalogue: ServiceCatalogue, name: str, offers: Iterable[Offered
     kept = tuple(each for each in catalogue.entries if each is not entry and out != each.model_name)
     removed = (*(each for each in catalogue.removed if each != out), out)
     return _changed(catalogue, kept, removed[-MAX_REMOVED:])
+
+
+def learn_lengths(catalogue: ServiceCatalogue, seen: Mapping[str, tuple[float, float]]) -> ServiceCatalogue:
+    """With what requests are like now, by entry; the same catalogue where that is no news."""
+    entries = tuple(_learn(entry, seen.get(entry.name)) for entry in catalogue.entries)
+    return catalogue if entries == catalogue.entries else _changed(catalogue, entries, catalogue.removed)
+
+
+def _learn(entry: CatalogueEntry, seen: tuple[float, float] | None) -> CatalogueEntry:
+    if seen is None:
+        return entry
+    prompt, output = (min(max(1, round(tokens)), MAX_MEAN_TOKENS) for tokens in seen)
+    ratios = [max(a, b) / max(1, min(a, b)) for a, b in ((prompt, entry.prompt_tokens), (output, entry.output_tokens))]
+    if entry.lengths is not None and max(ratios) < LENGTH_NEWS:
+        return entry
+    return msgspec.structs.replace(entry, prompt_tokens=prompt, output_tokens=output)
 
 
 def _changed(

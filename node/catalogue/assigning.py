@@ -9,6 +9,7 @@ from typing import Final, final
 import trio
 
 from ...bootstrap.trust.entries import MAX_PAYLOAD
+from ...coordinator.demand import mean_lengths
 from ...coordinator.repair.ending import is_planned_without
 from ...coordinator.services.hosting import Assigner, Brought, HostingBox
 from ..joined import Joined
@@ -89,7 +90,7 @@ def find_brought(view: NetworkView) -> dict[str, Brought]:
             continue
         demand = advert.demand
         if demand is not None:
-            tokens_s[entry.name] += demand.requests_s * sum(map(sum, demand.lengths)) / len(demand.lengths)
+            tokens_s[entry.name] += demand.requests_s * sum(mean_lengths((demand,)) or ())
         if advert.hosting is None and not advert.draining:
             power[entry.name] += _power_of(advert)
             fits[entry.name] += min(advert.fits, model.layers)

@@ -64,8 +64,9 @@ def find_wanted(
 
 def find_due(catalogue: ServiceCatalogue, looked: Mapping[str, Looked], now: float) -> CatalogueEntry | None:
     """An entry that the box is to look at: a new one first, then one that was not possible some time ago."""
-    new = (entry for entry in catalogue.entries if entry.name not in looked or looked[entry.name].entry != entry)
-    late = (entry for entry in catalogue.entries if entry.name in looked and looked[entry.name].again_at <= now)
+    known = {entry.name: looked[entry.name] for entry in catalogue.entries if entry.name in looked}
+    new = (e for e in catalogue.entries if e.name not in known or known[e.name].entry.model != e.model)
+    late = (entry for entry in catalogue.entries if entry.name in known and known[entry.name].again_at <= now)
     return next(new, None) or next(late, None)
 
 

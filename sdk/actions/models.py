@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from ...bootstrap import RemoteError, Role
-from ...coordinator.demand import SLOWEST
+from ...coordinator.demand import mean_lengths
 from ...coordinator.names import name_of
 from ...coordinator.services.catalogue import EMPTY, CatalogueEntry, ServiceCatalogue, find_slo_fault
 from ...node.catalogue.refusals import NOT_OWNER
@@ -205,7 +205,7 @@ def describe_model(model: OfferedModel, status: Status) -> list[str]:
         lines.append(f"  {model.longest} tokens at most, {model.kv_tokens} tokens of KV on {model.ready} ready")
     lengths = _mean_lengths(model, status)
     if lengths is not None:
-        lines.append(f"  asked for lately: {lengths[0]:.0f} tokens in and {lengths[1]:.0f} out, on average")
+        lines.append(f"  requests have {lengths[0]:.0f} tokens and answers {lengths[1]:.0f}, on average")
     return lines
 
 
@@ -230,15 +230,10 @@ def _offers_of(model: OfferedModel, status: Status) -> list[tuple[str, Advert]]:
 
 
 def _mean_lengths(model: OfferedModel, status: Status) -> tuple[float, float] | None:
-    """Tokens of a prompt and of an answer, as gateways have seen them; None where nobody has asked."""
-    demands = [advert.demand for _, advert in _offers_of(model, status) if advert.demand is not None]
-    if not demands:
-        return None
-    # Each has equally frequent lengths; gateways that are asked more count for more.
-    weights = [max(demand.requests_s, SLOWEST) / len(demand.lengths) for demand in demands]
-    pairs = [(weight, *pair) for weight, demand in zip(weights, demands, strict=True) for pair in demand.lengths]
-    total = sum(weight for weight, _, _ in pairs)
-    return sum(w * prompt for w, prompt, _ in pairs) / total, sum(w * output for w, _, output in pairs) / total
+    """Tokens of a prompt and of an answer, as gateways have seen them lately, or else as the catalogue remembers."""
+    seen = mean_lengths(advert.demand for _, advert in _offers_of(model, status) if advert.demand is not None)
+    entry = status.catalogue.find(model.entry) if status.catalogue is not None else None
+    return seen or (entry.lengths if entry is not None else None)
 
 
 def _print_list(status: Status, arguments: SimpleNamespace, console: Console) -> None:

@@ -10,8 +10,9 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import NetworkKey, RemoteError, Role
 from p2pserve.bootstrap.trust.orders import Orders, sign_orders
+from p2pserve.coordinator import Demand
 from p2pserve.coordinator.services.catalogue import CatalogueEntry
-from p2pserve.node.catalogue.desk import CatalogueDesk
+from p2pserve.node.catalogue.desk import LEARN_S, CatalogueDesk
 from p2pserve.node.methods import CATALOGUE_CHANGE
 from p2pserve.node.owner.messages import CatalogueChange, CatalogueChanged
 from p2pserve.node.ownership import Ownership
@@ -50,7 +51,7 @@ def run(
         async with AsyncExitStack() as stack:
             one, two = await join_both(stack, second, token_role, owner.key)
             for member, key in ((one, owner), (two, None)):
-                CatalogueDesk(member.joined, key)
+                member.desk = CatalogueDesk(member.joined, key)
                 member.look()
             await act(one, two, owner)
 
@@ -170,5 +171,31 @@ def test_an_owner_of_the_release_before_has_orders_without_one(tmp_path: Path) -
         two.look()
         assert two.joined.view.catalogue.entries == ()
         assert two.joined.network.orders.revoked == ("f" * 16,)
+
+    run(tmp_path, act, token_role=Role.ADMIN, second=Role.ADMIN)
+
+
+def test_the_box_with_the_key_has_the_catalogue_remember_how_long_requests_are(tmp_path: Path) -> None:
+    async def act(one: Member, two: Member, owner: Ownership) -> None:
+        await ask(two, one, CHAT)
+        demand = Demand(requests_s=2.0, arrival_cv=1.0, lengths=((100, 10), (300, 30)))
+        two.serve("s", demand)
+        await settle()
+        async with trio.open_nursery() as nursery:
+            for member in (one, two):
+                member.look()
+                assert member.desk is not None
+                nursery.start_soon(member.desk.run)
+            await settle(LEARN_S + 5.0)
+            two.look()
+            (entry,) = two.joined.view.catalogue.entries
+            assert (entry.lengths, two.joined.view.catalogue.version) == ((200, 20), 2)
+            one.look()
+            said = len(one.said)
+            await settle(3 * LEARN_S)
+            one.look()
+            assert one.joined.view.catalogue.version == 2, "that is no news"
+            assert len(one.said) == said
+            nursery.cancel_scope.cancel()
 
     run(tmp_path, act, token_role=Role.ADMIN, second=Role.ADMIN)

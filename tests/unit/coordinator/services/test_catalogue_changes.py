@@ -9,6 +9,8 @@ import pytest
 from p2pserve.coordinator.bounds import MAX_SERVICES
 from p2pserve.coordinator.services.catalogue import (
     EMPTY,
+    LENGTH_NEWS,
+    MAX_MEAN_TOKENS,
     MAX_REMOVED,
     CatalogueEntry,
     CatalogueError,
@@ -16,6 +18,7 @@ from p2pserve.coordinator.services.catalogue import (
     ServiceCatalogue,
     add_entry,
     find_slo_fault,
+    learn_lengths,
     read_catalogue,
     remove_name,
     write_catalogue,
@@ -174,3 +177,16 @@ def test_bytes_that_are_changed_anywhere_never_raise() -> None:
 def test_deadlines_are_those_that_the_planner_takes() -> None:
     assert [find_slo_fault(text) for text in ("", "5x", "ttft=2,tpot=0.1")] == ["", "", ""]
     assert find_slo_fault("soon").startswith("slo: 'soon'")
+
+
+def test_the_catalogue_remembers_how_long_requests_are_and_changes_only_when_that_is_news() -> None:
+    learned = learn_lengths(BOTH, {"chat": (1000.4, 200.0), "prose": (5.0, 5.0)})
+    assert (learned.version, learned.entries[0].lengths, learned.entries[1].lengths) == (3, (1000, 200), None)
+    assert learn_lengths(learned, {"chat": (1000.0 * LENGTH_NEWS - 1.0, 200.0 / LENGTH_NEWS + 1.0)}) is learned
+    assert learn_lengths(learned, {}) is learned
+    longer = learn_lengths(learned, {"chat": (1000.0, 200.0 * LENGTH_NEWS)})
+    assert longer.entries[0].lengths == (1000, 300)
+    assert longer.entries[0].slo == "5x"
+    huge = learn_lengths(BOTH, {"chat": (1e12, 0.2)})
+    assert huge.entries[0].lengths == (MAX_MEAN_TOKENS, 1)
+    assert read_catalogue(write_catalogue(huge)) == huge

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from p2pserve.bootstrap import PeerId, RemoteError
+from p2pserve.coordinator import Demand
 from p2pserve.coordinator.services.catalogue import EMPTY, CatalogueEntry, ServiceCatalogue, write_catalogue
 from p2pserve.node.adverts import CATALOGUE, AdvertBook
 from p2pserve.node.planning.services import Coordinator, choose_services, choose_slo
@@ -95,3 +96,26 @@ def test_two_models_of_one_name_are_both_the_entrys() -> None:
     view.adverts[PeerId("other")] = msgspec.structs.replace(advert("x-2"))
     view.catalogue = LISTED
     assert [choose_slo(view, service) for service in ("x", "x-2")] == ["ttft=2", "ttft=2"]
+
+
+def test_where_nobody_has_been_asked_yet_the_lengths_are_those_that_the_catalogue_remembers() -> None:
+    view = named("x", "tiny")
+    assert view.demands("x") == {}
+    view.catalogue = ServiceCatalogue(
+        version=1, entries=(msgspec.structs.replace(CHAT, prompt_tokens=900, output_tokens=80),)
+    )
+    (remembered,) = view.demands("x").values()
+    assert (remembered.requests_s, remembered.lengths) == (0.0, ((900, 80),))
+    assert view.demands("y") == {}
+    asked = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((10, 5),))
+    view.adverts[OWN] = msgspec.structs.replace(view.adverts[OWN], demand=asked)
+    assert view.demands("x") == {OWN: asked}
+
+
+def test_the_first_plan_of_a_network_that_was_started_anew_is_for_those_lengths() -> None:
+    view = named("x", "tiny")
+    view.catalogue = ServiceCatalogue(
+        version=1, entries=(msgspec.structs.replace(CHAT, prompt_tokens=90, output_tokens=8),)
+    )
+    plan = settled(Coordinator(OWN, "raw"), view, 1)
+    assert any("90 tokens in and 8 out" in reason for reason in plan.why), plan.why
