@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Annotated, Final
 
 import msgspec
@@ -34,3 +34,14 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 def is_idle(demands: Collection[Demand]) -> bool:
     """Whether gateways that have had requests have none now."""
     return bool(demands) and not any(demand.requests_s for demand in demands)
+
+
+def mean_lengths(demands: Iterable[Demand]) -> tuple[float, float] | None:
+    """Tokens of a prompt and of an answer, on average; gateways that are asked more count for more. None where nobody
+    has seen a request."""
+    found = [(max(demand.requests_s, SLOWEST) / len(demand.lengths), demand.lengths) for demand in demands]
+    total = sum(weight * len(lengths) for weight, lengths in found)
+    if not found:
+        return None
+    prompt = sum(weight * sum(each for each, _ in lengths) for weight, lengths in found)
+    return prompt / total, sum(weight * sum(each for _, each in lengths) for weight, lengths in found) / total

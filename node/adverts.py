@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -13,7 +14,11 @@ from ..coordinator.names import name_of
 from ..coordinator.regrouping.divisions import BoxDivision, find_divided
 from ..coordinator.regrouping.steps import BoxPart
 from ..coordinator.repair.ending import is_planned_without
+from ..coordinator.services.catalogue import EMPTY, OfferedName, ServiceCatalogue, read_catalogue
 from .messages import Advert, Status
+
+CATALOGUE: Final = "services"
+"""The kind of the owner's document that is the catalogue."""
 
 IS_DEAD = "is dead"
 _FAULT_CHARACTERS = 120
@@ -108,11 +113,13 @@ def _read_adverts(entries: Mapping[PeerId, bytes]) -> Iterator[tuple[PeerId, Adv
 
 @dataclass(slots=True)
 class AdvertBook:
-    """Adverts of the live members."""
+    """Adverts of the live members, and the catalogue of the services that they are to serve."""
 
     adverts: dict[PeerId, Advert] = field(default_factory=dict)
     unreadable: dict[PeerId, str] = field(default_factory=dict)  # whose advert is none, and why
+    catalogue: ServiceCatalogue = EMPTY
     _payloads: dict[PeerId, bytes] = field(default_factory=dict)
+    _catalogue_payload: bytes = b""
 
     def update(self, entries: Mapping[PeerId, bytes]) -> None:
         """Take in the adverts of the live members; only what has changed is decoded."""
@@ -123,3 +130,21 @@ class AdvertBook:
         still = {peer: fault for peer, fault in self.unreadable.items() if peer in entries and peer not in news}
         self.unreadable = still | {peer: fault for peer, fault in read.items() if isinstance(fault, str)}
         self._payloads = dict(entries)
+
+    def update_catalogue(self, documents: Mapping[str, bytes]) -> bool:
+        """Take in the catalogue among the owner's documents; whether it is another. What is none, as a later release's
+        may be, changes nothing."""
+        payload = documents.get(CATALOGUE, b"")
+        if payload == self._catalogue_payload:
+            return False
+        self._catalogue_payload = payload
+        found = read_catalogue(payload) if payload else EMPTY
+        if found is None or found == self.catalogue:
+            return False
+        self.catalogue = found
+        return True
+
+    def offered_names(self) -> Iterator[OfferedName]:
+        """What boxes offer, by box."""
+        models = (advert.model for advert in self.adverts.values())
+        return (OfferedName(model.service, model.name) for model in models if model is not None)

@@ -34,6 +34,10 @@ from . import messages
 from .admin.answering import NodeAnswers
 from .box import hardware
 from .box.home import lock_home
+from .catalogue.assigning import AssignmentDesk
+from .catalogue.desk import CatalogueDesk
+from .catalogue.hosting import HostingLife, follow_lives
+from .catalogue.shelf import ModelShelf
 from .engine.backend import ServedModel
 from .engine.backends import find_backend
 from .http.admission import FrontRules, check_listen
@@ -117,7 +121,14 @@ async def run_node(
         served = await trio.to_thread.run_sync(backend.inspect, settings.model, found, settings.engine)
     with lock_home(settings.home), keep_log(settings.home, say) as say:
         membership = invitation if invitation is not None else new_network(settings.home, say)
-        await _join(settings, membership, found, served, Owner(say, show or _show_nobody, tell), stop, task_status)
+        owner = Owner(say, show or _show_nobody, tell)
+        if settings.hosting is None:
+            await _join(settings, membership, found, served, owner, stop, task_status)
+            return
+        for life in follow_lives(ModelShelf(backend, found, settings), stop):
+            with life.bear_absence(say):
+                await _join(settings, membership, found, life.served, owner, stop, task_status, life)
+            task_status = trio.TASK_STATUS_IGNORED
 
 
 async def _join(
@@ -128,8 +139,9 @@ async def _join(
     owner: Owner,
     stop: trio.Event,
     task_status: trio.TaskStatus[Started],
+    life: HostingLife | None = None,
 ) -> None:
-    """Join, serve, drain, leave."""
+    """Join, serve, drain, leave; `life`: once it has ended, too."""
     say = owner.say
     from ..bootstrap.streams.libp2p_host import Libp2pTransport  # 0.4 s and 80 MB that only a running node pays
 
@@ -174,19 +186,20 @@ async def _join(
                 nursery.start_soon(_close_in_the_end, spans)
             nursery.start_soon(events.keep)
             doors = Doors(port, relay, transport.adopt, transport.bound or settings.listen)
-            node = Node(joined, found, served, doors, nursery)
+            node = Node(joined, found, served, doors, nursery, life)
             nursery.start_soon(answer_owner, settings.home, node.answer_owner, say)
             http = await node.serve_http(settings.http, nursery) if settings.http is not None else None
             address = network.address
             handed_out: dict[str, str] = {}
             keeper = membership.owner
+            nursery.start_soon(CatalogueDesk(joined, keeper).run)
             if keeper is not None:
                 here = Bootstrap(address.host, address.port, identity.peer_id)
                 handed_out = await trio.to_thread.run_sync(keeper.take_greetings, here, settings.also, time.time())
                 nursery.start_soon(keeper.follow, network, time.time, network.settings)
             task_status.started(Started(peer=identity.peer_id, address=address, tokens=handed_out, http=http))
             nursery.start_soon(node.leave_before_end, stop)
-            await stop.wait()
+            await (stop.wait() if life is None else life.wait_end(stop))
             await node.finish()
             joined.is_leaving = True
             await network.leave()
@@ -204,9 +217,11 @@ class Node:
         served: ServedModel | None,
         doors: Doors,
         nursery: trio.Nursery,
+        life: HostingLife | None = None,
     ) -> None:
         settings, network = joined.settings, joined.network
         self._joined = joined
+        self._life = life
         self._tuning = settings.tuning
         self._hardware = found
         self._news = trio.Event()  # set when the advert must not wait for its interval
@@ -222,9 +237,7 @@ class Node:
         self._ways = Ways(joined, doors, nursery)
         path_to = self._ways.reach.path_to
         self._serving = (
-            Serving(joined, served, found, path_to=path_to, nursery=nursery, on_news=self._hurry)
-            if served is not None
-            else None
+            Serving(joined, served, found, path_to=path_to, nursery=nursery, on_news=self._hurry) if served else None
         )
         serving = self._serving
         joined.intake.first = serving.service if serving is not None else ""
@@ -261,8 +274,10 @@ class Node:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
         own = (self._advertise, self._watch, self._planning.run, self._judge, self._weigh)
-        for task in (prober.run, joined.tell_links, self._ways.reachability.run, *own):
+        for task in (prober.run, joined.tell_links, self._ways.reachability.run, AssignmentDesk(joined).run, *own):
             nursery.start_soon(task)
+        if life is not None:
+            nursery.start_soon(life.run, joined, self._hurry)
 
     async def serve_http(self, listen: Address, nursery: trio.Nursery) -> Address:
         """Serve the OpenAI API at a port of this box, and return it: from its own API process, or without a model, from
@@ -377,6 +392,7 @@ class Node:
             usd_per_hour=self.price.usd_per_hour,
             ends_in_s=self._ends_in_s(),
             division=self._division.division if self._division is not None else None,
+            hosting=self._life.offer(serving.engine if serving is not None else None) if self._life else None,
         )
         return serving.add_to(advert) if serving is not None else advert
 

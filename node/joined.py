@@ -16,7 +16,9 @@ from ..bootstrap.members.states import Member, MemberState
 from ..bootstrap.network import Network
 from ..coordinator import Plan
 from ..coordinator.names import count_of, name_of
+from ..coordinator.services.catalogue import ServiceCatalogue
 from . import messages, methods
+from .catalogue.messages import HOSTING, read_hosting
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
 from .links.reach import choose_relays
@@ -72,6 +74,7 @@ class Joined:
         self._followed = followed
         self._states: dict[PeerId, MemberState] = {}
         self._phase = ""
+        self._hosting: tuple[Leader, bytes] | None = None  # what was looked at last
         self._tokens: CounterRates[PeerId] = CounterRates()
         self._rates_at = -RATES_S
         network.handle(methods.STATUS, self._on_status)
@@ -121,6 +124,9 @@ class Joined:
     def follow(self) -> None:
         """Take in members, links, the coordinator and its plans as of now. Adverts have been taken in before."""
         self.view.update_links(self.network.entries(messages.LINKS))
+        before = self.view.catalogue
+        if self.view.update_catalogue(self.network.orders.documents):
+            self._say_catalogue(before)
         # One that is merely suspected still takes KV: the plan says who is used, and a transfer shows whether it works.
         members = self.network.members()
         present = self._others(members, MemberState.ALIVE, MemberState.SUSPECT)
@@ -170,11 +176,25 @@ class Joined:
                 published = table
                 self.publish(messages.LINKS, table)
 
+    def _say_catalogue(self, before: ServiceCatalogue) -> None:
+        """What is in it, where that is news: not what it has learned of requests."""
+        catalogue = self.view.catalogue
+        known = [[(entry.name, entry.model) for entry in each.entries] for each in (before, catalogue)]
+        if before.version and known[0] == known[1] and before.removed == catalogue.removed:
+            return
+        names = ", ".join(entry.name for entry in catalogue.entries) or "nothing but what boxes bring"
+        self.say(f"catalogue, version {catalogue.version}: {names}")
+
     def _consider_plan(self, leader: Leader) -> None:
         entry, bundle = (self.network.entries(kind).get(leader[0], b"") for kind in (messages.PLAN, PLAN_BUNDLE))
         if entry or bundle:
             self.intake.see(leader, entry, trio.current_time(), bundle)
         self.take_plan()
+        hosting = self.network.entries(HOSTING).get(leader[0], b"")
+        if (leader, hosting) != self._hosting:
+            self._hosting, found = (leader, hosting), read_hosting(hosting)
+            if found is not None and found.epoch == leader[1]:
+                self.view.hosting = found
 
     def _recall_plan(self, epoch: int) -> None:
         """Go on by what an earlier run followed, once there is a coordinator: not by a plan of a later epoch than its.
@@ -261,6 +281,7 @@ class Joined:
                 for member in self.network.members()
             ),
             plan=(plan := self.view.plan),
+            catalogue=self.view.catalogue if self.view.catalogue.version else None,
             other_plans=tuple(each for _, each in sorted(self.view.plans.items()) if each is not plan),
             worth={peer: worth for each in self.view.services() for peer, worth in self.view.worth(each).items()},
         )

@@ -26,6 +26,8 @@ from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.plan import MorePlans
 from ..coordinator.regrouping.beside import PartBeside
 from ..coordinator.regrouping.divisions import BoxDivision
+from ..coordinator.services.catalogue import ServiceCatalogue
+from ..coordinator.services.hosting import HostingOffer
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
@@ -36,7 +38,7 @@ from .box.hardware import Hardware
 from .engine.protocol import MAX_LAYER_TIMES, EngineStats, Inlet, KvSlice, LayerTimes, Outlet, PipeEnd, WorkerRank
 from .engine.sampling import AllowedTokens, BadWords, Biases, Constraint, Reasoning, Sampling, StopTokens, TopTokens
 from .models import ModelInfo
-from .observing.values import Served, UnixTime
+from .observing.values import Served
 from .web.keys import MAX_KEYS
 
 ADVERT: Final = "advert"
@@ -101,7 +103,8 @@ class Advert(Message, frozen=True, kw_only=True):
     """What a node tells everyone about itself. Signed and versioned by the membership layer.
 
     `fits`: layers for which its `tp` GPUs have memory; `profile` is fitted to its engine's steps, `demand` is of its
-    clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is."""
+    clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is.
+    `hosting`: it hosts what it is given."""
 
     hardware: Hardware
     draining: bool
@@ -118,6 +121,7 @@ class Advert(Message, frozen=True, kw_only=True):
     ends_in_s: Seconds | None = None
     hung: bool = False
     division: BoxDivision | None = None
+    hosting: HostingOffer | None = None
 
 
 class LinkTable(Message, frozen=True, kw_only=True):
@@ -338,22 +342,6 @@ class ReplicaHung(Message, frozen=True, kw_only=True):
     hung: bool
 
 
-class Drain(Message, frozen=True, kw_only=True):
-    """Ask a box whether it takes new requests; with `draining`, tell it to take none, or (False) to take them again."""
-
-    draining: bool | None = None
-
-
-class Drained(Message, frozen=True, kw_only=True):
-    """Whether a box takes no new requests, and how many it has yet to finish. `since`: the order for it was given, 0
-    where there is none; `left_s`: after which it leaves the network, whatever is unfinished then."""
-
-    draining: bool
-    since: UnixTime = 0.0
-    requests: Count = 0
-    left_s: Seconds | None = None
-
-
 class FirstToken(Message, frozen=True, kw_only=True):
     """The client has been shown this token, which the prefill node has written: go on from there."""
 
@@ -488,7 +476,8 @@ class NodeStatus(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
-    """The network as one node sees it. `key_usd`: costs there by API key, for admins; `other_plans`: of others."""
+    """The network as one node sees it. `key_usd`: costs there by API key, for admins; `other_plans`: of others;
+    `catalogue`: what the network is to serve, where an admin has said so."""
 
     answered_by: Name
     coordinator: Name | None
@@ -498,3 +487,4 @@ class Status(Message, frozen=True, kw_only=True):
     other_plans: MorePlans = ()
     worth: Annotated[dict[Name, BoxWorth], msgspec.Meta(max_length=MAX_PEERS)] = {}
     key_usd: Annotated[dict[Label, Figure], msgspec.Meta(max_length=2 * MAX_KEYS)] = {}
+    catalogue: ServiceCatalogue | None = None

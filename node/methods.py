@@ -15,6 +15,7 @@ from . import messages as m
 from .http import messages as http
 from .links import messages as reach
 from .observing import queries
+from .owner import messages as owner
 from .planning import messages as plans
 from .prefixes import messages as prefixes
 from .requests import slot_messages as slots
@@ -59,8 +60,11 @@ STAGE_TRANSFER: Final = Notice("stage.transfer", m.StageTransfer)
 STAGE_ABORT: Final = Notice("stage.abort", m.StageAbort)
 STAGE_HUNG: Final = Notice("stage.hung", m.ReplicaHung)
 
-# An admin of the network tells any box, and its coordinator.
-DRAIN: Final = Method("drain", m.Drain, m.Drained, frozenset({Role.ADMIN}))
+# An admin of the network tells any box, the one with its key, and its coordinator.
+DRAIN: Final = Method("drain", owner.Drain, owner.Drained, frozenset({Role.ADMIN}))
+CATALOGUE_CHANGE: Final = Method(
+    "catalogue.change", owner.CatalogueChange, owner.CatalogueChanged, frozenset({Role.ADMIN})
+)
 PLAN_REGROUP: Final = Method("plan.regroup", plans.RegroupOrder, plans.RegroupBegun, frozenset({Role.ADMIN}))
 
 # Any two nodes, for plans.

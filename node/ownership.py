@@ -116,6 +116,17 @@ class Ownership:
             self._save(catalogue)
         return token
 
+    def write_document(self, kind: str, edit: Callable[[bytes], bytes], heard: Orders) -> Orders:
+        """Have the whole network hold a document as `edit` makes it of the present one, b"" where there is none; the
+        orders that say so. `heard`: what the network knows of this owner's orders. Raises NodeError, TokenError, and
+        what `edit` does."""
+        with self._editing() as held:
+            catalogue = catalogues.absorb(held, heard)
+            payload = edit(catalogue.orders.documents.get(kind, b""))
+            catalogue = catalogues.write_document(catalogue, kind, payload)
+            self._save(catalogue)
+            return catalogue.orders
+
     def read(self) -> Catalogue:
         """What there is. Raises NodeError."""
         with self._editing() as catalogue:

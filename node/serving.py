@@ -142,34 +142,44 @@ class Serving:
         """For the API process."""
         info, stats = self.served.model.info, self.host.worker.stats
         reason = "" if self.gateway.is_served else self.gateway.why_not_served
+        entry = self._view.catalogue.entry_of(info.service, info.name)
         return ServiceState(
             serving=self.gateway.is_served,
             reason=reason,
             max_model_len=self._view.max_model_len(info),
             kv_usage=stats.kv_usage if stats is not None else 0.0,
             service=info.service,
+            entry=entry.name if entry is not None else "",
+            removed=self._view.catalogue.is_removed(info.service, info.name),
             others=self._list_others(),
         )
 
     def _list_others(self) -> tuple[OtherService, ...]:
         """The network's other services, by what requests may call them. A name that several have names none."""
-        own, view = self.served.model.info, self._view
+        own, view, catalogue = self.served.model.info, self._view, self._view.catalogue
         models = {a.model.service: a.model for a in view.adverts.values() if a.model is not None}
         # One whose last box is lost is known by its name for as long as there is a plan for it.
         lost = {service: model for service, model in self._others.items() if service in view.plans}
         self._others = lost | models
-        names = Counter(model.name for model in self._others.values())
-        found = []
+        called = {service: model.name for service, model in self._others.items()}
+        names = Counter(called.values())
+        found, placed = [], {own.name, own.service}
         for service in sorted({*models, *view.plans} - {own.service})[: 2 * MAX_SERVICES]:
-            model = self._others.get(service)
-            has_name = model is not None and names[model.name] == 1 and model.name not in (own.name, service)
+            model, name = self._others.get(service), called.get(service, service)
+            if catalogue.is_removed(service, name):
+                continue
+            placed |= {service, name}
+            entry = catalogue.entry_of(service, name)
+            has_name = names[name] == 1 and name != own.name
+            known = (entry.name if entry is not None else "", name if has_name else "", service)
             found.append(
                 OtherService(
-                    names=(model.name, service) if model is not None and has_name else (service,),
+                    names=tuple(dict.fromkeys(filter(None, known))),
                     max_model_len=view.max_model_len(model) if model is not None else 0,
                 )
             )
-        return tuple(found)
+        unplaced = (entry for entry in catalogue.entries if entry.model_name not in placed)
+        return (*found, *(OtherService(names=(entry.name,), is_placed=False) for entry in unplaced))
 
     def add_to(self, advert: messages.Advert) -> messages.Advert:
         """A node's advert, with its engine and what clients ask of it."""

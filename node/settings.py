@@ -241,6 +241,17 @@ class ApiSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostingSettings:
+    """What the owner of a box says that hosts what it is given: only these entries of the catalogue, and none of those;
+    `models_dir`: where models are, and downloads go; `max_disk_gib`: that downloads may take there."""
+
+    only: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    models_dir: Path | None = None
+    max_disk_gib: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
     """How to run a node. `bootstrap` None makes a new network; `model` None hosts no engine."""
 
@@ -266,4 +277,5 @@ class NodeSettings:
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0
     engine_channel: int | None = None  # of a fork server that several nodes of one machine share
+    hosting: HostingSettings | None = None  # it hosts what the coordinator gives it; `model` is None then
     divided: DividedBox | None = None  # the machine, where several nodes share it and the network may divide it anew

@@ -27,6 +27,7 @@ from ..kernels.codecs import CODEC_NAMES, codec_named
 from ..kvtransport.probing.figures import Source
 from .adverts import AdvertBook, find_box_fault, find_fault, join_faults, plans_of
 from .box.hardware import Hardware
+from .catalogue.messages import HostingPlan
 from .engine.protocol import EngineStats
 from .links.planner_links import PlannerLinks
 from .messages import Advert, EngineAdvert, LinkTable, Status
@@ -95,6 +96,7 @@ class NetworkView(AdvertBook):
 
     plans: dict[str, Plan] = field(default_factory=dict)  # by service: at most MAX_SERVICES
     plan_authors: dict[str, PeerId | None] = field(default_factory=dict)  # None: not known, as after a restart
+    hosting: HostingPlan | None = None  # of whoever coordinates, or did last
     links_told: dict[PeerId, LinkTable] = field(default_factory=dict)
     dead_at: dict[PeerId, float] = field(default_factory=dict)  # boxes that died, by the clock of the agent
     _table_payloads: dict[PeerId, bytes] = field(default_factory=dict)
@@ -335,9 +337,15 @@ class NetworkView(AdvertBook):
         return weigh_boxes(boxes, self.lines(), expected_workload(self.demands(service).values(), longest))
 
     def demands(self, service: str) -> dict[PeerId, Demand]:
-        """What the gateways of a service have been asked lately."""
-        adverts = ((peer, self._offer(peer, service)) for peer in self.adverts)
-        return {peer: advert.demand for peer, advert in adverts if advert is not None and advert.demand is not None}
+        """What the gateways of a service have been asked lately; where none has been asked anything since it was
+        started, what the catalogue remembers."""
+        offers = [(peer, offer) for peer in self.adverts if (offer := self._offer(peer, service)) is not None]
+        found = {peer: offer.demand for peer, offer in offers if offer.demand is not None}
+        for peer, offer in offers if not found else ():
+            entry = self.catalogue.entry_of(service, offer.model.name) if offer.model is not None else None
+            if entry is not None and entry.lengths is not None:
+                return {peer: Demand(requests_s=0.0, arrival_cv=1.0, lengths=(entry.lengths,))}
+        return found
 
     def boxes_of_others(self, service: str) -> frozenset[str]:
         """Boxes that offer another service."""

@@ -25,9 +25,10 @@ import trio
 
 from ..bootstrap import PeerId
 from ..node.messages import Generate, Status
-from ..node.methods import EVENTS, PLAN_REGROUP, TRACE
+from ..node.methods import CATALOGUE_CHANGE, EVENTS, PLAN_REGROUP, TRACE
 from ..node.observing.queries import EventPage, EventQuery, TraceQuery
 from ..node.observing.values import RequestTrace
+from ..node.owner.messages import CatalogueChange, CatalogueChanged
 from ..node.planning.messages import RegroupBegun, RegroupOrder
 from .background import ClientConnection, ClientJob, Connect, Work
 from .batches import CONCURRENCY, Outcome, Progress, Prompt, build_batch, check_concurrency, show_progress
@@ -90,6 +91,12 @@ async def _serve_regroup(
     order: RegroupOrder, coordinator: str, session: Session, mailbox: Mailbox[RegroupBegun]
 ) -> None:
     mailbox.put(await session.ask(PLAN_REGROUP, order, EVENTS_TIMEOUT_S, PeerId(coordinator)))
+
+
+async def _serve_change(
+    change: CatalogueChange, owner: str, session: Session, mailbox: Mailbox[CatalogueChanged]
+) -> None:
+    mailbox.put(await session.ask(CATALOGUE_CHANGE, change, EVENTS_TIMEOUT_S, PeerId(owner)))
 
 
 async def _serve_ready(session: Session, mailbox: Mailbox[None]) -> None:
@@ -371,6 +378,11 @@ class Client(_AnyClient[Generation, GenerationStream, list[Outcome]]):
         """Have the network's coordinator begin with other groups of boxes, with an admin's token. Raises
         ConnectionFailed, RequestFailed."""
         found: RegroupBegun = self._call(partial(_serve_regroup, order, coordinator))
+        return found
+
+    def change_catalogue(self, change: CatalogueChange, owner: str) -> CatalogueChanged:
+        """Have the node with the network's key change its catalogue, with an admin's token. Raises as `regroup`."""
+        found: CatalogueChanged = self._call(partial(_serve_change, change, owner))
         return found
 
     def connect(self) -> None:

@@ -285,7 +285,7 @@ class Session:
         deadline = trio.current_time() + body.deadline_s
         with trio.move_on_at(deadline + DEADLINE_GRACE_S):
             while True:
-                service = body.service if replay.service is None else replay.service
+                service = self._gateways.model_of(body.service if replay.service is None else replay.service)
                 gateway = await self._find_gateway(service, lost, deadline)
                 left = max(0.05, deadline - trio.current_time())
                 attempt = msgspec.structs.replace(body, request=new_request_id(), deadline_s=left, service=service)
@@ -388,7 +388,7 @@ class Session:
         give_up = trio.current_time() + self._timeout_s
         while True:
             revision = self._network.revision
-            if not lost:
+            if not lost and not self._gateways.is_awaited(service):
                 check_service(self._gateways.candidates(), service)
             ranked = self._gateways.rank(service)
             now = trio.current_time()

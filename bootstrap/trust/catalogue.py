@@ -200,6 +200,12 @@ def renew_members(key: NetworkKey, catalogue: Catalogue, members: Mapping[str, I
     return _with_renewals(key, catalogue, due, now) if due else catalogue
 
 
+def write_document(catalogue: Catalogue, kind: str, payload: bytes) -> Catalogue:
+    """Tell the whole network this, in place of what it was told of the kind before. Raises TokenError."""
+    orders = catalogue.orders
+    return _with_orders(catalogue, orders.revoked, orders.renewed, documents={**orders.documents, kind: payload})
+
+
 def absorb(catalogue: Catalogue, heard: Orders) -> Catalogue:
     """Take up orders of this owner that the network knows and this catalogue does not: it was lost, or damaged."""
     mine = catalogue.orders
@@ -207,7 +213,9 @@ def absorb(catalogue: Catalogue, heard: Orders) -> Catalogue:
         return catalogue
     revoked = tuple(dict.fromkeys((*mine.revoked, *heard.revoked)))[:MAX_REVOKED]
     renewed = {name: each for name, each in {**mine.renewed, **heard.renewed}.items() if name not in revoked}
-    orders = Orders(heard.number, revoked, renewed)
+    # Each order holds all documents: those of the higher number are the later ones.
+    later = heard if heard.number > mine.number else mine
+    orders = Orders(heard.number, revoked, renewed, later.documents)
     if orders == heard:
         return msgspec.structs.replace(catalogue, orders=heard)
     return _with_orders(msgspec.structs.replace(catalogue, orders=orders), revoked, renewed)
@@ -250,8 +258,15 @@ def _with_renewals(
     return _with_orders(catalogue, catalogue.orders.revoked, lasting)
 
 
-def _with_orders(catalogue: Catalogue, revoked: tuple[str, ...], renewed: dict[str, Renewal]) -> Catalogue:
-    orders = Orders(catalogue.orders.number + 1, revoked, renewed)
+def _with_orders(
+    catalogue: Catalogue,
+    revoked: tuple[str, ...],
+    renewed: dict[str, Renewal],
+    documents: dict[str, bytes] | None = None,
+) -> Catalogue:
+    """With the next order: it says this, and of documents what the order before said unless others are given."""
+    held = catalogue.orders
+    orders = Orders(held.number + 1, revoked, renewed, held.documents if documents is None else documents)
     if len(msgspec.msgpack.encode(orders)) > MAX_ORDERS_BYTES:
         raise TokenError("the orders of this network would be too long to be told; revoke tokens that are not needed")
     return msgspec.structs.replace(catalogue, orders=orders)

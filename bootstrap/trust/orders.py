@@ -1,5 +1,5 @@
-"""What the owner of a network tells all of it after tokens were handed out: which are revoked, and
-which last longer than they say.
+"""What the owner of a network tells all of it after tokens were handed out: which are revoked, which
+last longer than they say, and documents that mean something to the nodes above.
 
 Signed with the network key, numbered, carried by anybody. The highest number counts; each holds all
 that the ones before it said.
@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from ..errors import DECODE_ERRORS
-from .entries import MAX_COUNTER, Origin, Signature
+from .entries import MAX_COUNTER, MAX_KINDS, MAX_PAYLOAD, Kind, Origin, Signature
 from .identity import NetworkKey
 from .keys import verify_raw
 from .tokens import MAX_CERTIFICATE, CertificateName, Grant, read_grant
@@ -39,13 +39,18 @@ class Renewal(msgspec.Struct, frozen=True, array_like=True):
         return read_grant(self.certificate)
 
 
+Document = Annotated[bytes, Meta(max_length=MAX_PAYLOAD)]
+
+
 class Orders(msgspec.Struct, frozen=True, array_like=True):
     """All that the owner has said so far. `renewed` by the name of the certificate. Of a newer release's orders those
-    that are known are followed: whoever is revoked is so, whatever else was ordered."""
+    that are known are followed: whoever is revoked is so, whatever else was ordered. `documents` by kind; this room
+    does not read them."""
 
     number: Annotated[int, Meta(ge=0, le=MAX_COUNTER)] = 0
     revoked: Annotated[tuple[CertificateName, ...], Meta(max_length=MAX_REVOKED)] = ()
     renewed: Annotated[dict[CertificateName, Renewal], Meta(max_length=MAX_RENEWED)] = {}
+    documents: Annotated[dict[Kind, Document], Meta(max_length=MAX_KINDS)] = {}
 
 
 class SignedOrders(msgspec.Struct, frozen=True, array_like=True):

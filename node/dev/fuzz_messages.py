@@ -16,6 +16,7 @@ from ...bootstrap.dev.mutations import TypeMaker, mutated_encoding
 from ...bootstrap.handlers import Handlers
 from ...bootstrap.methods import Method, Notice
 from ...coordinator import Plan
+from ...coordinator.services.catalogue import CatalogueEntry
 from ...kvtransport.probing.burst_ticket import BurstTicket
 from ...kvtransport.probing.figures import BoxFigures, LinkFigures
 from ...kvtransport.probing.probe import BurstRequest
@@ -23,6 +24,7 @@ from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.permits import Permit
 from ...kvtransport.wire.tickets import LinkTicket, TransferTicket
 from .. import messages, methods
+from ..catalogue.messages import HostingPlan
 from ..engine.protocol import KvSlice
 from ..models.errors import PromptError
 from ..planning.messages import PlanBundle, PlanManifest
@@ -44,6 +46,7 @@ _SAMPLES: Final = {
         LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=1.0, usd_per_gb=0.1, reason="measured"),
         BoxFigures(up_gbps=1.0, down_gbps=1.0, relay_gbps=1.0, relay_budget_bytes=5),
         KvSlice(first_layer=3, last_layer=4, first_head=0, last_head=2),
+        CatalogueEntry(name="chat", model="Qwen/Qwen3-8B", slo="5x"),
     )
 }
 _SHOWN: Final = 1 << 16  # bytes: nothing shows a large message, whose control characters take 40 bytes each to show
@@ -59,7 +62,7 @@ def said_by_peers() -> tuple[type[msgspec.Struct], ...]:
         kinds[each.body] = None
         if isinstance(each, Method):
             kinds[each.answer] = None
-    return (*kinds, messages.Advert, messages.LinkTable, PlanManifest, PlanBundle, Plan)
+    return (*kinds, messages.Advert, messages.LinkTable, PlanManifest, PlanBundle, Plan, HostingPlan)
 
 
 class MessageMaker:

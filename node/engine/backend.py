@@ -42,6 +42,9 @@ class ModelFiles(Protocol):
     def fetch(self, first: int = 0, last: int | None = None, report: Report | None = None) -> Path:
         """Have what an engine needs of the layers `[first, last)` on this box and return the folder; blocks."""
 
+    def count_missing(self, layers: int) -> int:
+        """Bytes of the first `layers` layers that `fetch` would fetch."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from ...bootstrap import NetworkError, PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from .. import methods
 from ..admin.naming import UnknownBox, find_box
-from ..messages import Drain, Drained
 from ..observing.values import NodeSummary
+from .messages import Drain, Drained
 from .questions import OwnerAnswer, OwnerQuestion
 
 FILE: Final = "draining"

@@ -17,7 +17,8 @@ import msgspec
 from ...coordinator.bounds import Figure, Name, Text
 from ..box.errors import NodeError, NodeUsageError
 from ..box.home import running_pid
-from ..messages import Drained, Label
+from ..messages import Label
+from .messages import Drained
 
 SOCKET: Final = "node.socket"
 MAX_LINE: Final = 1 << 14

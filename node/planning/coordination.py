@@ -112,7 +112,7 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     def roster(self) -> Any:
         """What must not wait: who is there, and what each can do."""
         boxes = frozenset((box.peer, box.ready, box.draining, box.fits, box.tp, box.phase) for box in self.boxes)
-        return self.epoch, self.service, boxes, self.held, self.regrouping, self.keeping
+        return self.epoch, self.service, self.slo, boxes, self.held, self.regrouping, self.keeping
 
     @property
     def figures(self) -> PlanFigures:
@@ -168,7 +168,8 @@ class ServicePlanning:
         self._own = own
         self.service = service
         self._codec = settings.codec
-        self._slo = settings.slo
+        self.slo = settings.slo
+        """Deadlines of requests, as `read_slo` takes them; the catalogue may say others."""
         self._quiet_s = settings.quiet_s
         self._numbers = numbers
         self._number = (-1, 0)  # of the latest plan
@@ -376,7 +377,7 @@ class ServicePlanning:
             version=version,
             previous=previous,
             codec=self._codec,
-            slo=self._slo,
+            slo=self.slo,
             held=tuple(sorted(self._damping.held([box.peer for box in boxes if box.usable], now))),
             regrouping=regrouping,
             keeping=tuple(sorted(refusals.keeping(now))),

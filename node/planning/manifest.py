@@ -11,6 +11,7 @@ import msgspec
 from ...bootstrap import DECODE_ERRORS
 from ...bootstrap.members.states import EntryRules
 from ...coordinator import Plan, PlanError
+from ..catalogue.messages import HOSTING, read_hosting_number
 from ..messages import PLAN, Message
 from .messages import INLINE_PLAN_BYTES, MANIFESTS_BYTES, MAX_PLAN_BYTES, PLAN_BUNDLE, PlanBundle, PlanManifest
 
@@ -133,6 +134,7 @@ def is_that_of(manifest: PlanManifest, payload: bytes) -> bool:
 
 
 PLAN_RULES: Final = EntryRules(
-    urgent=frozenset({PLAN, PLAN_BUNDLE}), numbered={PLAN: read_number, PLAN_BUNDLE: read_bundle_number}
+    urgent=frozenset({PLAN, PLAN_BUNDLE, HOSTING}),
+    numbered={PLAN: read_number, PLAN_BUNDLE: read_bundle_number, HOSTING: read_hosting_number},
 )
-"""What members do with each other's manifests."""
+"""What members do with each other's manifests, and with who is to host what."""

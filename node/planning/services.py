@@ -15,6 +15,7 @@ from ...coordinator.bounds import MAX_SERVICES
 from ...coordinator.plan import Regrouping
 from ...coordinator.regrouping.steps import RegroupProposal
 from ...coordinator.repair.damping import FlapDamping
+from ...coordinator.services.catalogue import find_slo_fault
 from ..settings import DEFAULT_SLO, WAN
 from ..view import NetworkView
 from .coordination import Leader, PlanningSettings, PlanningTask, PlanNumbers, ServicePlanning
@@ -24,10 +25,18 @@ IDLE_LOOK_S: Final = 60.0  # between two looks at a network that offers nothing
 
 
 def choose_services(view: NetworkView, limit: int = MAX_SERVICES) -> tuple[str, ...]:
-    """The services to plan for, best first: those that run while a box offers them, then those of most boxes."""
-    offered = Counter(advert.model.service for advert in view.adverts.values() if advert.model is not None)
+    """The services to plan for, best first: those that run while a box offers them, then those of most boxes. None
+    that an admin has taken out of the catalogue."""
+    offered = Counter(each.service for each in view.offered_names() if not view.catalogue.is_removed(*each))
     ranked = sorted(offered, key=lambda service: (view.plan_of(service) is None, -offered[service], service))
     return tuple(ranked[:limit])
+
+
+def choose_slo(view: NetworkView, service: str) -> str:
+    """The deadlines that the catalogue has for a service; "" where it has none that can be read."""
+    name = next((each.name for each in view.offered_names() if each.service == service), service)
+    entry = view.catalogue.entry_of(service, name)
+    return entry.slo if entry is not None and not find_slo_fault(entry.slo) else ""
 
 
 @final
@@ -129,6 +138,8 @@ class Coordinator:
             or ServicePlanning(self._own, service, self._settings, self._numbers, self._damping)
             for service in choose_services(view)
         }
+        for each in self._services.values():
+            each.slo = choose_slo(view, each.service) or self._settings.slo
 
     def _in_turn(self) -> list[ServicePlanning]:
         """That which was planned for longest ago first."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable
 from functools import partial
 from math import inf
@@ -18,7 +17,6 @@ from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
 from ...coordinator.planning.model.kv_quality import find_kv_quality, resolve_kv_cache_dtype
 from .. import messages
-from ..box.errors import NodeError
 from ..box.hardware import Hardware
 from ..box.shares import Share, count_layers_beside, share_of_stage
 from ..engine import protocol
@@ -28,7 +26,7 @@ from ..engine.backend import ServedModel
 from ..engine.vllm_program.backend import VLLM
 from ..links.kv_outlets import KvOutlets
 from ..links.reach import PathTo
-from ..models import DownloadProgress, ProgressLine
+from ..models.fetching import run_download
 from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
@@ -241,23 +239,5 @@ class Host:
 
     async def _fetch(self, place: Place, say: Callable[[str], None]) -> Path:
         """Download what the place needs and is not here. Raises ModelError."""
-        token = trio.lowlevel.current_trio_token()
-        line, told = ProgressLine(0.0), -1
-        called_off = False
-
-        def report(progress: DownloadProgress) -> None:
-            nonlocal told
-            if called_off:
-                raise NodeError("the download has been called off")
-            if progress.percent != told:
-                told = progress.percent
-                text = line.line(progress, time.monotonic())
-                if text is not None:
-                    token.run_sync_soon(say, f"downloads {text}")
-
-        try:
-            return await trio.to_thread.run_sync(
-                self._model.fetch, place.stage.first_layer, place.stage.last_layer, report, abandon_on_cancel=True
-            )
-        finally:
-            called_off = True
+        first, last = place.stage.first_layer, place.stage.last_layer
+        return await run_download(lambda report: self._model.fetch(first, last, report), say)

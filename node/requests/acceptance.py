@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ...bootstrap import RemoteError
+from ...coordinator.services.catalogue import ServiceCatalogue
 from ..engine.sampling import MAX_BIAS, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TOP_BYTES, MAX_TOP_TOKENS
 from ..messages import MAX_PROMPT_BYTES, Generate
 from ..models import ModelInfo
@@ -141,14 +142,25 @@ def tokenize(body: Generate, text: TextModel, max_model_len: int) -> tuple[tuple
     return prompt, body.max_tokens
 
 
-def check_arrival(body: Generate, model: ModelInfo, *, is_draining: bool, is_id_in_use: bool) -> None:
+def check_arrival(
+    body: Generate, model: ModelInfo, catalogue: ServiceCatalogue, *, is_draining: bool, is_id_in_use: bool
+) -> None:
     """Raise RemoteError if this gateway must not take the request, whatever its prompt is."""
     if is_draining:
         raise RemoteError("draining", "this node is draining; send the request to another one")
-    if body.service is not None and body.service not in (model.service, model.name):
+    called = catalogue.model_of(body.service) if body.service is not None else None
+    if called is not None and called not in (model.service, model.name):
         raise RemoteError("invalid", f"service: {body.service} is not served here; {model.service} is")
     if is_id_in_use:
         raise RemoteError("invalid", f"request: the id {body.request} is in use")
+
+
+def check_listed(model: ModelInfo, catalogue: ServiceCatalogue) -> None:
+    """Raise RemoteError if an admin has taken the model out of the catalogue."""
+    if catalogue.is_removed(model.service, model.name):
+        raise RemoteError(
+            "invalid", f"service: this network serves {model.name} no more; `p2pserve models list` shows what there is"
+        )
 
 
 def prepare(

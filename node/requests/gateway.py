@@ -34,7 +34,7 @@ from ..prefixes.asking import PrefixWatch
 from ..prefixes.salts import CacheSalts
 from ..settings import ClientLimits
 from ..view import NetworkView, Queue, count_queues
-from .acceptance import check, check_arrival, check_length, prepare
+from .acceptance import check, check_arrival, check_length, check_listed, prepare
 from .driver import RequestDriver
 from .engine_room import measure_room
 from .live_request import LiveRequest
@@ -194,7 +194,10 @@ class Gateway:
         key, now = (client, body.request), trio.current_time()
         is_known = key in self._requests or key in self._tokenizing
         kind = PriorityClass.of(body.priority)
-        check_arrival(body, self._model, is_draining=self._draining, is_id_in_use=is_known)
+        catalogue = self._view.catalogue
+        check_arrival(body, self._model, catalogue, is_draining=self._draining, is_id_in_use=is_known)
+        if not so_far:  # what runs may come to its end
+            check_listed(self._model, catalogue)
         self._tokenizing[key] = True  # from here on the client may stop it
         self.on_request()
         try:

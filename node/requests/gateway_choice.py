@@ -12,6 +12,7 @@ import trio
 from ...bootstrap import NetworkError, PeerId, Role
 from ...bootstrap.members.states import MemberState
 from ...bootstrap.network import Network
+from ...coordinator.services.catalogue import OfferedName, ServiceCatalogue
 from ..adverts import AdvertBook
 from ..messages import ADVERT, PLAN, Advert, Status, StatusQuery
 from ..methods import STATUS
@@ -29,6 +30,12 @@ class GatewayCandidate:
     peer: PeerId
     advert: Advert | None
     rtt_s: float | None
+
+    @property
+    def model(self) -> OfferedName | None:
+        """What it offers, by its service's id and its model's name."""
+        model = self.advert.model if self.advert is not None else None
+        return OfferedName(model.service, model.name) if model is not None else None
 
     @property
     def service(self) -> str | None:
@@ -85,20 +92,37 @@ class GatewayFinder:
         return frozenset(gateways(self._find_boxes(MemberState.SUSPECT), service, self.planned_service()))
 
     def _find_boxes(self, state: MemberState) -> list[GatewayCandidate]:
-        self._book.update(self._network.entries(ADVERT))
-        return [
+        book = self._book
+        book.update(self._network.entries(ADVERT))
+        catalogue = self._catalogue
+        found = [
             GatewayCandidate(
                 peer=member.peer_id,
-                advert=self._book.adverts.get(member.peer_id),
+                advert=book.adverts.get(member.peer_id),
                 rtt_s=member.rtt_s if member.rtt_s is not None else self._measured.get(member.peer_id),
             )
             for member in self._network.members()
             if member.state is state and member.role is not Role.CLIENT
         ]
+        return [each for each in found if each.model is None or not catalogue.is_removed(*each.model)]
 
     def rank(self, service: str | None) -> list[PeerId]:
         """Those that offer it, best first."""
-        return gateways(self.candidates(), service, self.planned_service())
+        return gateways(self.candidates(), self.model_of(service), self.planned_service())
+
+    def model_of(self, service: str | None) -> str | None:
+        """What boxes call that which a request calls so: the model, where the catalogue has an entry of this name."""
+        return self._catalogue.model_of(service) if service is not None else None
+
+    def is_awaited(self, service: str | None) -> bool:
+        """Whether the catalogue has it, so that a box may come to serve it."""
+        return service is not None and any(service in (e.name, e.model_name) for e in self._catalogue.entries)
+
+    @property
+    def _catalogue(self) -> ServiceCatalogue:
+        """As it has been heard of by now."""
+        self._book.update_catalogue(self._network.orders.documents)
+        return self._book.catalogue
 
     def planned_service(self) -> str | None:
         """The service that the coordinator has a plan for, as far as it has been heard of here."""

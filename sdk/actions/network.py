@@ -21,7 +21,7 @@ from ..environment import require_network
 from ..errors import UsageError
 from ..requests import GenerateOptions, build_request
 from .links_view import choice_text, explain_path, print_links
-from .status_view import list_models, open_console, plan_faults, print_models, print_prose, print_status
+from .status_view import open_console, plan_faults, print_prose, print_status
 
 WATCH_S: Final = 2.0
 
@@ -51,11 +51,11 @@ def generate(arguments: SimpleNamespace) -> int:
 
 def status(arguments: SimpleNamespace) -> int:
     """`p2pserve status`."""
-    _show(arguments, _print_status)
+    show_network(arguments, _print_status)
     return 0
 
 
-def _show(arguments: SimpleNamespace, show: Callable[[Status, SimpleNamespace, Console], None]) -> None:
+def show_network(arguments: SimpleNamespace, show: Callable[[Status, SimpleNamespace, Console], None]) -> None:
     """What a network says of itself, once or with --watch again and again, at the top of a terminal."""
     with client_of(arguments) as client:
         while True:
@@ -79,20 +79,6 @@ def _print_status(found: Status, arguments: SimpleNamespace, console: Console) -
     print_status(found, console, wide=arguments.wide)
     if arguments.links:
         print_links(found, console, wide=arguments.wide)
-
-
-def models(arguments: SimpleNamespace) -> int:
-    """`p2pserve models`."""
-    _show(arguments, _print_models)
-    return 0
-
-
-def _print_models(status: Status, arguments: SimpleNamespace, console: Console) -> None:
-    found = list_models(status)
-    if arguments.format == "json":
-        print(json.dumps(msgspec.to_builtins(found)))
-    else:
-        print_models(found, console)
 
 
 def path(arguments: SimpleNamespace) -> int:

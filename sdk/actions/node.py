@@ -34,6 +34,7 @@ from ..doctor.at_join import describe_unfit, examine_box
 from ..environment import require_network
 from ..errors import UsageError
 from ..live_line import LiveLine
+from ..options.hosting import read_hosting
 from ..options.values import JOINED, MADE, settings_of
 from .greeting import describe_greeting, greeting_of
 from .http_options import read_admin_token, read_http, read_keys
@@ -54,7 +55,9 @@ def join(arguments: SimpleNamespace) -> int:
     """`p2pserve join`."""
     where = require_network(arguments.bootstrap, arguments.token)[0]
     folder = getattr(arguments, "folder", JOINED)  # of several nodes of a box each has its own
-    return _run_node(_settings(arguments, arguments.home.expanduser() / folder, where), arguments)
+    hosting = read_hosting(arguments)
+    settings = _settings(arguments, arguments.home.expanduser() / folder, where)
+    return _run_node(replace(settings, hosting=hosting), arguments)
 
 
 def _check_tp(arguments: SimpleNamespace) -> None:

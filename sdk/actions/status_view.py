@@ -1,4 +1,4 @@
-"""`p2pserve status` and `models` for people."""
+"""`p2pserve status` for people."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ from collections.abc import Iterable, Sequence
 from textwrap import wrap
 from typing import Any
 
-import msgspec
 from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from ...bootstrap import PeerId, Role
 from ...coordinator import Phase, Plan
-from ...coordinator.names import name_of, with_names
+from ...coordinator.names import count_of, name_of, with_names
 from ...coordinator.regrouping.refusals import describe_refusal
 from ...coordinator.regrouping.steps import describe_boxes
 from ...coordinator.repair.ending import is_planned_without
-from ...node.adverts import find_fault, parts_of, plans_of
+from ...node.adverts import find_fault, join_faults, parts_of, plans_of
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.observing.ages import describe_age
 from ...node.replica.place import Place
@@ -37,7 +35,7 @@ GONE = frozenset({"dead", "left"})
 SPEED_AT = (8, 256)
 """Requests and their length at which engines are compared."""
 
-MODEL_COLUMNS = ("model", "name", "boxes", "ready", "tokens", "KV tokens")
+FAULT_CHARACTERS = 80  # of why a box does not host something; `models show` has all of it
 CLIENT = Role.CLIENT.value
 WIDE = 200  # columns for a table that goes to a file: nothing is cut off
 
@@ -89,6 +87,7 @@ def print_status(status: Status, console: Console | None = None, *, wide: bool =
     console = console or open_console()
     console.print(status_table(status, COLUMNS if wide else NARROW))
     boxes = (*gone_lines(status), *ending_lines(status), *closed_lines(status), *engine_lines(status))
+    boxes += (*hosting_lines(status), *unplaced_lines(status))
     speeds = speed_lines(status) if wide else []
     print_prose((*boxes, *speeds, *plan_lines(status), *worth_lines(status), *key_lines(status)), console)
 
@@ -122,6 +121,46 @@ def ending_lines(status: Status) -> list[str]:
         + ", no plan uses it any more" * is_planned_without(ends_in_s)
         for ends_in_s, peer in ends
     ]
+
+
+def hosting_lines(status: Status) -> list[str]:
+    """One line for each box that makes ready what it is to host, or waits for that."""
+    lines = []
+    for node in status.nodes:
+        offer = node.advert.hosting if node.advert is not None and node.state not in GONE else None
+        if offer is not None and offer.detail:
+            what = f"makes {offer.prepares} ready: " if offer.prepares else ""
+            lines.append(f"hosting: {name_of(node.peer)} {what}{offer.detail}")
+    return lines
+
+
+def unplaced_lines(status: Status) -> list[str]:
+    """One line for each entry of the catalogue that no box has, with what boxes say of it."""
+    adverts = [node.advert for node in status.nodes if node.advert is not None and node.state not in GONE]
+    models = [advert.model for advert in adverts if advert.model is not None]
+    lines = []
+    for entry in status.catalogue.entries if status.catalogue is not None else ():
+        if not any(entry.model_name in (model.name, model.service) for model in models):
+            faults = hosting_faults(status, entry.name)
+            why = join_faults(f"{name_of(peer)}: {fault[:FAULT_CHARACTERS]}" for peer, fault in faults.items())
+            lines.append(f"not hosted: {entry.name}{f' ({why})' if why else ''}")
+    return lines
+
+
+def hosting_faults(status: Status, name: str) -> dict[str, str]:
+    """By box, why those that host what they are given cannot host an entry alone, for people."""
+    offers = {
+        node.peer: node.advert.hosting.models.get(name)
+        for node in status.nodes
+        if node.advert is not None and node.advert.hosting is not None and node.state not in GONE
+    }
+    found = {}
+    for peer, model in offers.items():
+        if model is not None and model.fault:
+            found[peer] = model.fault
+        elif model is not None and model.fits < model.layers:
+            found[peer] = f"has room for {model.fits} of {count_of(model.layers, 'layer')}"
+    return found
 
 
 def _short(advert: Advert | None, columns: Sequence[str]) -> dict[str, str]:
@@ -341,62 +380,3 @@ def _load(advert: Advert) -> str:
     if stats is None:
         return "-"
     return f"{stats.running} running, {stats.waiting} waiting, KV {stats.kv_usage:.0%}"
-
-
-class OfferedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A model that boxes of a network offer. `service` is what a request calls it, or `name`; `longest`: tokens of a
-    prompt with its answer; `kv_tokens`: that fit on all ready boxes together."""
-
-    service: str
-    name: str
-    boxes: int
-    ready: int
-    longest: int
-    kv_tokens: int
-
-
-def list_models(status: Status) -> list[OfferedModel]:
-    """The models of all living boxes, in order of name."""
-    adverts = [
-        node.advert
-        for node in status.nodes
-        if node.role != CLIENT and node.state == "alive" and node.advert is not None and node.advert.model is not None
-    ]
-    found = []
-    for service in sorted({advert.model.service for advert in adverts if advert.model is not None}):
-        offers = [advert for advert in adverts if advert.model is not None and advert.model.service == service]
-        engines = [each.engine for each in offers if each.engine is not None and each.engine.state == "ready"]
-        first = offers[0].model
-        assert first is not None
-        found.append(
-            OfferedModel(
-                service=service,
-                name=first.name,
-                boxes=len(offers),
-                ready=len(engines),
-                longest=max((engine.max_model_len for engine in engines), default=0),
-                kv_tokens=sum(engine.kv_tokens for engine in engines),
-            )
-        )
-    return found
-
-
-def print_models(models: Sequence[OfferedModel], console: Console) -> None:
-    """A table; where that is too wide for long names, which are typed back, a paragraph for each. Or that there is
-    none."""
-    if not models:
-        console.print("models: no box of this network offers one; start one with `p2pserve join --model ...`")
-        return
-    table = Table(*MODEL_COLUMNS, box=None, pad_edge=False, header_style="bold")
-    for each in models:
-        figures = (str(value) if value else "-" for value in (each.longest, each.kv_tokens))
-        table.add_row(each.service, each.name, str(each.boxes), str(each.ready), *figures)
-    keep_whole(table, *MODEL_COLUMNS)
-    if Measurement.get(console, console.options.update(max_width=10**4), table).maximum <= console.width:
-        console.print(table)
-        return
-    for each in models:
-        longest = f", {each.longest} tokens at most" if each.longest else ""
-        kv = f", {each.kv_tokens} tokens of KV" if each.kv_tokens else ""
-        console.print(f"{each.service}\n    {each.name}")
-        console.print(f"    {each.boxes} box{'es' * (each.boxes != 1)}, {each.ready} ready{longest}{kv}")

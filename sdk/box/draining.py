@@ -13,8 +13,8 @@ from typing import Final
 from ...coordinator.names import name_of
 from ...node.box.errors import NodeError
 from ...node.box.home import ask_to_leave, running_pid, wait_until_left
-from ...node.messages import Drained
 from ...node.owner.draining import describe_left
+from ...node.owner.messages import Drained
 from ...node.owner.questions import OwnerAnswer, OwnerQuestion, ask_node
 from ..live_line import LiveLine
 from ..options.values import BOX, MADE, is_own_node

@@ -67,14 +67,6 @@ def status(arguments: SimpleNamespace) -> int:
     return run(arguments)
 
 
-@command("models", example="p2pserve models --format json", formats=("table", "json"))
-@combine(network_options("p2p_client_..."), watch_option, timeout_option)
-def models(arguments: SimpleNamespace) -> int:
-    from ..actions.network import models as run
-
-    return run(arguments)
-
-
 @command("chat", example='p2pserve chat --system "You answer in one sentence."', formats=("text", "json"))
 @combine(
     option("--system", metavar="TEXT", help="what the conversation begins with"),

@@ -9,9 +9,10 @@ from typing import Final
 
 import click
 
+from ..errors import UsageError
 from ..options.arguments import FLAGS, VLLM, ConfigArgument
 from ..options.command import combine, command, option
-from ..options.engine import engine_options, link_options
+from ..options.engine import engine_options, hosting_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
 from ..options.values import AGE, COUNT, DURATION, FIGURE, MOMENT, OWN_NODE, POSITIVE, REPLICAS, SECONDS, duration
 
@@ -72,10 +73,11 @@ def bootstrap(arguments: SimpleNamespace) -> int:
     ),
     option(
         "--model",
-        default="bundled",
         metavar="MODEL",
-        help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default)",
+        help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default: what the "
+        "network's coordinator gives this box, of its catalogue: see `p2pserve models`)",
     ),
+    hosting_options,
     http_options(None),
     admin_options,
     api_options,
@@ -104,12 +106,19 @@ def bootstrap(arguments: SimpleNamespace) -> int:
 )
 def join(arguments: SimpleNamespace) -> int:
     if arguments.replicas != 1:
+        require_model(arguments)
         from ..replicas.running import join_with_replicas
 
         return join_with_replicas(arguments)
     from ..actions.node import join as run
 
     return run(arguments)
+
+
+def require_model(arguments: SimpleNamespace) -> None:
+    """Raise UsageError where several nodes of this box have no model to be divided for."""
+    if arguments.model is None:
+        raise UsageError("model: --replicas divides this box for one model; say which with --model")
 
 
 @command("leave", example="p2pserve leave", formats=("text", "json"))

@@ -33,7 +33,7 @@ COMMANDS: Final[dict[str, Declared]] = {
     ),
     "status": Declared("network", "show nodes, coordinator and plan of a network"),
     "chat": Declared("network", "talk with a model of a network, in the terminal"),
-    "models": Declared("network", "show which models a network serves, and on how many boxes"),
+    "models": Declared("models", "show which models a network serves, and say which it is to serve"),
     "path": Declared("network", "explain by which path KV would go from one node to another, and why"),
     "topology": Declared("seeing", "show sites, boxes, links and KV flows, as a table, a drawing or a live view"),
     "inspect": Declared("seeing", "say all that is known of a request, a box, a link, a path or the plan, and why"),

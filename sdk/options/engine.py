@@ -12,7 +12,7 @@ from ...node.engine.backends import BACKENDS
 from ...node.engine.emulated.backend import EMULATED
 from .command import combine, option
 from .shared import price_options
-from .values import FIGURE, POSITIVE, THROTTLE
+from .values import FIGURE, FILE, POSITIVE, THROTTLE
 
 
 def _chosen(ctx: click.Context, parameter: click.Parameter, engine: str | None) -> str:
@@ -24,6 +24,7 @@ def _chosen(ctx: click.Context, parameter: click.Parameter, engine: str | None) 
 
 
 _engine: Final = partial(option, section="Engine", shared=True)
+_hosting: Final = partial(option, section="Without --model")
 _link: Final = partial(option, section="Links", shared=True)
 
 engine_options: Final = combine(
@@ -134,6 +135,29 @@ engine_options: Final = combine(
     _engine("--threads", type=POSITIVE, metavar="N", help="of a CPU engine (default: all cores but one)"),
 )
 """What a node is told of its engine."""
+
+hosting_options: Final = combine(
+    _hosting(
+        "--only",
+        multiple=True,
+        metavar="NAME",
+        help="host this service of the catalogue and no other; may be given several times (default: any)",
+    ),
+    _hosting("excluded", "--not", multiple=True, metavar="NAME", help="do not host this one; likewise"),
+    _hosting(
+        "--models-dir",
+        type=FILE,
+        metavar="FOLDER",
+        help="where models are looked for, by their folders' names, and downloads go (default: the Hugging Face cache)",
+    ),
+    _hosting(
+        "--max-disk-gib",
+        type=FIGURE,
+        metavar="GIB",
+        help="that downloads may take there (default: what the disk has)",
+    ),
+)
+"""What a box's owner says of the models that it may be given."""
 
 link_options: Final = combine(
     _link(

@@ -132,7 +132,7 @@ class Door:
                 await answer.refuse(found)
             elif found is ServedAt.ELSEWHERE:
                 await self._carry(scope, bounded, bytes(body), answer)
-            elif model not in (None, *self._config.names) and model == self._serves.network.service:
+            elif model not in (None, *self._config.names) and model in self._serves.network.own_names:
                 body = bytearray(rename(bytes(body), self._config.names[0]))
             event = {"type": "http.request", "body": bytes(body), "more_body": False}
         held = [event]

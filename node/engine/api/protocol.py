@@ -99,22 +99,31 @@ class ApiQuestion(EngineMessage, frozen=True, kw_only=True, tag="api-question"):
 
 
 class OtherService(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A service of the network that this box does not have, by what requests may call it."""
+    """A service of the network that this box does not have, by what requests may call it. `is_placed`: a box has it,
+    or did when it was planned for."""
 
-    names: Annotated[tuple[ModelName, ...], msgspec.Meta(min_length=1, max_length=2)]
+    names: Annotated[tuple[ModelName, ...], msgspec.Meta(min_length=1, max_length=3)]
     max_model_len: Count = 0  # 0: not known
+    is_placed: bool = True
 
 
 class ServiceState(EngineMessage, frozen=True, kw_only=True, tag="api-network"):
     """What the network can do now: whether somebody serves this model (else `reason`), how long requests may be, and
-    which `others` there are."""
+    which `others` there are. `entry`: what the catalogue calls this box's own; `removed`: it has it no more."""
 
     serving: bool
     reason: Line = ""
     max_model_len: Count = 0  # 0: not known
     kv_usage: Figure = 0.0  # of this box's engine
     service: Annotated[str, msgspec.Meta(max_length=512)] = ""  # its own
-    others: Annotated[tuple[OtherService, ...], msgspec.Meta(max_length=2 * MAX_SERVICES)] = ()
+    entry: Annotated[str, msgspec.Meta(max_length=512)] = ""
+    removed: bool = False
+    others: Annotated[tuple[OtherService, ...], msgspec.Meta(max_length=3 * MAX_SERVICES)] = ()
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """What requests may call this box's own service, beside the names that its owner gives it."""
+        return tuple(filter(None, (self.service, self.entry)))
 
 
 class ApiOutcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

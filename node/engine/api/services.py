@@ -27,13 +27,18 @@ def find_service(
 ) -> ServedAt | HttpRefusal:
     """Who serves the model that a request names; one that names none is for this box's own, called `names` or as its
     service is. What was carried here from another node goes no further."""
-    if model is None or model in (*names, state.service) or not state.others:
+    if (model is None or model in (*names, *state.own_names)) and not state.removed:
+        return ServedAt.HERE
+    if not state.others and not state.removed:
         return ServedAt.HERE  # of a network with one model vLLM itself says what there is
-    if not any(model in other.names for other in state.others):
+    if model is None:
+        return HttpRefusal(404, f"model: say which; this network serves {_name_all(names, state)}")
+    found = next((other for other in state.others if model in other.names), None)
+    if found is None:
         return HttpRefusal(
             404, f"model: this network does not serve {model[:200]}; it serves {_name_all(names, state)}"
         )
-    if is_carried:
+    if is_carried or not found.is_placed:
         text = f"model: no box serves {model[:200]} now, though this network knows it; ask again"
         return HttpRefusal(503, text, UNPLACED_RETRY_S)
     return ServedAt.ELSEWHERE
@@ -46,18 +51,22 @@ def rename(body: bytes, model: str) -> bytes:
 
 
 def add_services(listed: bytes, names: Sequence[str], state: ServiceState) -> bytes:
-    """vLLM's list of models with those of the network's other services, each under the first of its names."""
+    """vLLM's list of models with those of the network's other services, each under the first of its names, and without
+    those that no box serves; this box's own also as the catalogue calls it."""
     found: dict[str, Any] = json.loads(listed)
     own = found["data"]
+    entry = [{**own[0], "id": state.entry}] if state.entry and state.entry not in names else []
     others = [
         {**own[0], "id": other.names[0], "root": other.names[-1], "max_model_len": other.max_model_len or None}
         for other in state.others
-        if other.names[0] not in names
+        if other.is_placed and other.names[0] not in names
     ]
-    return json.dumps({**found, "data": [*own, *others]}, separators=(",", ":")).encode()
+    here = [] if state.removed else [*own, *entry]
+    return json.dumps({**found, "data": [*here, *others]}, separators=(",", ":")).encode()
 
 
 def _name_all(names: Sequence[str], state: ServiceState) -> str:
-    known = sorted({names[0], *(other.names[0] for other in state.others)})
+    own = set() if state.removed else {names[0]}
+    known = sorted(own | {other.names[0] for other in state.others})
     more = f" and {len(known) - _MAX_NAMED} more" if len(known) > _MAX_NAMED else ""
-    return ", ".join(known[:_MAX_NAMED]) + more
+    return (", ".join(known[:_MAX_NAMED]) or "nothing") + more

@@ -11,8 +11,8 @@ import trio.testing
 
 from p2pserve.node.box.errors import NodeError, NodeUsageError
 from p2pserve.node.box.home import lock_home
-from p2pserve.node.messages import Drained
 from p2pserve.node.owner.answering import answer_owner
+from p2pserve.node.owner.messages import Drained
 from p2pserve.node.owner.questions import SOCKET, OwnerAnswer, OwnerQuestion, OwnerRefused, ask_node, socket_path
 
 

@@ -13,10 +13,12 @@ from trio.testing import MockClock
 from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, PeerId, RemoteError, Role
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.testing import MemoryNetwork
+from p2pserve.coordinator import Demand
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.names import name_of
 from p2pserve.node import messages, methods
 from p2pserve.node.box.hardware import Hardware
+from p2pserve.node.catalogue.desk import CatalogueDesk
 from p2pserve.node.joined import MAX_TOKENS_S, Joined
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.observing.queries import MetricsQuery
@@ -46,9 +48,11 @@ class Member:
 
     joined: Joined
     said: list[str] = field(default_factory=list)
+    desk: CatalogueDesk | None = None
 
-    def serve(self, service: str) -> None:
-        self.joined.publish(messages.ADVERT, messages.Advert(hardware=HARDWARE, draining=False, model=model(service)))
+    def serve(self, service: str, demand: Demand | None = None) -> None:
+        advert = messages.Advert(hardware=HARDWARE, draining=False, model=model(service), demand=demand)
+        self.joined.publish(messages.ADVERT, advert)
 
     def look(self) -> None:
         self.joined.view.update(self.joined.network.entries(messages.ADVERT))
@@ -59,9 +63,12 @@ class Member:
 
 
 async def join_both(
-    stack: AsyncExitStack, second: Role = Role.WORKER, token_role: Role | None = None
+    stack: AsyncExitStack,
+    second: Role = Role.WORKER,
+    token_role: Role | None = None,
+    key: NetworkKey | None = None,
 ) -> tuple[Member, Member]:
-    memory, key = MemoryNetwork(), NetworkKey.generate()
+    memory, key = MemoryNetwork(), key or NetworkKey.generate()
     identities = [Identity.generate() for _ in ADDRESSES]
     first = Bootstrap(ADDRESSES[0].host, ADDRESSES[0].port, identities[0].peer_id)
     members = []

@@ -28,6 +28,7 @@ from p2pserve.node.engine.protocol import EngineStats
 from p2pserve.node.messages import Advert, EngineAdvert, NodeStatus, RequestFigures, Status, TransferFigures
 from p2pserve.node.models import ModelInfo, WeightSizes
 from p2pserve.node.observing.values import Served
+from p2pserve.sdk.actions.models import list_models, print_models
 from p2pserve.sdk.actions.network import figures_line
 from p2pserve.sdk.actions.status_view import (
     COLUMNS,
@@ -35,12 +36,10 @@ from p2pserve.sdk.actions.status_view import (
     ending_lines,
     gone_lines,
     key_lines,
-    list_models,
     node_row,
     now_line,
     open_console,
     plan_lines,
-    print_models,
     print_status,
     speed_lines,
 )

@@ -48,6 +48,9 @@ NOT_RUN = {
 }
 """What an example begins with, with its page or without, and why no test runs it."""
 
+OWNS = ("docs/start/", "docs/models.md")
+"""Pages whose later commands are for a network that they start."""
+
 EXAMPLES = all_examples()
 
 
@@ -76,7 +79,7 @@ def walks(ours: Server, tmp_path_factory: pytest.TempPathFactory) -> Walks:
     with open_network(folder / "network", ours.url) as network, ThreadPoolExecutor(AT_ONCE) as pool:
 
         def walk_page(page: str) -> None:
-            owns = page.startswith("docs/start/")
+            owns = page.startswith(OWNS)
             walk = Walk(folder / page.replace("/", "-"), network.place, ours.url, network.request, owns=owns)
             prepare(walk, page, ours, network)
             for example in RUN:

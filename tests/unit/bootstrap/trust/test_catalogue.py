@@ -207,3 +207,29 @@ def test_members_of_a_token_that_was_renewed_by_hand_are_renewed_by_its_new_life
     catalogue, token = catalogues.renew(KEY, catalogue, token.id, NOW + 100_000 + 300, (), NOW + 100_000)
     renewed = renew_members(catalogue, token, NOW + 100_000 + 250, "a")
     assert catalogues.find_members_end(renewed, token) == NOW + 100_000 + 600
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+def test_a_document_is_one_more_order_and_stays_whatever_is_ordered_after_it() -> None:
+    catalogue, token = one()
+    catalogue = catalogues.write_document(catalogue, "services", b"first")
+    catalogue, _ = catalogues.revoke(catalogue, token.id)
+    assert (catalogue.orders.number, catalogue.orders.revoked) == (2, (token.id,))
+    assert catalogue.orders.documents == {"services": b"first"}
+    again = catalogues.write_document(catalogue, "services", b"second")
+    assert (again.orders.number, again.orders.revoked) == (3, (token.id,))
+    assert again.orders.documents == {"services": b"second"}
+
+
+def test_after_a_catalogue_was_lost_the_networks_later_document_counts_and_an_earlier_one_never() -> None:
+    heard = Orders(5, documents={"services": b"later"})
+    lost, _ = one()
+    assert catalogues.absorb(lost, heard).orders.documents == {"services": b"later"}
+    newer = catalogues.write_document(msgspec.structs.replace(lost, orders=heard), "services", b"newest")
+    assert catalogues.absorb(newer, heard) is newer
+    # An old copy of the owner's files wrote under a number that the network has seen already: both are of that number.
+    copied = msgspec.structs.replace(lost, orders=Orders(5, documents={"services": b"here"}))
+    merged = catalogues.absorb(copied, heard)
+    assert (merged.orders.number, merged.orders.documents) == (6, {"services": b"here"})

@@ -21,7 +21,7 @@ def signed_anyhow(payload: bytes) -> SignedOrders:
 
 
 def test_orders_of_a_later_release_count_as_far_as_they_are_understood() -> None:
-    payload = msgspec.msgpack.encode([8, ["a" * 16], {}, "more"])
+    payload = msgspec.msgpack.encode([8, ["a" * 16], {}, {}, "more"])
     assert read_orders(signed_anyhow(payload), KEY.public) == Orders(8, ("a" * 16,))
 
 
@@ -59,4 +59,26 @@ def test_what_the_owner_has_not_ordered_well_formed_is_nothing(signed: SignedOrd
 
 @pytest.mark.parametrize("payload", [b"\x91" * 100_000, b"\x93\x01\x91\xa2\xff\xfe\x80"])
 def test_orders_of_an_owner_gone_mad_raise_nothing(payload: bytes) -> None:
+    assert read_orders(signed_anyhow(payload), KEY.public) is None
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+TOLD = Orders(8, ("a" * 16,), {}, {"services": b"what nodes read"})
+
+
+def test_documents_travel_with_orders_and_nobody_changes_one() -> None:
+    signed = sign_orders(KEY, TOLD)
+    assert read_orders(signed, KEY.public) == TOLD
+    changed = SignedOrders(signed.payload.replace(b"what", b"that"), signed.signature)
+    assert read_orders(changed, KEY.public) is None
+
+
+def test_orders_of_the_release_before_have_no_documents() -> None:
+    assert read_orders(signed_anyhow(msgspec.msgpack.encode([7, ["a" * 16], {}])), KEY.public) == Orders(7, ("a" * 16,))
+
+
+@pytest.mark.parametrize("documents", [{str(n): b"" for n in range(17)}, {"a": bytes((1 << 16) + 1)}, {"": b""}])
+def test_documents_are_few_and_small(documents: dict[str, bytes]) -> None:
+    payload = msgspec.msgpack.encode([8, [], {}, documents])
     assert read_orders(signed_anyhow(payload), KEY.public) is None

@@ -8,10 +8,10 @@ import pytest
 import trio
 
 from p2pserve.bootstrap import PeerId, RemoteError, Role
-from p2pserve.node.messages import Drain
 from p2pserve.node.methods import DRAIN
 from p2pserve.node.observing.values import NodeSummary
 from p2pserve.node.owner.draining import DrainDesk, DrainOrder, describe_left
+from p2pserve.node.owner.messages import Drain
 from p2pserve.node.owner.questions import OwnerQuestion
 from p2pserve.node.testing import MemoryExchange
 

@@ -3,7 +3,7 @@
 import trio
 
 from p2pserve.bootstrap import PeerId
-from p2pserve.node.messages import Drained
+from p2pserve.node.owner.messages import Drained
 from p2pserve.node.owner.pricing import PriceTag, describe_price
 from p2pserve.node.owner.questions import OwnerAnswer, OwnerQuestion
 

@@ -6,6 +6,7 @@ import pytest
 
 from p2pserve.bootstrap import RemoteError
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.services.catalogue import EMPTY
 from p2pserve.node.engine.sampling import MAX_SEED, Reasoning
 from p2pserve.node.messages import MAX_PROMPT_BYTES, ChatMessage, Generate
 from p2pserve.node.models import BUNDLED, ModelInfo, WeightSizes
@@ -45,13 +46,13 @@ def chat(*contents: str, role: str = "user") -> tuple[ChatMessage, ...]:
 
 def refusal(body: Generate, *, is_draining: bool = False, is_id_in_use: bool = False) -> tuple[str, str]:
     with pytest.raises(RemoteError) as caught:
-        check_arrival(body, MODEL, is_draining=is_draining, is_id_in_use=is_id_in_use)
+        check_arrival(body, MODEL, EMPTY, is_draining=is_draining, is_id_in_use=is_id_in_use)
     return caught.value.code, caught.value.message
 
 
 @pytest.mark.parametrize("service", [None, "tiny", "tiny-1234"])
 def test_a_request_for_what_is_served_may_come(service: str | None) -> None:
-    check_arrival(ask(service=service), MODEL, is_draining=False, is_id_in_use=False)
+    check_arrival(ask(service=service), MODEL, EMPTY, is_draining=False, is_id_in_use=False)
 
 
 def test_another_service_is_refused_with_the_one_that_is_served() -> None:

@@ -15,7 +15,7 @@ Found = tuple[click.Context, click.Command]
 WITHOUT_FORMAT = {"completion": "prints a script for a shell"}
 """Commands that know no --format, each with the reason. Every entry must be in use."""
 
-WATCHED = [("topology",), ("status",), ("models",)]
+WATCHED = [("topology",), ("status",), ("models", "list")]
 """Commands that show how a network is, which changes: they take --watch."""
 
 SHARED = {

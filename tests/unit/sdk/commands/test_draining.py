@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from p2pserve.node.box.errors import NodeError
-from p2pserve.node.messages import Drained
+from p2pserve.node.owner.messages import Drained
 from p2pserve.node.owner.questions import OwnerAnswer, OwnerQuestion
 from p2pserve.sdk.box import draining
 from p2pserve.sdk.box.draining import wait_until_idle

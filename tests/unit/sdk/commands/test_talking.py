@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from p2pserve.sdk.actions.chat import converse
-from p2pserve.sdk.actions.status_view import list_models, print_models, print_status
+from p2pserve.sdk.actions.models import list_models, print_models
+from p2pserve.sdk.actions.status_view import print_status
 from p2pserve.sdk.cli import main
 from p2pserve.sdk.errors import RequestFailed
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -210,3 +211,44 @@ def test_the_list_of_models_has_one_line_for_each_service() -> None:
     ]
     alone = door_of(Serves(ServiceState(serving=True, service="m-1111"))).get("/v1/models").json()["data"]
     assert [card["id"] for card in alone] == ["m"]
+
+
+# -- the catalogue --------------------------------------------------------------------------------------------
+
+CALLED = ServiceState(
+    serving=True, max_model_len=9, service="m-1111", entry="chat",
+    others=(*OTHERS, OtherService(names=("code",), is_placed=False)),
+)  # fmt: skip
+GONE = msgspec.structs.replace(CALLED, removed=True)
+
+
+def test_a_request_may_call_the_own_model_as_the_catalogue_does() -> None:
+    answer = door_of(Serves(CALLED)).post("/v1/completions", json={"model": "chat", "prompt": "x"})
+    assert answer.json() == {"here": {"model": "m", "prompt": "x"}}
+
+
+@pytest.mark.parametrize("is_vouched", [True, False])
+def test_a_service_that_no_box_has_yet_is_asked_for_again_and_not_listed(*, is_vouched: bool) -> None:
+    door = door_of(Serves(CALLED), is_vouched=is_vouched)
+    answer = door.post("/v1/completions", json={"model": "code"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+    assert [card["id"] for card in door.get("/v1/models").json()["data"]] == ["m", "chat", "other", "third"]
+
+
+@pytest.mark.parametrize("body", [{"model": "m"}, {"model": "m-1111"}, {"model": "chat"}, {}])
+def test_a_model_that_was_removed_gets_a_line_with_those_there_are(body: dict[str, str]) -> None:
+    door = door_of(Serves(GONE))
+    answer = door.post("/v1/completions", json=body)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].endswith("serves code, other, third")
+    assert [card["id"] for card in door.get("/v1/models").json()["data"]] == ["other", "third"]
+
+
+def test_where_nothing_else_is_served_that_is_said() -> None:
+    alone = ServiceState(serving=True, service="m-1111", removed=True)
+    answer = door_of(Serves(alone)).post("/v1/completions", json={"model": "m"})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        404,
+        "model: this network does not serve m; it serves nothing",
+    )
+    assert door_of(Serves(alone)).get("/v1/models").json()["data"] == []

@@ -1,0 +1,365 @@
+"""Which boxes host which services of the catalogue, among those boxes that take whatever they are given.
+
+    assigner = Assigner()
+    found = assigner.assign(entries, boxes, brought, now)     # box -> the name of an entry
+
+Every service that can be placed gets as many boxes as hold its model once; the others go by weight and by what
+clients ask for. What a box hosts it keeps, unless a service is without one, or far poorer than the one that it serves.
+Pure: time is a parameter. The same boxes and the same past give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median_low
+from typing import Annotated, Final, final
+
+import msgspec
+from msgspec import Meta
+
+from ..bounds import MAX_SERVICES, Count, Layer, Text
+from .catalogue import CatalogueEntry, EntryName
+
+MOVE_GAIN: Final = 1.5
+"""A box moves where its service stays so many times as rich as the other one was before. Higher: fewer moves."""
+
+REST_S: Final = 600.0
+"""A box that was given a service keeps it for so long, unless another one has no box at all. Longer: fewer moves;
+shorter: boxes follow what clients ask for sooner."""
+
+AWAY_S: Final = 45.0
+"""A box that is away counts for so long as if it were here: it leaves for a moment to come back with another model.
+Shorter: a service whose only box is lost gets another one sooner."""
+
+LATE_S: Final = 1800.0
+"""A box that has not served for so long what it was given counts for nothing: others are given it, too. Longer: slow
+downloads come to their end; shorter: a service whose box does not get on is served sooner."""
+
+FORGET_S: Final = 1800.0
+"""For so long a box that is away is given the service that it had, when it comes back: its files are there."""
+
+
+class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
+    """What a box says of one entry: how many of its model's layers fit there, of how many, the bytes of all weights,
+    those that it would have to fetch, and why it cannot host it ("": it can)."""
+
+    fits: Layer = 0
+    layers: Layer = 0
+    weight_bytes: Count = 0
+    missing_bytes: Count = 0
+    fault: Text = ""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the box can have a part in it."""
+        return not self.fault and self.fits > 0 and self.layers > 0
+
+
+class HostingOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a box says that hosts what it is given: the entry that it `hosts` now ("": none), the one that it makes
+    ready, how far that is, and what it can do of each."""
+
+    hosts: Annotated[str, Meta(max_length=64)] = ""
+    prepares: Annotated[str, Meta(max_length=64)] = ""
+    detail: Text = ""
+    models: Annotated[dict[EntryName, HostedModel], Meta(max_length=MAX_SERVICES)] = {}
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostingBox:
+    """A box as it is to be decided about. `power`: GiB of its GPUs, or of the box: its part of what can be served.
+    `serves`: the entry for which its engine is ready, "" for none; None: that is not known."""
+
+    id: str
+    offer: HostingOffer
+    power: float
+    serves: str | None = None
+
+    def fits(self, name: str) -> int:
+        """How many layers of an entry's model it can hold, at most all."""
+        model = self.offer.models.get(name)
+        return min(model.fits, model.layers) if model is not None and model.is_possible else 0
+
+    def is_whole(self, name: str) -> bool:
+        """Whether it can serve an entry alone."""
+        model = self.offer.models.get(name)
+        return model is not None and model.is_possible and model.fits >= model.layers
+
+    def missing(self, name: str) -> int:
+        """Bytes that it would have to fetch for an entry."""
+        model = self.offer.models.get(name)
+        return model.missing_bytes if model is not None else 0
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What a service has without these boxes: those that were started with its model, the layers of it that these have
+    together, whether they serve it alone, and what clients ask of it, in tokens per second."""
+
+    power: float = 0.0
+    fits: int = 0
+    is_placed: bool = False
+    tokens_s: float = 0.0
+
+
+NOTHING: Final = Brought()
+
+
+@final
+class _Draft:
+    """Which box is to host what, while it is decided. `targets`: how much each entry is to have, beside the others."""
+
+    def __init__(
+        self,
+        boxes: Iterable[HostingBox],
+        targets: Mapping[str, float],
+        brought: Mapping[str, Brought],
+        late: frozenset[str],
+    ) -> None:
+        self.boxes = {box.id: box for box in boxes}
+        self.targets = targets
+        self.given: dict[str, str] = {}  # box -> entry
+        self._late = late  # boxes that count for nothing
+        self._placed = {name for name, each in brought.items() if each.is_placed}
+        self._members: dict[str, dict[str, None]] = {name: {} for name in targets}
+        self._power = {name: brought.get(name, NOTHING).power for name in targets}
+        self._fits = {name: brought.get(name, NOTHING).fits for name in targets}  # layers that its boxes hold together
+        self._layers = dict.fromkeys(targets, 0)
+        for box in self.boxes.values():
+            for name, model in box.offer.models.items():
+                if name in targets and model.is_possible:
+                    self._layers[name] = max(self._layers[name], model.layers)
+
+    def give(self, box: HostingBox, name: str) -> None:
+        """A box without an entry is to host this one."""
+        self.given[box.id] = name
+        self._members[name][box.id] = None
+        if box.id not in self._late:
+            self._power[name] += box.power
+            self._fits[name] += box.fits(name)
+
+    def take(self, box: HostingBox) -> None:
+        """A box is to host nothing."""
+        name = self.given.pop(box.id)
+        del self._members[name][box.id]
+        if box.id not in self._late:
+            self._power[name] -= box.power
+            self._fits[name] -= box.fits(name)
+
+    def of(self, name: str) -> list[HostingBox]:
+        """The boxes of an entry."""
+        return [self.boxes[box] for box in self._members[name]]
+
+    def layers_of(self, name: str) -> int:
+        """How many layers an entry's boxes hold together."""
+        return self._fits[name]
+
+    def holds(self, name: str, layers: int) -> bool:
+        """Whether so many layers are all of an entry's model."""
+        return 0 < self._layers[name] <= layers
+
+    def is_placed(self, name: str, without: HostingBox | None = None) -> bool:
+        """Whether an entry's boxes, but for one, hold its model at least once."""
+        less = without.fits(name) if without is not None and without.id not in self._late else 0
+        return name in self._placed or self.holds(name, self._fits[name] - less)
+
+    def richness(self, name: str, more: float = 0.0) -> float:
+        """What an entry has, with so much more, beside what it is to have."""
+        return (self._power[name] + more) / self.targets[name]
+
+    def free(self) -> list[HostingBox]:
+        """Boxes without an entry, the strongest first."""
+        found = (box for box in self.boxes.values() if box.id not in self.given and box.id not in self._late)
+        return sorted(found, key=lambda box: (-box.power, box.id))
+
+    def spare(self) -> list[HostingBox]:
+        """Boxes that their entries can do without, those of the richest first."""
+        sure = ((self.boxes[box], name) for box, name in self.given.items() if box not in self._late)
+        found = [box for box, name in sure if self.is_placed(name, box)]
+        return sorted(found, key=lambda box: (-self.richness(self.given[box.id]), box.power, box.id))
+
+
+@final
+class Assigner:
+    """One per coordinator. It remembers what it has given to whom, and since when."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, tuple[str, float]] = {}  # box -> entry, since
+        self._seen: dict[str, float] = {}
+        self._boxes: dict[str, HostingBox] = {}  # as they were seen last
+        self._good_at: dict[str, float] = {}  # when each was given something, came back, or was seen to serve it
+
+    def __repr__(self) -> str:
+        return f"<Assigner {len(self._given)} boxes>"
+
+    def recall(self, hosts: Mapping[str, Iterable[str]], now: float) -> None:
+        """This is what another coordinator has given, by entry: what is not known better here."""
+        for name, boxes in hosts.items():
+            for box in boxes:
+                self._given.setdefault(box, (name, now))
+                self._seen.setdefault(box, now)
+
+    def assign(
+        self,
+        entries: Sequence[CatalogueEntry],
+        boxes: Sequence[HostingBox],
+        brought: Mapping[str, Brought],
+        now: float,
+    ) -> dict[str, str]:
+        """The entry of each box that is to have one, at `now` (seconds)."""
+        boxes = _keep_agreed(self._see(boxes, now))
+        draft = _Draft(boxes, _weigh(entries, boxes, brought), brought, self._find_late(boxes, now))
+        for box in boxes:
+            # What the box has counts where nothing was given here: an earlier coordinator's word, or its own start.
+            name = self._given[box.id][0] if box.id in self._given else box.offer.hosts
+            if name in draft.targets and box.fits(name):
+                draft.give(box, name)
+        _place_all(entries, draft)
+        _share_rest(draft)
+        self._move_one(draft, now)
+        self._note(draft, now)
+        return dict(sorted(draft.given.items()))
+
+    def _find_late(self, boxes: Iterable[HostingBox], now: float) -> frozenset[str]:
+        """Boxes that were given something long ago and do not serve it."""
+        for box in boxes:
+            if box.serves is None or box.serves == self._given.get(box.id, ("", 0.0))[0]:
+                self._good_at[box.id] = now
+        return frozenset(box.id for box in boxes if now - self._good_at.setdefault(box.id, now) > LATE_S)
+
+    def _see(self, boxes: Sequence[HostingBox], now: float) -> list[HostingBox]:
+        """These, and those that are away for a moment."""
+        here = {box.id: box for box in boxes}
+        back = [id_ for id_ in here if now - self._seen.get(id_, now) > AWAY_S]
+        self._good_at.update(dict.fromkeys(back, now))
+        self._seen.update(dict.fromkeys(here, now))
+        self._boxes.update(here)
+        away = [box for id_, box in self._boxes.items() if id_ not in here and now - self._seen[id_] <= AWAY_S]
+        return [*boxes, *(box for box in away if box.id in self._given)]
+
+    def _move_one(self, draft: _Draft, now: float) -> None:
+        """One box from a rich service to a poor one, where the rich one stays well ahead of what the poor one had."""
+        for box in draft.spare():
+            before = draft.given[box.id]
+            if now - self._given.get(box.id, ("", now))[1] < REST_S:
+                continue
+            others = [name for name in draft.targets if name != before and box.is_whole(name)]
+            poorest = min(others, key=lambda name: (draft.richness(name), name), default="")
+            if poorest and draft.richness(poorest) * MOVE_GAIN <= draft.richness(before, -box.power):
+                draft.take(box)
+                draft.give(box, poorest)
+                return
+
+    def _note(self, draft: _Draft, now: float) -> None:
+        for box, name in draft.given.items():
+            if self._given.get(box, ("", 0.0))[0] != name:
+                self._given[box] = name, now
+                self._good_at[box] = now
+        gone = [box for box, at in self._seen.items() if now - at > FORGET_S]
+        idle = [box for box in draft.boxes if box not in draft.given]
+        for box in (*gone, *idle):
+            self._given.pop(box, None)
+        for box in gone:
+            del self._seen[box]
+            self._boxes.pop(box, None)
+            self._good_at.pop(box, None)
+
+
+def _keep_agreed(boxes: Sequence[HostingBox]) -> list[HostingBox]:
+    """The boxes with what they say of models that have as many layers as most say: one that lies, or has other files,
+    hosts nothing by that, and keeps nobody else from it."""
+    told: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    for box in boxes:
+        for name, model in box.offer.models.items():
+            if model.is_possible:
+                told[name][model.layers] += 1
+    agreed = {name: max(counts, key=lambda layers: (counts[layers], -layers)) for name, counts in told.items()}
+    found = []
+    for box in boxes:
+        models = {name: model for name, model in box.offer.models.items() if model.layers == agreed.get(name)}
+        found.append(replace(box, offer=msgspec.structs.replace(box.offer, models=models)))
+    return found
+
+
+def _weigh(
+    entries: Iterable[CatalogueEntry], boxes: Iterable[HostingBox], brought: Mapping[str, Brought]
+) -> dict[str, float]:
+    """How much each entry is to have, beside the others: its weight, and up to as many times more as there are entries
+    where clients ask for it alone. What a token costs goes by the weights that it is multiplied with."""
+    listed = {entry.name: entry.weight for entry in entries}
+    sizes: defaultdict[str, list[int]] = defaultdict(list)
+    for box in boxes:
+        for name, model in box.offer.models.items():
+            sizes[name].append(model.weight_bytes)
+    work = {name: brought.get(name, NOTHING).tokens_s * median_low(sizes[name] or (0,)) for name in listed}
+    total = sum(work.values())
+    return {
+        name: weight * (1.0 + (len(listed) * work[name] / total if total > 0.0 else 0.0))
+        for name, weight in listed.items()
+    }
+
+
+def _place_all(entries: Iterable[CatalogueEntry], draft: _Draft) -> None:
+    """Have each entry that can be placed be so: those first that fewest boxes can host."""
+    able = {entry.name: sum(box.fits(entry.name) > 0 for box in draft.boxes.values()) for entry in entries}
+    for entry in sorted(entries, key=lambda each: (able[each.name], -each.weight, each.name)):
+        if draft.is_placed(entry.name):
+            continue
+        found = _find_group(entry.name, draft)
+        for box in found:
+            if box.id in draft.given:
+                draft.take(box)
+            draft.give(box, entry.name)
+        if not found:  # a part that serves nobody is of no use
+            for box in draft.of(entry.name):
+                draft.take(box)
+
+
+def _find_group(name: str, draft: _Draft) -> list[HostingBox]:
+    """Boxes that would hold an entry's model, with those that it has: free ones, then such as others can do without;
+    one that holds all of it before several. None where there are not enough."""
+    free = [box for box in draft.free() if box.fits(name)]
+    for choice in (free, [box for box in draft.spare() if box.fits(name)]):
+        alone = [box for box in choice if box.is_whole(name)]
+        if alone:  # the weakest that is strong enough: stronger ones are for what needs them
+            return [min(alone, key=lambda box: (box.power, box.missing(name), box.id))]
+    found, layers = list[HostingBox](), draft.layers_of(name)
+    for box in free:
+        found.append(box)
+        layers += box.fits(name)
+        if draft.holds(name, layers):
+            return found
+    taken = list[tuple[HostingBox, str]]()
+    while not draft.holds(name, layers):
+        # One by one: each may be the last that its entry can do without.
+        spare = [box for box in draft.spare() if box.fits(name) and draft.given[box.id] != name]
+        if not spare:
+            break
+        taken.append((spare[0], draft.given[spare[0].id]))
+        draft.take(spare[0])
+        layers += spare[0].fits(name)
+    for box, before in taken:  # whoever asks gives them
+        draft.give(box, before)
+    return [*found, *(box for box, _ in taken)] if draft.holds(name, layers) else []
+
+
+def _share_rest(draft: _Draft) -> None:
+    """Give each free box to the service that is poorest of those that it holds alone; several that hold one together,
+    to that."""
+    for box in draft.free():
+        whole = [name for name in draft.targets if box.is_whole(name)]
+        if whole:
+            draft.give(box, min(whole, key=lambda name: (draft.richness(name, box.power), box.missing(name), name)))
+    for name in sorted(draft.targets, key=lambda name: (draft.richness(name), name)):
+        parts, layers = list[HostingBox](), 0
+        for box in draft.free():
+            if box.fits(name) and not draft.holds(name, layers):
+                parts.append(box)
+                layers += box.fits(name)
+        if draft.holds(name, layers):
+            for box in parts:
+                draft.give(box, name)

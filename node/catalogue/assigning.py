@@ -1,0 +1,124 @@
+"""What a coordinator does for boxes that host what they are given: it decides which service each of them hosts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Final, final
+
+import trio
+
+from ...bootstrap.trust.entries import MAX_PAYLOAD
+from ...coordinator.demand import mean_lengths
+from ...coordinator.repair.ending import is_planned_without
+from ...coordinator.services.hosting import Assigner, Brought, HostingBox
+from ..joined import Joined
+from ..messages import Advert
+from ..view import NetworkView
+from .messages import HOSTING, HostedService, HostingPlan
+
+LOOK_S: Final = 1.0  # between two decisions; shorter: a new box hears sooner what it is to host
+HEARD_S: Final = 5.0  # after its election a coordinator has heard of all boxes; shorter: it may give one service twice
+MAX_HOSTS_BYTES: Final = MAX_PAYLOAD - 8192  # of boxes' ids in one entry, beside the names of services
+_BOX_BYTES: Final = 2  # of MessagePack, beside an id
+
+
+@final
+class AssignmentDesk:
+    """One per node; it acts while the node coordinates."""
+
+    def __init__(self, joined: Joined) -> None:
+        self._joined = joined
+        self._assigner = Assigner()
+        self._plan = HostingPlan(epoch=0, serial=0)
+        self._led_since: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<AssignmentDesk {self._plan.number} {self._assigner}>"
+
+    async def run(self) -> None:
+        """Decide, again and again, until cancelled."""
+        while True:
+            plan = self.look(trio.current_time())
+            if plan is not None:
+                self._joined.publish(HOSTING, plan)
+            await trio.sleep(LOOK_S)
+
+    def look(self, now: float) -> HostingPlan | None:
+        """What is to be published at `now` (seconds), if that is news."""
+        leader, view = self._joined.leader, self._joined.view
+        if leader is None or leader[0] != self._joined.own:
+            self._led_since = None
+            return None
+        if self._led_since is None:
+            self._led_since = now
+            self._assigner = Assigner()
+        if view.hosting is not None:
+            self._assigner.recall({each.name: each.boxes for each in view.hosting.services}, now)
+        if now - self._led_since < HEARD_S:
+            return None
+        hosts = self._assigner.assign(view.catalogue.entries, find_hosts(view), find_brought(view), now)
+        services = group_hosts(hosts)
+        if self._plan.epoch == leader[1] and services == self._plan.services:
+            return None
+        if not services and not self._plan.services:
+            return None  # a network without such boxes says nothing of them
+        serial = self._plan.serial + 1 if self._plan.epoch == leader[1] else 1
+        self._plan = HostingPlan(epoch=leader[1], serial=serial, services=services)
+        return self._plan
+
+
+def find_hosts(view: NetworkView) -> list[HostingBox]:
+    """The boxes that host what they are given, and stay."""
+    return [
+        HostingBox(id=str(peer), offer=advert.hosting, power=_power_of(advert), serves=_find_served(advert))
+        for peer, advert in sorted(view.adverts.items())
+        if advert.hosting is not None and not advert.draining and not is_planned_without(advert.ends_in_s)
+    ]
+
+
+def find_brought(view: NetworkView) -> dict[str, Brought]:
+    """By entry, what boxes have that were started with its model, and what clients ask of it."""
+    power: defaultdict[str, float] = defaultdict(float)
+    fits: defaultdict[str, int] = defaultdict(int)
+    tokens_s: defaultdict[str, float] = defaultdict(float)
+    placed = set()
+    for advert in view.adverts.values():
+        model = advert.model
+        entry = view.catalogue.entry_of(model.service, model.name) if model is not None else None
+        if model is None or entry is None:
+            continue
+        demand = advert.demand
+        if demand is not None:
+            tokens_s[entry.name] += demand.requests_s * sum(mean_lengths((demand,)) or ())
+        if advert.hosting is None and not advert.draining:
+            power[entry.name] += _power_of(advert)
+            fits[entry.name] += min(advert.fits, model.layers)
+            if fits[entry.name] >= model.layers:
+                placed.add(entry.name)
+    return {
+        name: Brought(power=power[name], fits=fits[name], is_placed=name in placed, tokens_s=tokens_s[name])
+        for name in {*power, *tokens_s}
+    }
+
+
+def group_hosts(hosts: Mapping[str, str]) -> tuple[HostedService, ...]:
+    """As they are published: by entry, as many boxes as one entry of gossip has room for."""
+    boxes: defaultdict[str, list[str]] = defaultdict(list)
+    left = MAX_HOSTS_BYTES
+    for box, name in sorted(hosts.items()):
+        left -= len(box) + _BOX_BYTES
+        if left >= 0:
+            boxes[name].append(box)
+    return tuple(HostedService(name=name, boxes=tuple(each)) for name, each in sorted(boxes.items()))
+
+
+def _find_served(advert: Advert) -> str:
+    """The entry for which a box's engine is ready, or waits for others that hold the model with it; "" for none."""
+    is_ready = advert.engine is not None and advert.engine.state in ("ready", "waiting") and not advert.hung
+    return advert.hosting.hosts if is_ready and advert.hosting is not None else ""
+
+
+def _power_of(advert: Advert) -> float:
+    hardware = advert.hardware
+    return sum(gpu.memory_gib for gpu in hardware.gpus) or hardware.memory_gib

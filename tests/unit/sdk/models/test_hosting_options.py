@@ -1,0 +1,95 @@
+"""What the owner of a box says of the models that it may be given, and what `status` says of those boxes."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from p2pserve.coordinator.names import name_of
+from p2pserve.coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue
+from p2pserve.coordinator.services.hosting import HostedModel, HostingOffer
+from p2pserve.node.settings import HostingSettings
+from p2pserve.sdk.actions.status_view import hosting_faults, hosting_lines, unplaced_lines
+from p2pserve.sdk.cli import main
+from p2pserve.sdk.errors import UsageError
+from p2pserve.sdk.options.hosting import read_hosting
+
+from ..commands.parsing import parse
+from ..test_reports import FIRST, MODEL, SECOND, advert, node, status
+
+JOIN = ["join", "--bootstrap", "p2p_worker_x"]
+
+
+def given(*options: str) -> HostingSettings | None:
+    return read_hosting(parse([*JOIN, *options]))
+
+
+def test_a_box_without_a_model_takes_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", "before")
+    assert given() == HostingSettings()
+    assert os.environ["HF_HUB_CACHE"] == "before"
+    folder = tmp_path / "new" / "models"
+    found = given("--only", "chat", "--only", "code", "--models-dir", str(folder), "--max-disk-gib", "200")
+    assert found == HostingSettings(only=("chat", "code"), models_dir=folder, max_disk_gib=200.0)
+    assert folder.is_dir()
+    assert os.environ["HF_HUB_CACHE"] == str(folder)
+    assert given("--not", "big") == HostingSettings(excluded=("big",))
+
+
+def test_a_box_with_a_model_is_given_nothing() -> None:
+    assert given("--model", "bundled") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--model", "bundled", "--only", "chat"), "only: it is for a box that takes what it is given"),
+        (("--model", "bundled", "--not", "chat"), "not: it is for a box"),
+        (("--model", "bundled", "--max-disk-gib", "0"), "max-disk-gib: it is for a box"),
+        (("--model", "bundled", "--models-dir", "/x"), "models-dir: it is for a box"),
+        (("--only", "two\nlines"), r"only: 'two\nlines' is no name"),
+        (("--not", ""), "not: '' is no name"),
+        (("--only", "chat", "--not", "chat"), "not: chat is also what --only names"),
+        (("--served-model-name", "mine"), "model: --served-model-name is for one model"),
+        (("--models-dir", "/proc/nowhere"), "models-dir: /proc/nowhere cannot be made"),
+    ],
+)
+def test_what_cannot_be_is_told_by_its_option(options: tuple[str, ...], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        given(*options)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_several_nodes_of_a_box_need_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOIN, "--replicas", "2"]) == 2
+    assert "model: --replicas divides this box for one model" in capsys.readouterr().err
+
+
+def test_status_says_what_boxes_make_ready_and_what_nobody_hosts() -> None:
+    models = {
+        "big": HostedModel(fits=20, layers=80),
+        "ghost": HostedModel(fault="model no/such-model: the hub has none" + "!" * 200),
+        "chat": HostedModel(fits=4, layers=4),
+    }
+    fetching = HostingOffer(prepares="chat", detail="downloads x: 1 of 9 GB", models=models)
+    waiting = HostingOffer(detail="waits: the catalogue is empty")
+    hosts = [
+        node(FIRST, advert=msgspec.structs.replace(advert(), hosting=fetching)),
+        node(SECOND, advert=msgspec.structs.replace(advert(), model=None, hosting=waiting)),
+    ]
+    entries = [CatalogueEntry(name=name, model=f"a/{name}") for name in ("big", "ghost")]
+    listed = ServiceCatalogue(version=1, entries=(*entries, CatalogueEntry(name="chat", model=MODEL.name)))
+    shown = msgspec.structs.replace(status(*hosts), catalogue=listed)
+    first, second = name_of(FIRST), name_of(SECOND)
+    assert hosting_lines(shown) == [
+        f"hosting: {first} makes chat ready: downloads x: 1 of 9 GB",
+        f"hosting: {second} waits: the catalogue is empty",
+    ]
+    big, ghost = unplaced_lines(shown)
+    assert big == f"not hosted: big ({first}: has room for 20 of 80 layers)"
+    assert ghost.startswith(f"not hosted: ghost ({first}: model no/such-model")
+    assert len(ghost) < 150
+    assert hosting_faults(shown, "ghost") == {FIRST: models["ghost"].fault}
+    assert hosting_lines(status(*hosts[:0])) == unplaced_lines(status(*hosts)) == []
