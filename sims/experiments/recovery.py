@@ -269,7 +269,7 @@ def recovery(scope: Scope) -> Page:
             f"LLaMA-30B on {CLOUD}, 10 Gb/s between boxes; appendix F's groups, at {LOAD:.0%} of what they carry "
             f"together. Box {LOST} with two decode replicas falls silent at {before.end_s:.0f} s: its requests go on "
             f"elsewhere after {DETECT_S:g} s, and the coordinator plans without it after {DEAD_S:g} s. Azure's "
-            f"lengths, Poisson arrivals, the network's router, {len(scope.seeds)} seeds.\n\n"
+            f"lengths, Poisson arrivals, routes by the policy `{PLAN}`, {len(scope.seeds)} seeds.\n\n"
             "`None`: gateways go on with what is left. `Light`: phases and shares, counted for 1 s. `Full`: new "
             "groups, counted for 5 s; replicas that have to load read each layer at 1 GB/s, once for each box, after "
             "20 s for the engine's start. `All restarted`: also those that come out as they were, as in the paper. "

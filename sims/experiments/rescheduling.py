@@ -141,8 +141,8 @@ def rescheduling(scope: Scope) -> Page:
             f"can be compared; box {LOST} with two decode replicas goes. `None`: the plan goes on with what is left, "
             "the requests in the same proportions. `Lightweight`: phases and shares only. `Full`: a new search on 28 "
             f"GPUs. Each is simulated as it serves after the change, at {LOAD:.0%} of what the whole plan could "
-            f"carry, with the network's router by queues; Azure's lengths, Poisson arrivals for {scope.seconds:g} s, "
-            f"{len(scope.seeds)} seeds. CPU seconds are of one shared, busy core."
+            f"carry, with routes by shares and queues (the policy `{PLAN}`); Azure's lengths, Poisson arrivals for "
+            f"{scope.seconds:g} s, {len(scope.seeds)} seeds. CPU seconds are of one shared, busy core."
         ),
         tables=(PageTable(TITLE, reschedule_rows(scope)),),
         remarks=REMARKS,
