@@ -387,9 +387,9 @@ def strictness(scope: Scope) -> Page:
             f"the paper). Azure's lengths, Poisson arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; both "
             "plans meet the same requests. Deadlines to the first token, from token to token and end to end, as "
             f"multiples of what a lone request takes on an A100; a rate counts with {TARGET:.0%} of the requests in "
-            "time.\n\nBoth plans are searched for and tried alike, each for the links and deadlines of its row, as [the page "
-            "beside](baselines.md) says: with token budgets by deadline, of any GPUs, and chosen by trials with requests "
-            f"of other seeds. Requests are routed by the plan's shares and by queues (the policy `{PLAN}`)."
+            "time.\n\nBoth plans are searched for and tried alike, each for the links and deadlines of its row, as "
+            "[the page beside](baselines.md) says: with token budgets by deadline, of any GPUs, and chosen by trials "
+            f"with requests of other seeds. Routes are by the plan's shares and by queues (the policy `{PLAN}`)."
         ),
         tables=(PageTable(STRICTNESS, strictness_rows(scope)),),
         remarks=STRICTNESS_REMARKS,
