@@ -13,7 +13,7 @@ import numpy as np
 from ..policies import PLAN
 from ..replanning import describe_phases
 from ..results.outcomes import Floats, ServiceOutcome, attainment
-from .deployments import RATES
+from .deployments import LINKS, RATES
 from .page import Curves, Page, PageTable, Picture, ResultRow
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, highest_rate, outcome, spread
 from .systems import IN_HOUSE, SYSTEMS, WHOLE, System, best_colocated, chosen, systems
@@ -89,6 +89,7 @@ class StrictnessRow(ResultRow, frozen=True):
 
     column: str
     workload: str
+    link_gbps: float
     deadline: str
     colocated: str
     colocated_expected: float
@@ -286,7 +287,7 @@ def baselines(scope: Scope) -> Page:
             "max_num_batched_tokens) that the deadline allows, as ours; `2048`: replicas searched for with that "
             "budget, which is vLLM's default. DistServe-like and vLLM-like: all splits, and all sizes of equal "
             "replicas, on the eight A100, of which the three with the best estimates are tried.\n\nOurs and "
-            "HexGen-like are searched for at 1, 1.4 and 2 times the rate that is expected of a colocated plan. The six "
+            "HexGen-like are searched for at 1, 1.5 and 2 times the rate that is expected of a colocated plan. The six "
             f"of which most is expected are tried with requests of other seeds, and up to {scope.challengers} others "
             "challenge the best of them, as by `plan`; HexGen-like's plan is among ours, and stays unless another "
             "carries 2 % more. Each keeps its replicas at all rates, with shares anew for each rate, and in the other "
@@ -351,11 +352,12 @@ def _picture(contest: SystemContest) -> Picture:
 
 @cache
 def strictness_rows(scope: Scope) -> tuple[StrictnessRow, ...]:
-    """Both workloads under both columns at each of SCALES."""
+    """Both workloads under both columns, over both links, at each of STRICTER."""
     cases = [
-        PlannedCase(specs=specs, workload=workload, rate=RATES[workload], scale=scale, gbps=10.0)
+        PlannedCase(specs=specs, workload=workload, rate=RATES[workload], scale=scale, gbps=gbps)
         for specs in COLUMNS
         for workload in WORKLOADS
+        for gbps in LINKS
         for scale in STRICTER
     ]
     return tuple(compare_with_colocated(case, scope) for case in cases)
@@ -367,7 +369,7 @@ def compare_with_colocated(case: PlannedCase, scope: Scope) -> StrictnessRow:
     others, own = ([highest_rate(plan, scope, seed, PLAN) for seed in scope.seeds] for plan in plans)
     colocated, ours = (plan.at() for plan in plans)
     return StrictnessRow(
-        column=case.specs.value, workload=case.workload, deadline=f"{case.scale:g} x",
+        column=case.specs.value, workload=case.workload, link_gbps=case.gbps or 0.0, deadline=f"{case.scale:g} x",
         colocated=describe_phases(colocated.plan), colocated_expected=colocated.max_rate,
         colocated_simulated=spread(others), ours=describe_phases(ours.plan), ours_expected=ours.max_rate,
         ours_simulated=spread(own),
@@ -381,13 +383,13 @@ def strictness(scope: Scope) -> Page:
         name="strictness",
         title="Against colocated serving, by deadline",
         assumes=(
-            f"LLaMA-30B on {CLOUD}, 10 Gb/s between boxes (not printed in the paper). Azure's lengths, Poisson "
-            f"arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; both plans meet the same requests. Deadlines "
-            "to the first token, from token to token and end to end, as multiples of what a lone request takes on an "
-            f"A100; a rate counts with {TARGET:.0%} of the requests in time.\n\nBoth plans are searched for and tried "
-            "alike, each for the deadlines of its row, as [the page beside](baselines.md) says: with token budgets by "
-            "deadline, of any GPUs, and chosen by trials with requests of other seeds. Requests are routed by the "
-            "network's router."
+            f"LLaMA-30B on {CLOUD}, {' and '.join(f'{gbps:g}' for gbps in LINKS)} Gb/s between boxes (not printed in "
+            f"the paper). Azure's lengths, Poisson arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; both "
+            "plans meet the same requests. Deadlines to the first token, from token to token and end to end, as "
+            f"multiples of what a lone request takes on an A100; a rate counts with {TARGET:.0%} of the requests in "
+            "time.\n\nBoth plans are searched for and tried alike, each for the links and deadlines of its row, as "
+            "[the page beside](baselines.md) says: with token budgets by deadline, of any GPUs, and chosen by trials "
+            f"with requests of other seeds. Routes are by the plan's shares and by queues (the policy `{PLAN}`)."
         ),
         tables=(PageTable(STRICTNESS, strictness_rows(scope)),),
         remarks=STRICTNESS_REMARKS,

@@ -190,17 +190,19 @@ def _picture(rows: Sequence[ConvergenceRow]) -> Picture:
 
 
 REMARKS: Final = """\
-- Ours comes within 1 % of the best that any search found in 0.2 to 7.2 CPU seconds, with every
+- Ours comes within 1 % of the best that any search found in 0.16 to 4.8 CPU seconds, with every
   seed; the paper needs 21, 36 and 54 s to converge. Most neighbours are left out by their upper
   bounds, and the starts, chosen among partitions of the boxes, are good already.
-- The paper's algorithm to the letter ends 12 to 19 % below (mean over seeds), and never within 1 %.
-  Its hundred steps take 1.5 to 3.5 CPU seconds, less than half of what ours is given; but when they
-  end, ours is ahead at every size.
-- A third to a half of the difference is the third phase: with mixed replicas Algorithm 1 ends 8 to
-  9 % below. The rest is the search. Ten random neighbours are seldom the good ones, a memory of five
-  solutions hardly keeps it from coming back, and every seed ends somewhere else (0.75 to 0.94; ours
-  at the same objective with all three).
-- Why its seconds are fewer than the paper's: a solution's score takes 3 to 6 ms here, of estimates
+- The paper's algorithm to the letter ends 8 to 17 % below (mean over seeds), and never within 1 %.
+  Its hundred steps take 1.5 to 2.9 CPU seconds, less than ours is given; but when they end, ours is
+  ahead at every size, by the means.
+- Of the difference the third phase is half with 16 GPUs, four fifths with 24 and hardly any with 32:
+  with mixed replicas Algorithm 1 ends 4, 3 and 11 % below, and one of nine searches within 1 %. With
+  16 GPUs it is ahead of ours by a percent or two when it ends, after 1.8 s; ours passes it at 4 s.
+- The rest is the search. Ten random neighbours are seldom the good ones, a memory of five solutions
+  hardly keeps it from coming back, and most seeds end somewhere else (0.80 to 0.94 to the letter;
+  ours at the same objective with all three).
+- Why its seconds are fewer than the paper's: a solution's score takes 3 to 5 ms here, of estimates
   that remember every group's configuration, and some 50 ms there, of a simulation.
 - Growth with the number of GPUs does not show in ours: what costs time is computing a group's
   configuration for the first time, and 16 GPUs in four boxes have no fewer kinds of groups than 32

@@ -179,7 +179,7 @@ def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch:
         return SimpleNamespace(name=name, at=lambda: proposal)
 
     def highest_rate(deployed: Any, scope: Scope, seed: int, dispatch: str) -> float:
-        assert dispatch == PLAN, "by the network's router"
+        assert dispatch == PLAN, "by shares and queues"
         return rates[deployed.name, seed]
 
     monkeypatch.setattr(baselines, "best_colocated", lambda case, scope: deploy("colocated", 2.5))
@@ -189,9 +189,13 @@ def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch:
     scope = Scope(seeds=(0, 1), seconds=7.75)
     page = baselines.strictness(scope)
     rows: Any = page.tables[0].rows
-    assert {(row.workload, row.deadline) for row in rows} == {
-        (workload, f"{scale:g} x") for workload in WORKLOADS for scale in baselines.STRICTER
+    assert {(row.workload, row.link_gbps, row.deadline) for row in rows} == {
+        (workload, gbps, f"{scale:g} x")
+        for workload in WORKLOADS
+        for gbps in (10.0, 40.0)
+        for scale in baselines.STRICTER
     }
+    assert "10 and 40 Gb/s between boxes" in page.assumes
     first = rows[0]
     assert (first.colocated, first.ours) == ("shape of colocated", "shape of ours")
     assert (first.colocated_expected, first.ours_expected) == (2.5, 5.5)
