@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, final
 
 from ..plan import Phase
 from ..sharing.orders import TURN_ORDERS
-from ..sharing.service_profile import Expected, ExpectedService, ServiceProfile
+from ..sharing.service_profile import ExpectedMoments, ExpectedService, ServiceProfile
 from ..sharing.turn_queue import TurnQueue
 from ..sharing.values import SharedRequest
 
@@ -91,10 +91,10 @@ def _time_turns(name: str, waiting: int, clock: Callable[[], float]) -> TurnTime
 def _profile(execution_s: float) -> ServiceProfile:
     return ServiceProfile(
         ExpectedService(
-            execution=Expected(execution_s, execution_s / 2.0),
-            prompt_tokens=Expected(PROMPT_TOKENS, 0.0),
-            output_tokens=Expected(64.0, 32.0),
-            prefill_token=Expected(1e-4, 0.0),
-            decode_step=Expected(0.02, 0.0),
+            execution=ExpectedMoments(execution_s, execution_s / 2.0),
+            prompt_tokens=ExpectedMoments(PROMPT_TOKENS, 0.0),
+            output_tokens=ExpectedMoments(64.0, 32.0),
+            prefill_token=ExpectedMoments(1e-4, 0.0),
+            decode_step=ExpectedMoments(0.02, 0.0),
         )
     )

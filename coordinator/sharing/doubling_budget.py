@@ -14,9 +14,11 @@ What the paper leaves open, and what is done here:
   double". Var_s is the standard deviation ("standard variance"), since it is added to seconds.
 - The starvation threshold "for each service" is `starved_after` times its L_s. A service whose requests have waited so
   long is served first, until the budgets of those are used up: one turn for each threshold would be no service.
-- Where memory is short, KV of requests of lower priority goes, and is computed again.
-- As printed, a new prompt has a full budget and so waits while anybody of its service decodes within the first budget:
-  a service works batch after batch. `prompts_first` puts prompts before the decodes of their own service.
+- As printed, a new prompt has a full budget, and so waits while anybody of its service decodes within the first: a
+  service works batch after batch, and its batches do not grow. `prompts_first`, the default, puts prompts that fit
+  before the decodes of their own service; who has the turn is decided by O all the same.
+- KV of paused requests goes when memory is short, those of the highest O first, and is computed again. A prompt takes
+  none from its own service: what it saves by being early is less than what is computed twice.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ class DoublingBudget:
         profiles: Mapping[str, ServiceProfile],
         *,
         starved_after: float = STARVED_AFTER,
-        prompts_first: bool = False,
+        prompts_first: bool = True,
     ) -> None:
         if isnan(starved_after) or starved_after <= 0.0:
             raise SharingError(f"starved_after is {starved_after:g}; it must be above 0")
@@ -74,4 +76,5 @@ class DoublingBudget:
 
     def may_evict(self, asker: SharedRequest, victim: SharedRequest) -> bool:
         """See `TurnOrder`."""
-        return self.score(asker) < self.score(victim)
+        is_other = asker.holds_kv or asker.service != victim.service
+        return is_other and self.score(asker) < self.score(victim)

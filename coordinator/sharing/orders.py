@@ -14,7 +14,7 @@ FCFS: Final = "fcfs"
 ROUND_ROBIN: Final = "rr"
 MLFQ: Final = "mlfq"
 DOUBLING_BUDGET: Final = "db"
-DOUBLING_BUDGET_JOINING: Final = "db-prompts-first"
+DOUBLING_BUDGET_PRINTED: Final = "db-printed"
 
 
 def _round_robin(profiles: Mapping[str, ServiceProfile]) -> TurnOrder:
@@ -27,5 +27,5 @@ TURN_ORDERS: Final[Mapping[str, Callable[[Mapping[str, ServiceProfile]], TurnOrd
     ROUND_ROBIN: _round_robin,
     MLFQ: SkipJoinMlfq,
     DOUBLING_BUDGET: DoublingBudget,
-    DOUBLING_BUDGET_JOINING: lambda profiles: DoublingBudget(profiles, prompts_first=True),
+    DOUBLING_BUDGET_PRINTED: lambda profiles: DoublingBudget(profiles, prompts_first=False),
 }

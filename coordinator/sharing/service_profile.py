@@ -37,7 +37,7 @@ TYPICAL_BATCH: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedMoments:
     """A mean and a standard deviation."""
 
     mean: float
@@ -52,11 +52,11 @@ class Expected:
 class ExpectedService:
     """What the planner expects of a service on an engine. Times in seconds, lengths in tokens."""
 
-    execution: Expected
-    prompt_tokens: Expected
-    output_tokens: Expected
-    prefill_token: Expected
-    decode_step: Expected
+    execution: ExpectedMoments
+    prompt_tokens: ExpectedMoments
+    output_tokens: ExpectedMoments
+    prefill_token: ExpectedMoments
+    decode_step: ExpectedMoments
 
 
 @final
@@ -65,7 +65,7 @@ class LearnedMoments:
 
     __slots__ = ("_count", "_variance", "mean")
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedMoments) -> None:
         self.mean = expected.mean
         self._variance = expected.deviation**2
         self._count = PRIOR_WEIGHT
@@ -88,9 +88,9 @@ class LearnedMoments:
         self.mean += share * off
         self._variance = (1.0 - share) * (self._variance + share * off * off)
 
-    def expected(self) -> Expected:
+    def expected(self) -> ExpectedMoments:
         """As a frozen value."""
-        return Expected(self.mean, self.deviation)
+        return ExpectedMoments(self.mean, self.deviation)
 
 
 @final
@@ -112,9 +112,9 @@ class ServiceProfile:
     def rescaled(self, here: ExpectedService, there: ExpectedService) -> ExpectedService:
         """What has been learned on one engine, as what to expect on another, by what the planner expects of both."""
 
-        def scale(learned: LearnedMoments, one: Expected, other: Expected) -> Expected:
+        def scale(learned: LearnedMoments, one: ExpectedMoments, other: ExpectedMoments) -> ExpectedMoments:
             factor = other.mean / one.mean
-            return Expected(learned.mean * factor, learned.deviation * factor)
+            return ExpectedMoments(learned.mean * factor, learned.deviation * factor)
 
         return ExpectedService(
             execution=scale(self.execution, here.execution, there.execution),
@@ -141,7 +141,7 @@ def expect_service(times: StepTimes, prompts: NDArray[np.int64], outputs: NDArra
         prompt_tokens=_expected(prompts),
         output_tokens=_expected(outputs),
         prefill_token=_expected(tokens),
-        decode_step=Expected(step_s, 0.0),
+        decode_step=ExpectedMoments(step_s, 0.0),
     )
 
 
@@ -150,5 +150,5 @@ def lone_execution_s(times: StepTimes, prompt: int, output: int) -> float:
     return times.prefill_s(prompt, chunk_pairs(0, prompt)) + times.decode_line(1).run_s(1, prompt, output - 1)
 
 
-def _expected(values: list[float] | NDArray[np.int64]) -> Expected:
-    return Expected(float(np.mean(values)), float(np.std(values)))
+def _expected(values: list[float] | NDArray[np.int64]) -> ExpectedMoments:
+    return ExpectedMoments(float(np.mean(values)), float(np.std(values)))

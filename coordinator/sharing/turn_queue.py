@@ -233,21 +233,31 @@ class TurnQueue:
         del self.requests[request.key]
         request.is_open = False
 
-    def pick_victim(
-        self, asker: SharedRequest | None, may_lose: Callable[[str], bool] = lambda service: True
-    ) -> SharedRequest | None:
-        """Whose KV goes so that `asker` has room: the last in order, of services that may lose some. Without an asker
-        the last of all, which is for an engine that can go on in no other way."""
+    def pick_victim(self, asker: SharedRequest, may_lose: Callable[[str], bool]) -> SharedRequest | None:
+        """Whose KV goes so that `asker` has room: the last in order, of services that may lose some, if the order has
+        it behind the asker."""
         worst: SharedRequest | None = None
         for (service, _), line in self._lines.items():
             found = line.worst(self._turn) if may_lose(service) else None
-            if found is None or found is asker:
-                continue
-            if asker is not None and not self._may_evict(asker, found):
+            if found is None or found is asker or not self._may_evict(asker, found):
                 continue
             if worst is None or self._place(found) > self._place(worst):
                 worst = found
         return worst
+
+    def find_last_holder(self) -> SharedRequest | None:
+        """Who came last of those that hold KV, for an engine that cannot go on in any other way: an order that changes
+        with the turns could have two evict each other for ever."""
+        holders = (each for each in self.requests.values() if each.holds_kv)
+        return max(holders, key=lambda each: each.number, default=None)
+
+    def set_aside(self, victim: SharedRequest) -> None:
+        """While a turn is chosen: it will lose its KV, and is neither picked again nor part of the turn."""
+        victim.turn = self._turn
+
+    def spare(self, victim: SharedRequest) -> None:
+        """It was set aside, and keeps its KV after all."""
+        victim.turn = -1
 
     # What goes on
 

@@ -1,18 +1,18 @@
 """Profiles and rooms for tests of engine processes that are shared."""
 
 from p2pserve.coordinator.plan import Phase
-from p2pserve.coordinator.sharing.service_profile import Expected, ExpectedService, ServiceProfile
+from p2pserve.coordinator.sharing.service_profile import ExpectedMoments, ExpectedService, ServiceProfile
 from p2pserve.coordinator.sharing.turn_queue import TurnQueue
 from p2pserve.coordinator.sharing.values import SharedRequest, Turn
 
 
 def expected(mean: float, deviation: float = 0.0, prefill_token_s: float = 1e-3) -> ExpectedService:
     return ExpectedService(
-        execution=Expected(mean, deviation),
-        prompt_tokens=Expected(100.0, 0.0),
-        output_tokens=Expected(10.0, 0.0),
-        prefill_token=Expected(prefill_token_s, 0.0),
-        decode_step=Expected(0.1, 0.0),
+        execution=ExpectedMoments(mean, deviation),
+        prompt_tokens=ExpectedMoments(100.0, 0.0),
+        output_tokens=ExpectedMoments(10.0, 0.0),
+        prefill_token=ExpectedMoments(prefill_token_s, 0.0),
+        decode_step=ExpectedMoments(0.1, 0.0),
     )
 
 

@@ -9,7 +9,7 @@ from p2pserve.coordinator.costs.replica import StageHardware, replica_times
 from p2pserve.coordinator.sharing.doubling_budget import DoublingBudget
 from p2pserve.coordinator.sharing.service_profile import (
     MEMORY,
-    Expected,
+    ExpectedMoments,
     LearnedMoments,
     ServiceProfile,
     expect_service,
@@ -22,7 +22,7 @@ from .shared_services import expected, profiles_of, step
 
 
 def test_what_is_seen_replaces_what_was_expected() -> None:
-    learned = LearnedMoments(Expected(100.0, 0.0))
+    learned = LearnedMoments(ExpectedMoments(100.0, 0.0))
     rng = np.random.default_rng(0)
     for value in rng.normal(5.0, 2.0, 3000):
         learned.note(float(value))
@@ -31,7 +31,7 @@ def test_what_is_seen_replaces_what_was_expected() -> None:
 
 
 def test_at_first_the_expectation_counts() -> None:
-    learned = LearnedMoments(Expected(10.0, 0.0))
+    learned = LearnedMoments(ExpectedMoments(10.0, 0.0))
     learned.note(19.0)
     assert learned.mean == pytest.approx(11.0)  # a ninth
     for value in (-1.0, float("inf"), float("nan")):
@@ -40,7 +40,7 @@ def test_at_first_the_expectation_counts() -> None:
 
 
 def test_new_traffic_is_followed() -> None:
-    learned = LearnedMoments(Expected(1.0, 0.0))
+    learned = LearnedMoments(ExpectedMoments(1.0, 0.0))
     for _ in range(5000):
         learned.note(1.0)
     for _ in range(3 * int(MEMORY)):
@@ -79,7 +79,7 @@ def test_what_the_planner_expects_is_the_time_of_lone_requests() -> None:
     alone = [lone_execution_s(times, 100, 10), lone_execution_s(times, 300, 200)]
     assert found.execution.mean == pytest.approx(np.mean(alone))
     assert found.execution.deviation == pytest.approx(np.std(alone))
-    assert found.prompt_tokens == Expected(200.0, 100.0)
+    assert found.prompt_tokens == ExpectedMoments(200.0, 100.0)
     with pytest.raises(SharingError, match="2 prompts and 1 answers"):
         expect_service(times, prompts, outputs[:1])
 
@@ -97,4 +97,4 @@ def test_a_profile_that_moves_to_faster_gpus_is_scaled() -> None:
 @pytest.mark.parametrize(("mean", "deviation"), [(0.0, 1.0), (-1.0, 1.0), (1.0, -1.0), (float("nan"), 0.0)])
 def test_what_cannot_be_expected_is_refused(mean: float, deviation: float) -> None:
     with pytest.raises(SharingError, match="cannot be expected"):
-        Expected(mean, deviation)
+        ExpectedMoments(mean, deviation)

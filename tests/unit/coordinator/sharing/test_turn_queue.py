@@ -2,19 +2,25 @@
 
 import random
 from itertools import pairwise
+from math import inf
 
 import pytest
 
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.sharing.baselines import FirstComeFirstServed
 from p2pserve.coordinator.sharing.doubling_budget import DoublingBudget
-from p2pserve.coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_JOINING, MLFQ, TURN_ORDERS
+from p2pserve.coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, MLFQ, TURN_ORDERS
 from p2pserve.coordinator.sharing.turn_queue import TurnQueue
 from p2pserve.coordinator.sharing.values import SharingError
 
 from .shared_services import Room, keys, profiles_of, step
 
 STEP_S = 0.1
+
+
+def any_service(service: str) -> bool:
+    """May lose KV."""
+    return True
 
 
 def run_at_random(name: str, seed: int) -> tuple[list[object], TurnQueue]:
@@ -86,7 +92,7 @@ def test_budgets_double_and_nothing_else_raises_a_rank() -> None:
     assert budgets == pytest.approx([0.7, 1.4, 2.8, 5.6])
 
 
-@pytest.mark.parametrize("name", [DOUBLING_BUDGET, DOUBLING_BUDGET_JOINING, MLFQ])
+@pytest.mark.parametrize("name", [DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, MLFQ])
 def test_nobody_waits_for_longer_than_the_threshold_and_a_turn_of_each_line(name: str) -> None:
     """Short requests come as fast as they can be served, for ever: what is long is promoted all the same."""
     profiles = profiles_of(short=(0.2, 0.0), long=(4.0, 2.0))
@@ -115,10 +121,10 @@ def test_a_starved_request_goes_first_until_its_budget_is_used_up() -> None:
     long = queue.add("long", "long", 10, 0.0)
     queue.add("s1", "short", 10, 3.0)
     assert keys(step(queue, 3.0, 0.6)) == ("long", "prefill", ["long"])
-    assert long.is_starved
+    assert long.promoted_at == 3.0
     assert keys(step(queue, 3.6, 0.3)) == ("long", "decode", ["long"])
     assert keys(step(queue, 3.9, 0.3)) == ("long", "decode", ["long"])  # 1.2 s: the budget is doubled
-    assert not long.is_starved
+    assert long.promoted_at == inf
     assert keys(step(queue, 4.2, 0.1)) == ("short", "prefill", ["s1"])
 
 
@@ -148,12 +154,24 @@ def test_who_comes_last_in_order_loses_its_kv() -> None:
     step(queue, 0.0, 0.1)
     step(queue, 0.1, 0.1, Room(full=frozenset({"a"})))
     new = queue.add("d", "one", 10, 0.2)
-    victim = queue.pick_victim(new)
+    victim = queue.pick_victim(new, any_service)
     assert victim is queue.requests["c"]
     assert queue.pick_victim(new, lambda service: service == "one") is None  # `a` goes before `d`
     queue.lose_kv(victim)
     assert (victim.phase, victim.holds_kv) == (Phase.PREFILL, False)
-    assert queue.pick_victim(new) is queue.requests["b"]
+    assert queue.pick_victim(new, any_service) is queue.requests["b"]
+
+
+def test_a_prompt_takes_no_kv_from_its_own_service() -> None:
+    profiles = profiles_of(one=(1.0, 0.0))
+    queue = TurnQueue(DoublingBudget(profiles), profiles)
+    queue.add("a", "one", 10, 0.0)
+    step(queue, 0.0, 1.5)  # its budget is doubled
+    new = queue.add("b", "one", 10, 1.5)
+    assert queue.order.score(new) < queue.order.score(queue.requests["a"])
+    assert queue.pick_victim(new, any_service) is None
+    queue.hold_kv(new)  # and now it needs more
+    assert queue.pick_victim(new, any_service) is queue.requests["a"]
 
 
 def test_in_order_of_arrival_prompts_wait_for_room_and_decodes_take_it_from_the_last() -> None:
@@ -163,10 +181,10 @@ def test_in_order_of_arrival_prompts_wait_for_room_and_decodes_take_it_from_the_
         queue.add(key, "one", 10, 0.0)
     step(queue, 0.0, 0.1)
     prompt = queue.add("d", "two", 10, 0.1)
-    assert queue.pick_victim(prompt) is None
-    assert queue.pick_victim(queue.requests["a"]) is queue.requests["c"]
-    assert queue.pick_victim(queue.requests["c"]) is None
-    assert queue.pick_victim(None) is queue.requests["c"]
+    assert queue.pick_victim(prompt, any_service) is None
+    assert queue.pick_victim(queue.requests["a"], any_service) is queue.requests["c"]
+    assert queue.pick_victim(queue.requests["c"], any_service) is None
+    assert queue.find_last_holder() is queue.requests["c"]
 
 
 def test_what_cannot_be_added_is_refused() -> None:
