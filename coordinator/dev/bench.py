@@ -1,7 +1,7 @@
 """How long planning takes, and how good the plans are.
 
-    python -m p2pserve.coordinator.bench [--parts plan,light,repair,route] [--sizes 16,24,32,128,1024] [--format json]
-        [--plot PNG] [--long JSON]
+    python -m p2pserve.coordinator.bench [--parts plan,light,repair,route,turn] [--sizes 16,24,32,128,1024]
+        [--format json] [--plot PNG] [--long JSON]
 
 Seconds are those of the processor, on one core. Up to 32 GPUs, where chance decides much, objective
 and seconds are the medians of five seeds, and `worst` is the least objective of them. `best_known`
@@ -16,6 +16,9 @@ and the seconds, by the wall and of the processor, from the figures to the new p
 
 `route`: microseconds of the processor for a decision of each policy, with 100 replicas that do both phases, and with 50
 that prefill and 50 that decode, all of them paired; medians of rounds.
+
+`turn`: microseconds of the processor for deciding who steps next in an engine process that four services share, with
+1,000 requests waiting, by each turn order, and for charging the turn; `turn_us_1000` is the slowest order's decision.
 
 This is the one module of the coordinator that reads a clock and prints.
 """
@@ -55,8 +58,9 @@ from ..routing.policies import NETWORK_POLICIES
 from .bench_clusters import bench_problem
 from .repair_cases import RepairCase, repair_cases, running_network
 from .route_cases import REPLICAS, make_plan, make_router
+from .turn_cases import turn_rows
 
-PARTS: Final = ("plan", "light", "repair", "route")
+PARTS: Final = ("plan", "light", "repair", "route", "turn")
 SIZES: Final = (16, 24, 32, 128, 1024)
 WORKLOADS: Final = ("conversation", "coding")
 LOST_BOX: Final = "a6000-0"
@@ -66,6 +70,7 @@ LIGHT_LOAD: Final = 0.6
 LIGHT_RUNS: Final = 5
 REPAIR_RUNS: Final = 3
 ROUTE_ROUNDS: Final = 7
+TURN_WAITING: Final = 1000
 DECISIONS: Final = 200
 """Of a round."""
 
@@ -89,6 +94,7 @@ TARGETS: Final = {
     "light, attainment / full": 0.97,
     "repair, s": 1.0,
     "route, us": 200.0,
+    "turn, us": 50.0,
 }
 """Seconds at most, the others at least."""
 
@@ -112,6 +118,10 @@ def run(sizes: Sequence[int], tell: Callable[[str], None], parts: Sequence[str] 
     if "route" in parts:
         tell("routing requests")
         report["route"] = _route_rows()
+    if "turn" in parts:
+        tell("deciding whose turn it is")
+        report["turn"] = turn_rows(TURN_WAITING, time.process_time)
+        report[f"turn_us_{TURN_WAITING}"] = max(row["choose_us"] for row in report["turn"])
     return report
 
 
@@ -323,6 +333,11 @@ def _text(report: Row) -> str:
     lines += [
         f"a route by {row['policy']:<10} {row['replicas']} replicas, {row['pairs']} pairs: {row['microseconds']:.0f} us"
         for row in report.get("route", ())
+    ]
+    lines += [
+        f"a turn by {row['order']:<18} {row['waiting']} requests wait: {row['choose_us']:.1f} us, charged in "
+        f"{row['charge_us']:.1f} us"
+        for row in report.get("turn", ())
     ]
     return "\n".join(lines) + "\n"
 

@@ -26,6 +26,7 @@ from .papers.cronus import cronus
 from .papers.hetero import hetero
 from .papers.policies import policies
 from .papers.prefixes import prefixes
+from .papers.sharing import sharing
 from .phases import phases
 from .ratios import ratios
 from .recovery import recovery
@@ -56,6 +57,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         pools,
         overload,
         kv_memory,
+        sharing,
     )
 }
 SUMMARY: Final = "headline"

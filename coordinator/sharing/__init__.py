@@ -1,0 +1,1 @@
+"""Who steps next in an engine process that several models share, and what each of them may hold of its KV memory."""

@@ -1,0 +1,351 @@
+"""SeaLLM's comparison of who steps in an engine that services share: figures 6, 7, 10 and 13, in this simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, FCFS, MLFQ, ROUND_ROBIN
+from ...records import Outcomes, Trace
+from ..page import Curves, Page, PageTable, Picture, ResultRow
+from ..setting import Scope
+from .sharing_systems import (
+    GROUPS,
+    SERVICES,
+    SKEW,
+    draw_traces,
+    execution_s,
+    fewest_gpus,
+    lone_latencies,
+    lone_latency_s,
+    serve_dedicated,
+    serve_shared,
+    times_at,
+    traffic_shares,
+)
+
+Floats = NDArray[np.float64]
+
+DEDICATED: Final = "dedicated"
+SYSTEMS: Final[Mapping[str, str]] = {
+    DEDICATED: "dedicated (vLLM)",
+    FCFS: "FCFS (AlpaServe)",
+    ROUND_ROBIN: "round robin (MuxServe)",
+    MLFQ: "skip-join MLFQ",
+    DOUBLING_BUDGET: "doubling budget",
+    DOUBLING_BUDGET_PRINTED: "as printed",
+}
+RATES: Final = (5.0, 10.0, 20.0, 35.0, 50.0)
+KNEE: Final = 50.0
+SLO_SCALE: Final = 5.0
+SCALES: Final = (2.0, 3.0, 5.0, 10.0)
+NOISES: Final = (0.0, 1.0, 4.0)
+MIDDLE: Final = 20.0
+SKEWS: Final = (1.0, 3.0, 9.0)
+
+PAPER: Final[Mapping[str, tuple[float, float | None, float]]] = {
+    DEDICATED: (10.38, 12.13, 1.82),
+    FCFS: (9.52, 5.80, 3.64),
+    ROUND_ROBIN: (13.60, 18.69, 2.11),
+    MLFQ: (4.17, None, 1.37),
+}
+"""Up to how many times SeaLLM's normalized latency and 99th percentile are lower, and its attainment higher. Of the
+MLFQ, with placement and replacement as in SeaLLM (its figure 8, where FCFS is in the same figures)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedServices:
+    """What became of every service's requests under one system, by the service's number; several runs in a row."""
+
+    runs: Sequence[Mapping[int, Outcomes]]
+
+    def latencies(self, number: int | None = None) -> Floats:
+        """Seconds from arrival to the last token."""
+        return np.concatenate([outcomes.e2e_s for _, outcomes in self._of(number)])
+
+    def normalized(self, number: int | None = None) -> float:
+        """The average of latency over the service's average execution time (section 6.1)."""
+        return float(np.concatenate([run.e2e_s / execution_s(each) for each, run in self._of(number)]).mean())
+
+    def attainment(self, scale: float, number: int | None = None) -> float:
+        """The share of requests that took at most so many times what each takes alone."""
+        in_time = [run.e2e_s <= scale * _alone_s(each, run.trace) for each, run in self._of(number)]
+        return float(np.concatenate(in_time).mean())
+
+    @property
+    def ttft_s(self) -> float:
+        """On average."""
+        return float(np.concatenate([run.ttft_s for _, run in self._of(None)]).mean())
+
+    @property
+    def tpot_ms(self) -> float:
+        """On average, of answers of several tokens."""
+        return 1e3 * float(np.concatenate([run.tpot_s[run.trace.output > 1] for _, run in self._of(None)]).mean())
+
+    def _of(self, number: int | None) -> list[tuple[int, Outcomes]]:
+        return [(each, one) for run in self.runs for each, one in run.items() if number is None or each == number]
+
+
+class ServiceRow(ResultRow, frozen=True):
+    """A service; `alone`: seconds of its requests without others, on the fewest GPUs with room for them."""
+
+    service: str
+    model: str
+    shares_gpus_with: str
+    prompt_tokens: float
+    output_tokens: float
+    alone_s: float
+    of_all_requests_pct: float
+
+
+class SharingRateRow(ResultRow, frozen=True):
+    """Figures 6 and 7. `of services`: the mean of the services' own means. `least`: of the services."""
+
+    rate: float
+    system: str
+    normalized_latency: float
+    of_services: float
+    p99_s: float
+    attainment: float
+    least_attainment: float
+    ttft_s: float
+    tpot_ms: float
+
+
+class FactorRow(ResultRow, frozen=True):
+    """By how much the doubling budget is better at most, beside the paper's."""
+
+    than: str
+    paper_latency_up_to: float
+    latency_up_to: float
+    of_services_up_to: float
+    paper_p99_up_to: float | None
+    p99_up_to: float
+    paper_attainment_up_to: float
+    attainment_up_to: float
+    ttft_up_to: float
+
+
+class ByServiceRow(ResultRow, frozen=True):
+    """A service at one rate: normalized latency and attainment under each system."""
+
+    service: str
+    dedicated: str
+    fcfs: str
+    round_robin: str
+    mlfq: str
+    doubling_budget: str
+    as_printed: str
+
+
+class SystemsRow(ResultRow, frozen=True):
+    """One figure under each system, by something else."""
+
+    of: str
+    dedicated: float
+    fcfs: float
+    round_robin: float
+    mlfq: float
+    doubling_budget: float
+    as_printed: float
+
+
+def sharing(scope: Scope) -> Page:
+    """All tables, with the scope's seeds and seconds."""
+    served = {rate: _serve_all(scope, rate) for rate in RATES}
+    rows = [_rate_row(rate, system, one) for rate, systems in served.items() for system, one in systems.items()]
+    return Page(
+        name="sharing",
+        title="Two models on the same GPUs, one step at a time (SeaLLM)",
+        assumes=ASSUMES.format(seeds=len(scope.seeds), seconds=scope.seconds),
+        tables=(
+            PageTable("The services", _service_rows()),
+            PageTable(
+                "Figures 6 and 7: over the rate",
+                rows,
+                "`of services`: the mean of the services' own normalized latencies. `least`: that of a service.",
+            ),
+            PageTable(
+                "By how much the doubling budget is better",
+                _factor_rows(served),
+                f"At most, over these rates: times lower; attainment and TTFT likewise. `of services` as above. The "
+                f"paper has TTFT up to 51.98 times lower than {SYSTEMS[ROUND_ROBIN]}.",
+            ),
+            PageTable(
+                f"Each service at {KNEE:g} requests/s",
+                [_by_service_row(number, served[KNEE]) for number in range(len(SERVICES))],
+                "Normalized latency, and in brackets the attainment.",
+            ),
+            PageTable(
+                f"Figure 10: attainment by SLO scale, at {KNEE:g} requests/s",
+                [_systems_row(f"{scale:g} x", served[KNEE], _attainment_at(scale)) for scale in SCALES],
+            ),
+            PageTable(
+                f"Popularity: normalized latency at {MIDDLE:g} requests/s",
+                [_systems_row(f"{skew:g}:1", _serve_all(scope, MIDDLE, skew=skew)) for skew in SKEWS],
+                "GPU time that the popular service of each group asks for, over that of the other.",
+            ),
+            PageTable(
+                f"Figure 13: wrong profiles, normalized latency at {MIDDLE:g} requests/s",
+                [_systems_row(f"{noise:g} x", _serve_all(scope, MIDDLE, noise=noise)) for noise in NOISES],
+                "Answers' lengths are off by a normal deviation of so many times their length, at least 1 token.",
+            ),
+        ),
+        remarks=REMARKS,
+        pictures=(_draw_rates(rows),),
+    )
+
+
+def _serve_all(scope: Scope, rate: float, *, noise: float = 0.0, skew: float = SKEW) -> dict[str, ServedServices]:
+    """Every system, with the same requests."""
+    traces = [draw_traces(rate, scope.seconds, seed, noise=noise, skew=skew) for seed in scope.seeds]
+    return {system: ServedServices([_serve(system, each) for each in traces]) for system in SYSTEMS}
+
+
+def _serve(system: str, traces: Mapping[int, Trace]) -> Mapping[int, Outcomes]:
+    served: dict[int, Outcomes] = {}
+    if system == DEDICATED:
+        for number, trace in traces.items():
+            served |= serve_dedicated(number, trace)
+    else:
+        for group in GROUPS:
+            served |= serve_shared(group, system, traces)
+    return served
+
+
+def _alone_s(number: int, trace: Trace) -> Floats:
+    model = SERVICES[number].model
+    return lone_latency_s(times_at(model, fewest_gpus(model)), trace.prompt, trace.output)
+
+
+def _service_rows() -> list[ServiceRow]:
+    partner = {one: two for group in GROUPS for one, two in ((group.one, group.two), (group.two, group.one))}
+    rows = []
+    for number, service in enumerate(SERVICES):
+        prompts, outputs, alone = lone_latencies(service)
+        rows.append(
+            ServiceRow(
+                service=service.name,
+                model=service.model,
+                shares_gpus_with=SERVICES[partner[number]].name,
+                prompt_tokens=float(prompts.mean()),
+                output_tokens=float(outputs.mean()),
+                alone_s=float(alone.mean()),
+                of_all_requests_pct=100.0 * traffic_shares()[number],
+            )
+        )
+    return rows
+
+
+def _by_service(figure: Callable[[int], float]) -> list[float]:
+    return [figure(number) for number in range(len(SERVICES))]
+
+
+def _of_services(one: ServedServices) -> float:
+    return float(np.mean(_by_service(one.normalized)))
+
+
+def _p99_s(one: ServedServices) -> float:
+    return float(np.quantile(one.latencies(), 0.99))
+
+
+def _rate_row(rate: float, system: str, one: ServedServices) -> SharingRateRow:
+    return SharingRateRow(
+        rate=rate,
+        system=SYSTEMS[system],
+        normalized_latency=one.normalized(),
+        of_services=_of_services(one),
+        p99_s=_p99_s(one),
+        attainment=one.attainment(SLO_SCALE),
+        least_attainment=min(_by_service(lambda number: one.attainment(SLO_SCALE, number))),
+        ttft_s=one.ttft_s,
+        tpot_ms=one.tpot_ms,
+    )
+
+
+def _factor_rows(served: Mapping[float, Mapping[str, ServedServices]]) -> list[FactorRow]:
+    def most(figure: Callable[[ServedServices], float], system: str, *, lower: bool = True) -> float:
+        pairs = [(figure(systems[system]), figure(systems[DOUBLING_BUDGET])) for systems in served.values()]
+        return max(other / ours if lower else ours / other for other, ours in pairs)
+
+    return [
+        FactorRow(
+            than=SYSTEMS[system],
+            paper_latency_up_to=latency,
+            latency_up_to=most(ServedServices.normalized, system),
+            of_services_up_to=most(_of_services, system),
+            paper_p99_up_to=p99,
+            p99_up_to=most(_p99_s, system),
+            paper_attainment_up_to=attainment,
+            attainment_up_to=most(lambda one: one.attainment(SLO_SCALE), system, lower=False),
+            ttft_up_to=most(lambda one: one.ttft_s, system),
+        )
+        for system, (latency, p99, attainment) in PAPER.items()
+    ]
+
+
+def _by_service_row(number: int, systems: Mapping[str, ServedServices]) -> ByServiceRow:
+    cells = [
+        f"{systems[system].normalized(number):.2f} ({systems[system].attainment(SLO_SCALE, number):.2f})"
+        for system in SYSTEMS
+    ]
+    return ByServiceRow(**dict(zip(ByServiceRow.__struct_fields__, [SERVICES[number].name, *cells], strict=True)))
+
+
+def _attainment_at(scale: float) -> Callable[[ServedServices], float]:
+    return lambda one: one.attainment(scale)
+
+
+def _systems_row(
+    of: str,
+    systems: Mapping[str, ServedServices],
+    figure: Callable[[ServedServices], float] = ServedServices.normalized,
+) -> SystemsRow:
+    found = [figure(systems[system]) for system in SYSTEMS]
+    return SystemsRow(of=of, **dict(zip(SystemsRow.__struct_fields__[1:], found, strict=True)))
+
+
+def _draw_rates(rows: Sequence[SharingRateRow]) -> Picture:
+    def curves(y: str, field: str, *, log_y: bool) -> Curves:
+        lines = {
+            name: (RATES, [float(getattr(row, field)) for row in rows if row.system == name])
+            for name in SYSTEMS.values()
+        }
+        return Curves("requests per second", y, lines, log_y=log_y)
+
+    return Picture(
+        "sharing",
+        "Normalized latency, 99th percentile, attainment and time to the first token over the rate, by system",
+        (
+            (curves("normalized latency", "normalized_latency", log_y=True), curves("P99, s", "p99_s", log_y=True)),
+            (curves("attainment", "attainment", log_y=False), curves("TTFT, s", "ttft_s", log_y=True)),
+        ),
+    )
+
+
+ASSUMES: Final = """SeaLLM (Zhao et al.) shares each GPU group between two models that step one at a time. Here its
+    scheduler, the doubling budget of its section 4.2, beside those that it is compared with, on the same 32 A100 (80
+    GB; the paper's A800 computes as much). The scheduling code is the network's own (`coordinator/sharing`),
+    engines and times are the simulator's; nothing here was run on a GPU. Placement and replacement, the paper's
+    other two parts, are left out: two services of like size share 8 GPUs, each pair fixed; dedicated services
+    have 4 GPUs each.
+
+    The paper's arrivals (Azure functions) and its requests are not at hand. Arrivals are Poisson with a rate
+    that changes every 30 s (gamma-distributed, its deviation as large as its mean), for {seconds:g} s, {seeds}
+    seeds. Lengths are three with the means of its table 1 (log-normal, deviation 0.7 times the mean: an
+    assumption) and five k-means clusters of Azure's 2023 traces; models are dealt out by hand. Of two services
+    on the same GPUs the popular one asks for 9 times the GPU time of the other, and all four pairs for as much.
+
+    Dedicated services run vLLM's rules of today: prompts in chunks beside decodes. Shared engines prefill or
+    decode one service in a step, of at most 2,048 tokens of prompts and 256 requests; changing models costs
+    nothing, KV memory is one budget of bytes, and KV that has to go is computed again. Every system has the
+    degree of tensor parallelism that serves it best at each rate and seed. MuxServe's fixed parts of a GPU are
+    quotas of time here (100 ms for both services), which a service that is idle leaves to the other. Normalized
+    latency is latency over the mean execution time of the service's requests alone, on the fewest GPUs that
+    hold them; a request is in time within 5 times its own."""
+
+REMARKS: Final = """- TODO"""
