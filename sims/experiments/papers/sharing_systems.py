@@ -232,7 +232,7 @@ def draw_traces(rate: float, seconds: float, seed: int, *, noise: float = 0.0, s
 
 
 @dataclass(frozen=True, slots=True)
-class EngineHandle:
+class ExperimentEngine:
     """An engine of either kind."""
 
     engine: Engine | SharedEngine
@@ -246,23 +246,23 @@ class EngineHandle:
             self.engine.submit(sequence, now)
 
 
-def dedicated_engines(number: int, tp: int) -> list[EngineHandle]:
+def dedicated_engines(number: int, tp: int) -> list[ExperimentEngine]:
     """Half of a group's GPUs for one service, as vLLM serves it: first come, first served, chunks beside decodes."""
     model = SERVICES[number].model
     tokens = kv_bytes([model], tp) // model_shape(model).kv_bytes_per_token
     return [
-        EngineHandle(Engine(times_at(model, tp), ENGINE, kv_tokens=tokens), {number: SERVICES[number].name})
+        ExperimentEngine(Engine(times_at(model, tp), ENGINE, kv_tokens=tokens), {number: SERVICES[number].name})
         for _ in range(GPUS_OF_A_GROUP // 2 // tp)
     ]
 
 
-def shared_engines(group: SharingGroup, tp: int, order: str) -> list[EngineHandle]:
+def shared_engines(group: SharingGroup, tp: int, order: str) -> list[ExperimentEngine]:
     """All of a group's GPUs for two services that step one at a time."""
     members = {number: SERVICES[number] for number in group[:2]}
     room = kv_bytes([service.model for service in members.values()], tp)
     names = {number: service.name for number, service in members.items()}
     return [
-        EngineHandle(
+        ExperimentEngine(
             SharedEngine(
                 {service.name: _host(service, tp) for service in members.values()},
                 TURN_ORDERS[order],
@@ -307,7 +307,7 @@ def execution_s(number: int) -> float:
     return float(lone_latencies(SERVICES[number])[2].mean())
 
 
-def serve(handles: Sequence[EngineHandle], traces: Mapping[int, Trace]) -> dict[int, Outcomes]:
+def serve(handles: Sequence[ExperimentEngine], traces: Mapping[int, Trace]) -> dict[int, Outcomes]:
     """All requests, each at the engine with the fewest open ones that has its service; by the service's number."""
     ttft = {number: np.full(len(trace), np.nan) for number, trace in traces.items()}
     e2e = {number: np.full(len(trace), np.nan) for number, trace in traces.items()}

@@ -1,7 +1,10 @@
 """Who steps next, by each order: short examples whose turns are worked out by hand."""
 
+from itertools import count
+
 import pytest
 
+from p2pserve.coordinator.dev.turn_cases import turn_rows
 from p2pserve.coordinator.sharing.baselines import FirstComeFirstServed, QuotaRoundRobin, SkipJoinMlfq
 from p2pserve.coordinator.sharing.doubling_budget import DoublingBudget
 from p2pserve.coordinator.sharing.orders import TURN_ORDERS
@@ -123,3 +126,10 @@ def test_settings_that_cannot_be_are_refused() -> None:
         SkipJoinMlfq(profiles, levels=0)
     with pytest.raises(SharingError, match="needs a service"):
         TurnQueue(FirstComeFirstServed(), {})
+
+
+def test_the_bench_times_decisions_and_charges_of_every_order() -> None:
+    ticks = count()
+    rows = turn_rows(40, lambda: 1e-6 * next(ticks))
+    assert [row["order"] for row in rows] == list(TURN_ORDERS)
+    assert all((row["choose_us"], row["charge_us"]) == (1.0, 1.0) for row in rows)  # the clock ticks once in each
