@@ -1,6 +1,6 @@
 """An engine process that several services share, in virtual time: they step one at a time, by a turn order.
 
-    engine = SharedEngine({"chat": HostedService(times, block_bytes, profile)}, make_order, settings, kv_bytes=10**10)
+    engine = SharedEngine({"chat": SharedService(times, block_bytes, profile)}, make_order, settings, kv_bytes=10**10)
     engine.submit("chat", sequence, now)
     while engine.wake_at < inf:
         signals = engine.advance(engine.wake_at)
@@ -34,7 +34,7 @@ from .values import EngineCounts, EngineSignal, SignalKind, SimEngineError, SimE
 
 
 @dataclass(frozen=True, slots=True)
-class HostedService:
+class SharedService:
     """A service of a shared engine: its step times on the engine's GPUs, the bytes of a token's KV, and what is known
     of its requests, which the engine changes as they end."""
 
@@ -49,7 +49,7 @@ class SharedEngine:
 
     def __init__(
         self,
-        services: Mapping[str, HostedService],
+        services: Mapping[str, SharedService],
         make_order: Callable[[Mapping[str, ServiceProfile]], TurnOrder],
         settings: SimEngineSettings,
         *,

@@ -19,7 +19,7 @@ from ....coordinator.sharing.orders import TURN_ORDERS
 from ....coordinator.sharing.service_profile import ServiceProfile, expect_service, lone_execution_s
 from ...engine.engine import Engine
 from ...engine.sequence import Sequence as EngineSequence
-from ...engine.shared_engine import HostedService, SharedEngine
+from ...engine.shared_engine import SharedService, SharedEngine
 from ...engine.values import SignalKind, SimEngineSettings
 from ...records import Outcomes, Trace
 from ...workloads import Lengths
@@ -275,12 +275,12 @@ def shared_engines(group: SharingGroup, tp: int, order: str) -> list[ExperimentE
     ]
 
 
-def _host(service: ModelService, tp: int) -> HostedService:
+def _host(service: ModelService, tp: int) -> SharedService:
     """With a profile of its own, from what the cost model expects."""
     times = times_at(service.model, tp)
     prompts, outputs, _ = lone_latencies(service)
     profile = ServiceProfile(expect_service(times, prompts, outputs))
-    return HostedService(times, model_shape(service.model).kv_bytes_per_token, profile)
+    return SharedService(times, model_shape(service.model).kv_bytes_per_token, profile)
 
 
 def serve_dedicated(number: int, trace: Trace) -> dict[int, Outcomes]:

@@ -12,7 +12,7 @@ from p2pserve.coordinator.sharing.orders import TURN_ORDERS
 from p2pserve.coordinator.sharing.service_profile import ExpectedMoments, ExpectedService, ServiceProfile
 from p2pserve.coordinator.sharing.turn_queue import TurnOrder
 from p2pserve.sims.engine.sequence import Sequence
-from p2pserve.sims.engine.shared_engine import HostedService, SharedEngine
+from p2pserve.sims.engine.shared_engine import SharedService, SharedEngine
 from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 
 from ...linear_times import LinearTimes
@@ -38,7 +38,7 @@ def profile(execution_s: float) -> ServiceProfile:
 
 def engine_of(make_order: MakeOrder, kv_tokens: int = 4000, steps: list[StepRecord] | None = None) -> SharedEngine:
     """A token of `slow` has twice the KV of one of `fast`."""
-    services = {"fast": HostedService(FAST, 10, profile(5.0)), "slow": HostedService(SLOW, 20, profile(30.0))}
+    services = {"fast": SharedService(FAST, 10, profile(5.0)), "slow": SharedService(SLOW, 20, profile(30.0))}
     return SharedEngine(
         services, make_order, SMALL, kv_bytes=10 * kv_tokens, record=None if steps is None else steps.append
     )
