@@ -12,7 +12,7 @@ from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import Plan, Replica
 from ..coordinator.names import name_of
 from ..coordinator.regrouping.divisions import BoxDivision, find_divided
-from ..coordinator.regrouping.steps import BoxPart
+from ..coordinator.regrouping.parts import BoxPart
 from ..coordinator.repair.ending import is_planned_without
 from ..coordinator.services.catalogue import EMPTY, OfferedName, ServiceCatalogue, read_catalogue
 from .messages import Advert, Status

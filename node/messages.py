@@ -24,8 +24,8 @@ from ..coordinator import Demand, LatencyProfile, Phase, Plan, Stage
 from ..coordinator.bounds import MAX_STAGES, Count, Counter, Degree, Figure, Layer, ModelName, Name, Seconds, Text
 from ..coordinator.costs.box_worth import BoxWorth
 from ..coordinator.plan import MorePlans
-from ..coordinator.regrouping.beside import PartBeside
 from ..coordinator.regrouping.divisions import BoxDivision
+from ..coordinator.regrouping.parts import PartBeside
 from ..coordinator.services.catalogue import ServiceCatalogue
 from ..coordinator.services.hosting import HostingOffer
 from ..kvtransport.probing.burst_ticket import BurstTicket

@@ -7,25 +7,9 @@ first step is at that; where a box has no room, or its load fails, the step goes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-
-from ..bounds import MAX_STAGES, Layer, Text
 from ..plan import RegroupingStep, Stage
-
-if TYPE_CHECKING:
-    from .steps import BoxPart
-
-
-class PartBeside(msgspec.Struct, frozen=True, kw_only=True):
-    """What a box says of a second engine. `room`: layers that it has memory for beside what it serves; `stages`: the
-    group for which it loads, if for any; `failed`: why it has not loaded."""
-
-    room: Layer = 0
-    stages: Annotated[tuple[Stage, ...], msgspec.Meta(max_length=MAX_STAGES)] = ()
-    is_loaded: bool = False
-    failed: Text = ""
+from .parts import BoxPart
 
 
 def can_load_beside(step: RegroupingStep, parts: Mapping[str, BoxPart]) -> bool:

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 import msgspec
 
 from ..capacity import BoxView
 from ..names import count_of, name_of
 from ..plan import BoxRecut, Groups, GroupStages, Plan, PlanError, Regrouping, RegroupingStep, Stage
-from .beside import PartBeside, can_load_beside, describe_loading, is_over
+from .beside import can_load_beside, describe_loading, is_over
 from .divisions import BoxDivision
+from .parts import BoxPart
 from .refusals import Refusals
 
 FAILURES: Final = 2
@@ -56,25 +57,6 @@ class RegroupProposal(msgspec.Struct, frozen=True, kw_only=True):
     meanwhile: tuple[float, ...]
     reload_s: tuple[float, ...]
     pays: bool
-
-
-class BoxPart(NamedTuple):
-    """What a box says of its part of the plan: the `stages` of the replica that its engine is a part
-    of (none: it is alone), whether that is ready, how often in a row it could not be started, and
-    how far it is or why not, for people. `leaves`: it wants no work. `division`: of the machine that
-    it shares with other nodes, if it does. `beside`: of a second engine."""
-
-    stages: tuple[Stage, ...] = ()
-    is_ready: bool = False
-    failures: int = 0
-    detail: str = ""
-    leaves: bool = False
-    division: BoxDivision | None = None
-    beside: PartBeside = PartBeside()
-
-    def follows(self, group: GroupStages) -> bool:
-        """Whether it has taken its part of this group, or tries to."""
-        return self.stages == (group if len(group) > 1 else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

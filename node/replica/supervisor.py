@@ -24,7 +24,7 @@ from typing import Final, final
 import msgspec
 import trio
 
-from ...coordinator.regrouping.beside import PartBeside
+from ...coordinator.regrouping.parts import PartBeside
 from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineHandle, EngineStarter, EngineStartError
 from ..engine.agent_side.fork_server import OpenForkServer, open_fork_server

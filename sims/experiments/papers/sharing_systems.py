@@ -19,7 +19,7 @@ from ....coordinator.sharing.orders import TURN_ORDERS
 from ....coordinator.sharing.service_profile import ServiceProfile, expect_service, lone_execution_s
 from ...engine.engine import Engine
 from ...engine.sequence import Sequence as EngineSequence
-from ...engine.shared_engine import SharedService, SharedEngine
+from ...engine.shared_engine import SharedEngine, SharedService
 from ...engine.values import SignalKind, SimEngineSettings
 from ...records import Outcomes, Trace
 from ...workloads import Lengths

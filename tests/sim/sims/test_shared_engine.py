@@ -12,7 +12,7 @@ from p2pserve.coordinator.sharing.orders import TURN_ORDERS
 from p2pserve.coordinator.sharing.service_profile import ExpectedMoments, ExpectedService, ServiceProfile
 from p2pserve.coordinator.sharing.turn_queue import TurnOrder
 from p2pserve.sims.engine.sequence import Sequence
-from p2pserve.sims.engine.shared_engine import SharedService, SharedEngine
+from p2pserve.sims.engine.shared_engine import SharedEngine, SharedService
 from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 
 from ...linear_times import LinearTimes

@@ -18,7 +18,7 @@ from p2pserve.node.learning import Learner
 from p2pserve.node.replica.sweep import CANCEL_S, DECODED, EngineSweep, choose_batches
 from p2pserve.node.testing import READY
 
-from ..supervised import elapse
+from .supervised import elapse
 
 PREFILL = PhaseCost(token_s=2e-4, request_s=1e-3, length_s=1e-5, step_s=8e-3)
 DECODE = PhaseCost(token_s=3e-7, request_s=4e-4, length_s=2e-6, step_s=6e-3)

@@ -7,8 +7,9 @@ import pytest
 
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import BoxRecut, Groups, GroupStages, Regrouping, RegroupingStep
-from p2pserve.coordinator.regrouping.beside import PartBeside, can_load_beside
-from p2pserve.coordinator.regrouping.steps import BoxPart, RegroupingProgress, describe_boxes
+from p2pserve.coordinator.regrouping.beside import can_load_beside
+from p2pserve.coordinator.regrouping.parts import BoxPart, PartBeside
+from p2pserve.coordinator.regrouping.steps import RegroupingProgress, describe_boxes
 
 from .test_steps import AB, CD, LIMITS, A, B, C, D, serving, step
 

@@ -9,8 +9,8 @@ from p2pserve.coordinator import Plan, PlanError, Stage
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import BoxRecut, Regrouping, RegroupingStep
 from p2pserve.coordinator.regrouping.divisions import BoxDivision, CutOffer
+from p2pserve.coordinator.regrouping.parts import BoxPart
 from p2pserve.coordinator.regrouping.steps import (
-    BoxPart,
     RegroupingProgress,
     StepLimits,
     describe_boxes,

@@ -7,8 +7,9 @@ import pytest
 from p2pserve.coordinator.bounds import MAX_REFUSED
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import RefusedPart, Regrouping
+from p2pserve.coordinator.regrouping.parts import BoxPart
 from p2pserve.coordinator.regrouping.refusals import MAX_REASON, Refusals, RefusalSettings, describe_refusal
-from p2pserve.coordinator.regrouping.steps import FAILURES, BoxPart, RegroupingProgress, find_refusals
+from p2pserve.coordinator.regrouping.steps import FAILURES, RegroupingProgress, find_refusals
 
 from .test_steps import AB, CD, LIMITS, A, B, C, D, loading, serving, step
 

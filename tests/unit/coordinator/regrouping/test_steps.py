@@ -6,9 +6,9 @@ import pytest
 from p2pserve.coordinator import Plan, PlanError, Stage
 from p2pserve.coordinator.names import name_of
 from p2pserve.coordinator.plan import Groups, GroupStages, Regrouping, RegroupingStep
+from p2pserve.coordinator.regrouping.parts import BoxPart
 from p2pserve.coordinator.regrouping.steps import (
     FAILURES,
-    BoxPart,
     RegroupingProgress,
     StepLimits,
     describe_boxes,
