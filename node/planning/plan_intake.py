@@ -36,7 +36,8 @@ def find_conflict(plan: Plan, own: PeerId, advert: Advert) -> str:
     layers = stage.last_layer - stage.first_layer
     gpus = max(len(advert.hardware.gpus), advert.tp, 1)
     if advert.model is None or advert.model.service != plan.service:
-        return f"it is to serve {plan.service}, which it does not have"
+        # What hosts what it is given has left that service at the coordinator's own word.
+        return f"it is to serve {plan.service}, which it does not have" if advert.hosting is None else ""
     if replica.layers != advert.model.layers:
         return f"its model has {advert.model.layers} layers, and not {replica.layers}"
     if layers > advert.fits:
@@ -155,7 +156,9 @@ class PlanIntake:
             return "nobody has its bytes" if waited_s >= self._tuning.plan_missing_s else ""
         if plan is None:
             return ""
-        if waited_s >= self._tuning.plan_strange_s and not set(plan.peers) & set(known):
+        # Of another service all boxes may be lost: those that have its model say whether its plan is strange.
+        is_own = advert.model is not None and advert.model.service == plan.service
+        if is_own and waited_s >= self._tuning.plan_strange_s and not set(plan.peers) & set(known):
             return "none of its boxes is known here"
         if min(waited_s, now - self._own_part_at) >= self._tuning.plan_stale_s:
             return find_conflict(plan, self._own, advert)
