@@ -181,7 +181,10 @@ class HostingLife:
     async def _follow(self, joined: Joined, on_news: Callable[[], None]) -> None:
         wanted = self._find_wanted(joined)
         if wanted == self.hosts:
-            self._tell(describe_idle(joined.view.catalogue) if not wanted else "", "", on_news)
+            idle = describe_idle(joined.view.catalogue) if not wanted else ""
+            if idle != self._detail:
+                joined.show(idle)
+            self._tell(idle, "", on_news)
             return
         entry = joined.view.catalogue.find(wanted)
         if entry is None and self.placed is not None and joined.view.catalogue.version < self.placed.version:

@@ -34,7 +34,8 @@ def find_conflict(plan: Plan, own: PeerId, advert: Advert) -> str:
     if step is not None and step.recut is not None and own in step.boxes:
         return ""  # its GPUs are divided anew meanwhile: the plan names it as it was before
     if advert.model is None or advert.model.service != plan.service:
-        return f"it is to serve {plan.service}, which it does not have"
+        # What hosts what it is given has left that service at the coordinator's own word.
+        return f"it is to serve {plan.service}, which it does not have" if advert.hosting is None else ""
     coming = plan.regrouping.next_group_of(own) if plan.regrouping is not None else None
     for group in filter(None, (replica.stages, coming)):
         if found := _find_conflict_in(group, own, advert, advert.model.layers):
@@ -164,7 +165,9 @@ class PlanIntake:
             return "nobody has its bytes" if waited_s >= self._tuning.plan_missing_s else ""
         if plan is None:
             return ""
-        if waited_s >= self._tuning.plan_strange_s and not set(plan.peers) & set(known):
+        # Of another service all boxes may be lost: those that have its model say whether its plan is strange.
+        is_own = advert.model is not None and advert.model.service == plan.service
+        if is_own and waited_s >= self._tuning.plan_strange_s and not set(plan.peers) & set(known):
             return "none of its boxes is known here"
         if min(waited_s, now - self._own_part_at) >= self._tuning.plan_stale_s:
             return find_conflict(plan, self._own, advert)

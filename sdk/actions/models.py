@@ -248,7 +248,8 @@ def print_models(models: Sequence[OfferedModel], console: Console) -> None:
     """A table; where that is too wide for long names, which are typed back, a paragraph for each. Or that there is
     none."""
     if not models:
-        console.print("models: no box of this network offers one; start one with `p2pserve join --model ...`")
+        console.print("models: no box of this network offers one; start one with `p2pserve join --model ...`, or have")
+        console.print("boxes that joined without a model host one: `p2pserve models add NAME --model ...`")
         return
     table = Table(*MODEL_COLUMNS, box=None, pad_edge=False, header_style="bold")
     for each in models:

@@ -9,6 +9,7 @@ from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Phase, Plan, PlanError
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.plan import Pairing, Replica, Stage
+from p2pserve.coordinator.services.hosting import HostingOffer
 from p2pserve.node.box.hardware import Gpu, Hardware
 from p2pserve.node.messages import Advert
 from p2pserve.node.models import ModelInfo, WeightSizes
@@ -186,6 +187,21 @@ def test_a_plan_for_boxes_that_nobody_knows_is_objected_to_after_a_moment() -> N
     intake = intake_of(plan("made up", "too"))
     assert intake.find_objection(advert(), KNOWN, WAN.plan_strange_s - 1) == ""
     assert "none of its boxes" in intake.find_objection(advert(), KNOWN, WAN.plan_strange_s)
+
+
+def test_all_boxes_of_another_service_may_be_lost() -> None:
+    lost = msgspec.structs.replace(plan(), service="another")
+    assert intake_of(lost).find_objection(advert(), (), 1000.0) == ""
+    assert "none of its boxes" in intake_of(plan()).find_objection(advert(), (), 1000.0)
+
+
+def test_a_box_that_hosts_what_it_is_given_may_have_been_given_something_else_since() -> None:
+    moved = msgspec.structs.replace(plan(), service="another")
+    fixed = msgspec.structs.replace(advert(), fits=4)
+    hosting = msgspec.structs.replace(fixed, hosting=HostingOffer(hosts="chat"))
+    assert "to serve another, which it does not have" in find_conflict(moved, OWN, fixed)
+    assert find_conflict(moved, OWN, hosting) == ""
+    assert find_conflict(plan(), OWN, hosting) == find_conflict(plan(), OWN, fixed)
 
 
 def test_the_coordinator_objects_to_nothing_of_its_own() -> None:

@@ -2,9 +2,16 @@
 
 from typing import Any
 
+import msgspec
+
 from p2pserve.bootstrap import Address, PeerId, Role
 from p2pserve.bootstrap.members.states import Member, MemberState
+from p2pserve.bootstrap.trust.orders import Orders
+from p2pserve.coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue, write_catalogue
+from p2pserve.node.adverts import CATALOGUE
 from p2pserve.node.requests.gateway_choice import GatewayFinder
+
+from ..planning.test_coordination import advert
 
 
 class Members:
@@ -34,3 +41,56 @@ def test_dead_boxes_are_named_with_their_age_and_nobody_else() -> None:
     assert GatewayFinder(network).describe_dead() == "solar-deer is dead since 2 min"
     nobody: Any = Members()
     assert GatewayFinder(nobody).describe_dead() == ""
+
+
+# -- the catalogue --------------------------------------------------------------------------------------------------
+
+
+class Boxes(Members):
+    """A network of boxes with an engine, whose owner has published this catalogue."""
+
+    coordinator = None
+
+    def __init__(self, catalogue: ServiceCatalogue, **services: str) -> None:
+        super().__init__(*(member(peer, MemberState.ALIVE) for peer in services))
+        self.services = services
+        self.orders = Orders(1, documents={CATALOGUE: write_catalogue(catalogue)})
+
+    def entries(self, kind: str) -> dict[PeerId, bytes]:
+        return {PeerId(peer): msgspec.msgpack.encode(advert(each)) for peer, each in self.services.items()}
+
+
+def finder(catalogue: ServiceCatalogue, **services: str) -> GatewayFinder:
+    network: Any = Boxes(catalogue, **services)
+    return GatewayFinder(network)
+
+
+LISTED = ServiceCatalogue(
+    version=1, entries=(CatalogueEntry(name="chat", model="tiny"), CatalogueEntry(name="code", model="a/b"))
+)
+
+
+def test_a_request_finds_boxes_by_the_name_that_the_catalogue_has() -> None:
+    found = finder(LISTED, one="s-1", two="s-2")
+    assert [found.rank(name) for name in ("chat", "tiny", "s-2", "code", "prose")] == [
+        ["one", "two"], ["one", "two"], ["two"], [], [],
+    ]  # fmt: skip
+    assert [found.model_of(name) for name in ("chat", "s-2", None)] == ["tiny", "s-2", None]
+
+
+def test_an_entry_that_no_box_has_is_waited_for_also_before_anything_else_was_asked() -> None:
+    found = finder(LISTED, one="s-1")
+    assert [found.is_awaited(name) for name in ("code", "a/b", "chat", "prose", None)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_boxes_of_a_model_that_was_removed_are_no_gateways() -> None:
+    by_id = finder(ServiceCatalogue(version=1, removed=("s-1",)), one="s-1", two="s-2")
+    assert (by_id.rank("tiny"), by_id.rank(None)) == (["two"], ["two"])
+    by_name = finder(ServiceCatalogue(version=1, removed=("tiny",)), one="s-1", two="s-2")
+    assert (by_name.rank("tiny"), by_name.rank(None), by_name.candidates()) == ([], [], [])
