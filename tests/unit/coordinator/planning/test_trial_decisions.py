@@ -223,13 +223,11 @@ def test_of_equals_the_earlier_comes_first(order: tuple[str, ...]) -> None:
     assert given.tried == list(order)
 
 
-def test_trials_end_when_time_is_up_but_not_before_the_first() -> None:
-    for left, expected in ((0, 1), (1, 1), (2, 2), (9, 3)):
-        given = GivenPlans({})
-        tried = contest(given).try_all(
-            [plan("PDM"), plan("PPD"), plan("DDP")], lambda given=given, left=left: len(given.tried) >= left
-        )
-        assert len(tried) == expected
+@pytest.mark.parametrize(("left", "expected"), [(0, 1), (1, 1), (2, 2), (9, 3)])
+def test_trials_end_when_time_is_up_but_not_before_the_first(left: int, expected: int) -> None:
+    given = GivenPlans({})
+    solutions = [plan("PDM"), plan("PPD"), plan("DDP")]
+    assert len(contest(given).try_all(solutions, lambda: len(given.tried) >= left)) == expected
 
 
 # ---- who challenges -----------------------------------------------------------------------------------------------
