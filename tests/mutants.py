@@ -78,6 +78,7 @@ MODULES = [
         "node/planning": ("coordination", "set_aside"),
         "node/replica": ("hung", "place"),
         "node/requests": ("acceptance", "live_request", "routes"),
+        "sims/results": ("trials",),
     }.items()
     for name in names
 ]  # fmt: skip

@@ -23,14 +23,14 @@ LOWER_SHARES: Final = (0.9, 0.8, 0.7, 0.6, 0.5)
 
 
 class Capacity(NamedTuple):
-    """Requests per second that the best plan found for this traffic is expected to carry. `share` of them are in time;
-    None: whether in time or not, up to where a replica or a link is full."""
+    """Requests per second that the best plan found for this traffic is expected to carry with `share` of them in time.
+    None: that the running plan carries, in time or not, up to where a replica or a link is full."""
 
     rate: float
     share: float | None
 
     def __str__(self) -> str:
-        return "what fills the plan" if self.share is None else f"what is carried with {self.share:.0%} in time"
+        return "what fills the running plan" if self.share is None else f"what is carried with {self.share:.0%} in time"
 
 
 def expect_plan(status: Status, plan: Plan, workload: Workload, slo: Slo) -> Proposal | None:
@@ -41,19 +41,16 @@ def expect_plan(status: Status, plan: Plan, workload: Workload, slo: Slo) -> Pro
 def find_capacity(status: Status, workload: Workload, slo: Slo) -> Capacity:
     """With the share in time that `slo` wants, or the highest of LOWER_SHARES below it that any rate keeps, or else
     without deadlines. The rate is 0 where nothing can be served at all. Raises DemoFailed."""
-    for share in (slo.target, *(share for share in LOWER_SHARES if share < slo.target)):
-        rate = _highest_rate(status, workload, replace(slo, target=share))
-        if rate > 0.0:
-            return Capacity(rate, share)
-    return Capacity(_highest_rate(status, workload, Slo()), None)
-
-
-def _highest_rate(status: Status, workload: Workload, slo: Slo) -> float:
     if status.plan is None:
         raise DemoFailed("the network has lost its plan")
-    network = _problem(status, status.plan, workload, slo, None)
-    best = network.evaluator.propose(search_phases(network), epoch=0, version=1)[0]
-    return best.max_rate
+    for share in (slo.target, *(share for share in LOWER_SHARES if share < slo.target)):
+        network = _problem(status, status.plan, workload, replace(slo, target=share), None)
+        best = network.evaluator.propose(search_phases(network), epoch=0, version=1)[0]
+        if best.max_rate > 0.0:
+            return Capacity(best.max_rate, share)
+    # A plan for throughput would carry more, but the network makes plans for its deadlines, and would be flooded.
+    running = expect_running(_problem(status, status.plan, workload, Slo(), None), status.plan)
+    return Capacity(0.0 if running is None else running.max_rate, None)
 
 
 def _problem(status: Status, plan: Plan, workload: Workload, slo: Slo, rate: float | None) -> NetworkProblem:

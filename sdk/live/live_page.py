@@ -186,8 +186,8 @@ so, in the network, in the plan and in the simulation alike: two cores carry som
 Deadlines are multiples of the mean request alone on the fastest box.
 
 Poisson arrivals at {load:.0%} of what the planner expects the best plan to carry with {target:.0%} in time. Where it
-expects so many at no rate, down to a tenth of what fills the plan, which depends on the links as they were measured,
-that is with the highest of {shares} in time, or else what fills the plan's replicas or links, in time or not (*rate
+expects so many at no rate, down to a tenth of what fills a plan, which depends on the links as they were measured, that
+is with the highest of {shares} in time, or else what fills replicas or links of the running plan, in time or not (*rate
 is*). The first fifth of the requests fills the network and does not count.
 
 *Expected* is the planner's estimate of the plan that the network made and followed; *simulated long* is that plan with

@@ -150,7 +150,7 @@ def degree_rows(link: str, samples: int, estimated: int) -> tuple[DegreeRow, ...
     return tuple(sorted(rows, key=lambda row: -row.simulated_1))
 
 
-class PolicyRun(NamedTuple):
+class SchedulerRun(NamedTuple):
     """One policy at one rate; `over_rr`: tokens per second over round robin's, in percent."""
 
     rate: str
@@ -159,7 +159,7 @@ class PolicyRun(NamedTuple):
     result: SimResult
 
 
-def run_policies(system: ServingSystem, count: int, options: EngineOptions) -> Iterator[PolicyRun]:
+def run_policies(system: ServingSystem, count: int, options: EngineOptions) -> Iterator[SchedulerRun]:
     """Every policy at every rate, round robin first, and then some by several gateways."""
     for rate in RATES:
         base = 0.0
@@ -170,7 +170,7 @@ def run_policies(system: ServingSystem, count: int, options: EngineOptions) -> I
             )  # fmt: skip
             base = base or tokens_s(result)
             over_rr = 100.0 * (tokens_s(result) / base - 1.0)
-            yield PolicyRun(f"{rate:g}" if rate < inf else AT_ONCE, name, over_rr, result)
+            yield SchedulerRun(f"{rate:g}" if rate < inf else AT_ONCE, name, over_rr, result)
 
 
 @cache

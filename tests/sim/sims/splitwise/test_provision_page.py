@@ -9,7 +9,7 @@ import pytest
 from p2pserve.sims.experiments.setting import Scope
 from p2pserve.sims.experiments.splitwise import provision as experiment
 from p2pserve.sims.experiments.splitwise.kv_second_token import H100, second_token_rows, visible_rows
-from p2pserve.sims.experiments.splitwise.provision import ProvisionRow
+from p2pserve.sims.experiments.splitwise.provision import DesignSpaceRow, ProvisionRow
 from p2pserve.sims.splitwise.cluster_trials import ClusterTrials
 
 
@@ -84,7 +84,8 @@ def test_the_page_has_each_design_beside_the_papers(monkeypatch: pytest.MonkeyPa
     for by_power, by_cost in zip(found["Figure 18a"], found["Figure 18b"], strict=True):
         assert by_power.kw <= by_cost.kw * 1.001
         assert by_cost.usd_per_h <= by_power.usd_per_h * 1.001
-    assert [row.prompt_machines for row in tables["Figure 12, the space"].rows] == [27, 28]
+    space = [row for row in tables["Figure 12, the space"].rows if isinstance(row, DesignSpaceRow)]
+    assert [row.prompt_machines for row in space] == [27, 28]
     assert "2 s" in page.assumes
     text = page.markdown()
     assert "27P, 3T" in text

@@ -37,7 +37,7 @@ def comparison(*figures: Figure) -> LiveComparison:
     return LiveComparison(
         ok=all(abs(each.difference) <= 0.05 for each in figures), estimate_ok=True, tolerance=0.05,
         estimate_tolerance=0.1, emulated="8 emulated nodes", model="m", lengths="l", arrivals="a", requests=10, lead=2,
-        rate=0.7, load=0.7, rate_rule="70% of what fills the plan", deadlines=Deadlines(),
+        rate=0.7, load=0.7, rate_rule="70% of what fills the running plan", deadlines=Deadlines(),
         phases={"prefill": 3, "decode": 5}, plans=1,
         schedule=("lose 3@20",), figures=figures, failed=0, own_plans_goodput_s=0.9, median_request_ttft_difference=0.0,
         median_request_e2e_difference=0.0, link_gbps=1.0, link_rtt_s=0.004, message_s=0.002,
@@ -65,7 +65,10 @@ def test_the_page_says_how_the_rate_of_each_run_was_chosen() -> None:
     run = comparison(figure("goodput_requests_s", 1.0))
     given = msgspec.structs.replace(run, rate_rule="as given")
     page = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, given))
-    assert [row["rate_is"] for row in page.records()["tables"]["Runs"]] == ["70% of what fills the plan", "as given"]
+    assert [row["rate_is"] for row in page.records()["tables"]["Runs"]] == [
+        "70% of what fills the running plan",
+        "as given",
+    ]
     assert "with the highest of 80%, 70%, 60%, 50% in time" in " ".join(page.assumes.split())
 
 

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from p2pserve.coordinator import Pairing, Phase
 from p2pserve.coordinator.capacity import KvCodec
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import MODELS
@@ -48,11 +49,11 @@ def two_boxes() -> Status:
     return msgspec.structs.replace(told, plan=plan)
 
 
-def traffic(short: int, **asked: float | None) -> LiveTraffic:
+def traffic(short: int, *, rate: float | None = None, load: float | None = None) -> LiveTraffic:
     """Of a hundred requests so many are short."""
     prompts = np.array([SHORT] * short + [LONG] * (100 - short))
-    made = LiveTraffic(lengths=Lengths(prompts, np.full(100, 50), "made up"), requests=10, seed=0)
-    return replace(made, **asked)
+    lengths = Lengths(prompts, np.full(100, 50), "made up")
+    return LiveTraffic(lengths=lengths, requests=10, seed=0, rate=rate, load=load)
 
 
 def workload(short: int) -> Workload:
@@ -71,12 +72,22 @@ def test_the_share_in_time_falls_only_as_far_as_it_has_to(short: int, target: fl
     assert find_capacity(status, workload(short), replace(DEADLINES, target=share)) == found
 
 
-def test_where_not_half_are_in_time_it_is_what_fills_the_plan() -> None:
-    """As much as is carried without deadlines."""
+def test_where_not_half_are_in_time_it_is_what_fills_the_running_plan() -> None:
+    """Not what another plan would carry without deadlines: the network would not follow that one."""
     status = two_boxes()
+    assert status.plan is not None
     found = find_capacity(status, workload(30), DEADLINES)
-    assert found == (find_capacity(status, workload(30), Slo()).rate, None)
-    assert found.rate > 0.0
+    assert found == (find_capacity(status, workload(30), Slo()).rate, None), "both boxes do both, which carries most"
+    first, second = status.plan.replicas
+    halves = (Phase.PREFILL, Phase.DECODE)
+    split = tuple(
+        msgspec.structs.replace(each, phase=phase) for each, phase in zip((first, second), halves, strict=True)
+    )
+    pairing = Pairing(prefill=first.id, decode=second.id, weight=1.0)
+    plan = msgspec.structs.replace(status.plan, replicas=split, pairings=(pairing,))
+    slower = find_capacity(msgspec.structs.replace(status, plan=plan), workload(30), DEADLINES)
+    assert slower.share is None
+    assert 0.0 < slower.rate < 0.9 * found.rate
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,7 @@ def test_where_not_half_are_in_time_it_is_what_fills_the_plan() -> None:
     [
         (97, "70% of what is carried with 90% in time"),
         (75, "70% of what is carried with 50% in time, since 90% are expected to be in time at no rate"),
-        (30, "70% of what fills the plan, since 90% are expected to be in time at no rate"),
+        (30, "70% of what fills the running plan, since 90% are expected to be in time at no rate"),
     ],
 )
 def test_the_load_is_of_what_can_be_carried_and_the_rule_says_of_what(short: int, rule: str) -> None:
@@ -101,10 +112,10 @@ def test_a_rate_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_that_can_serve_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expected, "_highest_rate", lambda *told: 0.0)
-    assert find_capacity(two_boxes(), workload(97), DEADLINES) == Capacity(0.0, None)
+    monkeypatch.setattr(expected, "expect_running", lambda *told: None)
+    assert find_capacity(two_boxes(), workload(30), DEADLINES) == Capacity(0.0, None)
     with pytest.raises(UsageError, match="load: no plan can serve such requests"):
-        choose_rate(traffic(97, load=0.7), two_boxes(), DEADLINES)
+        choose_rate(traffic(30, load=0.7), two_boxes(), DEADLINES)
 
 
 def test_a_network_without_a_plan_is_an_error() -> None:

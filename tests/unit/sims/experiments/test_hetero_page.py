@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -153,7 +154,7 @@ def test_what_the_page_says_of_equal_options() -> None:
     assert (round(min(steady), 1), round(max(steady), 1)) == (25.8, 31.1)
     busy = [row for (link, rate, policy), row in five.items() if (link, rate) == (NVLINK, "24") and policy != "SI"]
     for field, least, most in (("ttft_p99_s", 0.185, 0.285), ("tpot_p99_ms", 34.0, 42.0)):
-        ranked = sorted(busy, key=lambda row, field=field: getattr(row, field))
+        ranked = sorted(busy, key=attrgetter(field))
         assert (ranked[0].policy, ranked[-1].policy) == ("predicted", "OS, 4 gateways")
         assert least <= getattr(ranked[0], field) <= getattr(ranked[-1], field) <= most
     assert round(pair[NVLINK, AT_ONCE, "OS"].over_rr) == 63

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from p2pserve.coordinator.planning.model.workload import Slo
+from p2pserve.coordinator.planning.model.workload import Service, Slo
 from p2pserve.sims.experiments.setting import PlannedCase
 from p2pserve.sims.results import trials
 from p2pserve.sims.results.trials import HALVINGS, REQUESTS, STRIDE, STRIDES, SimulatedTrial
@@ -114,3 +114,60 @@ def test_every_service_has_to_keep_its_own_target(runs: list[Any], monkeypatch: 
     asked = trial(proposals).attainment
     assert asked == pytest.approx((10.0 * 0.85 + 30.0 * 0.6) / 40.0), "of all requests of both"
     assert np.isinf(runs[-1].until), "the other service has no deadline for its end"
+
+
+def two_services(faster: float) -> list[Service]:
+    """That of PROBLEM, and one with so many times its requests."""
+    service = PROBLEM.services[0]
+    workload = replace(service.workload, rate=faster * service.workload.rate)
+    return [service, replace(service, name="other", workload=workload)]
+
+
+def rates(run: Any) -> list[float]:
+    return [len(at) / float(at[-1]) for at in run.arrivals]
+
+
+def test_the_share_that_is_wanted_is_enough(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=20.0)
+    judge_by(monkeypatch, lambda rate: TARGET)
+    assert trial.carries(expecting(10.0), 1.0)
+    judge_by(monkeypatch, lambda rate: TARGET - 1e-9)
+    assert not trial.carries(expecting(10.0), 1.0)
+
+
+def test_services_have_draws_of_their_own(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda rate: 1.0)
+    trial = SimulatedTrial(problem=replace(PROBLEM, services=tuple(two_services(1.0))), seeds=(0,), seconds=30.0)
+    trial.carries([*expecting(10.0), *expecting(10.0)], 1.0)
+    first, second = runs[0].arrivals
+    assert first.tolist() != second.tolist()
+
+
+@pytest.mark.parametrize(("expected", "factor"), [((40.0, 90.0), 3.0), ((20.0, 90.0), 2.0), ((70.0, 60.0), 2.0)])
+def test_it_begins_at_the_rate_that_is_expected_of_the_service_where_that_is_least(
+    expected: tuple[float, float], factor: float, runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside its own: the services are asked 10 and 30 requests/s."""
+    judge_by(monkeypatch, lambda rate: 0.0)
+    trial = SimulatedTrial(problem=replace(PROBLEM, services=tuple(two_services(3.0))), seeds=(0,), seconds=60.0)
+    trial([proposal for rate in expected for proposal in expecting(rate)])
+    assert rates(runs[0]) == pytest.approx([10.0, 30.0], rel=0.1)
+    assert rates(runs[1]) == pytest.approx([10.0 * factor, 30.0 * factor], rel=0.1)
+
+
+def test_the_last_stride_is_halved_so_often(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 requests/s as expected are carried, and a stride more are not."""
+    judge_by(monkeypatch, lambda rate: 1.0 if rate < 20.0 * STRIDE**0.5 else 0.0)
+    SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=300.0)(expecting(20.0))
+    assert len(runs) == 3 + HALVINGS
+
+
+def test_the_service_with_the_fewest_requests_has_enough_of_them(
+    runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_by(monkeypatch, lambda rate: 1.0)
+    trial = SimulatedTrial(problem=replace(PROBLEM, services=tuple(two_services(5.0))), seeds=(0,), seconds=1.0)
+    trial.carries([*expecting(10.0), *expecting(50.0)], 1.0)
+    few, many = runs[0].arrivals
+    assert len(few) == pytest.approx(REQUESTS, rel=0.2)
+    assert len(many) == pytest.approx(5 * REQUESTS, rel=0.2)
