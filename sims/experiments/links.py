@@ -1,4 +1,4 @@
-"""What the link between two boxes decides: PageTable 5 and appendix H, Table 8, and figure 18."""
+"""What the link between two boxes decides: Table 5 and appendix H, Table 8, and figure 18."""
 
 from __future__ import annotations
 

@@ -19,13 +19,15 @@ from ...coordinator.planning.model.problem import Problem, Solution
 from ...coordinator.planning.upper.trials import PlanTrials
 from ..engine.values import SimEngineSettings
 from ..policies import PLAN, SHARES
-from ..results.trials import SimulatedTrial
+from ..results.trials import SECONDS, SimulatedTrial
 from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most, searched
 
 IN_HOUSE: Final = "thunderserve-8xa100"
 WHOLE: Final = "HexGen-like, 2048"
 SYSTEMS: Final = ("ours", "HexGen-like", WHOLE, "DistServe-like", "vLLM-like")
 WIDTHS: Final = (1, 2, 4, 8)
+LINKS: Final = (10.0, 40.0)
+"""Gb/s between boxes, which the paper does not print."""
 WHOLE_TOKENS: Final = 2048
 """vLLM's default of tokens in a step."""
 FACTORS: Final = (1.0, 1.5, 2.0)
@@ -64,6 +66,12 @@ def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
         trials = _trials(in_house, scope)
         best = trials.try_all(trials.rank_expected(list(solutions))[:IN_HOUSE_TRIED])[0]
         yield _system(name, Deployed(in_house, best.solution), scope)
+
+
+def shorten_trials(scope: Scope) -> Scope:
+    """To choose plans in less time: trials as short as those of `plan`, with one seed, and nobody
+    challenges the best."""
+    return replace(scope, seeds=scope.seeds[:1], seconds=min(SECONDS, scope.seconds), challengers=0)
 
 
 @cache

@@ -182,12 +182,19 @@ def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch:
         assert dispatch == PLAN, "by shares and queues"
         return rates[deployed.name, seed]
 
+    tried: set[tuple[float | None, tuple[int, ...], float]] = set()
+
+    def choose(case: PlannedCase, scope: Scope) -> Any:
+        tried.add((case.gbps, scope.seeds, scope.seconds))
+        return deploy("ours", 5.5)
+
     monkeypatch.setattr(baselines, "best_colocated", lambda case, scope: deploy("colocated", 2.5))
-    monkeypatch.setattr(baselines, "chosen", lambda case, scope: deploy("ours", 5.5))
+    monkeypatch.setattr(baselines, "chosen", choose)
     monkeypatch.setattr(baselines, "describe_phases", lambda plan: f"shape of {plan}")
     monkeypatch.setattr(baselines, "highest_rate", highest_rate)
-    scope = Scope(seeds=(0, 1), seconds=7.75)
+    scope = Scope(seeds=(0, 1), seconds=77.5)
     page = baselines.strictness(scope)
+    assert tried == {(10.0, (0, 1), 77.5), (40.0, (0,), 60.0)}, "trials over the faster links are shorter"
     rows: Any = page.tables[0].rows
     assert {(row.workload, row.link_gbps, row.deadline) for row in rows} == {
         (workload, gbps, f"{scale:g} x")
@@ -202,4 +209,4 @@ def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch:
     assert (first.colocated_simulated, first.ours_simulated) == ("3 (2-4)", "5.5 (5-6)")
     assert first.ours_over_colocated == "2 (1.5-2.5)"
     rates["colocated", 0] = 0.0
-    assert baselines.strictness(Scope(seeds=(0,), seconds=7.75)).tables[0].rows[0].ours_over_colocated == "nan"  # type: ignore[attr-defined]
+    assert baselines.strictness(Scope(seeds=(0,), seconds=77.5)).tables[0].rows[0].ours_over_colocated == "nan"  # type: ignore[attr-defined]
