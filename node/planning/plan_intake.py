@@ -48,11 +48,6 @@ def find_conflict(plan: Plan, own: PeerId, advert: Advert) -> str:
     return ""
 
 
-def _is_of(plan: Plan, advert: Advert) -> bool:
-    """Whether a plan is for the service that a box has."""
-    return advert.model is not None and advert.model.service == plan.service
-
-
 @final
 @dataclass(slots=True)
 class _Told:
@@ -177,3 +172,8 @@ class PlanIntake:
 def _key(manifest: PlanManifest) -> tuple[tuple[int, int], bytes]:
     """Which plan it is, whether or not its bytes are in it."""
     return manifest.number, manifest.digest
+
+
+def _is_of(plan: Plan, advert: Advert) -> bool:
+    """Whether a plan is for the service that a box has."""
+    return advert.model is not None and advert.model.service == plan.service
