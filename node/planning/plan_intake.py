@@ -28,14 +28,13 @@ Leader = tuple[PeerId, int]
 def find_conflict(plan: Plan, own: PeerId, advert: Advert) -> str:
     """What a plan wants of this box that it cannot do, in words; empty where there is nothing."""
     replica = plan.replica_of(own)
-    if replica is None:
-        return ""
+    if replica is None or (advert.hosting is not None and not _is_of(plan, advert)):
+        return ""  # what hosts what it is given may have left that service, at the coordinator's own word
     step = plan.regrouping.steps[0] if plan.regrouping is not None else None
     if step is not None and step.recut is not None and own in step.boxes:
         return ""  # its GPUs are divided anew meanwhile: the plan names it as it was before
     if advert.model is None or advert.model.service != plan.service:
-        # What hosts what it is given has left that service at the coordinator's own word.
-        return f"it is to serve {plan.service}, which it does not have" if advert.hosting is None else ""
+        return f"it is to serve {plan.service}, which it does not have"
     coming = plan.regrouping.next_group_of(own) if plan.regrouping is not None else None
     for group in filter(None, (replica.stages, coming)):
         if found := _find_conflict_in(group, own, advert, advert.model.layers):
@@ -166,8 +165,8 @@ class PlanIntake:
         if plan is None:
             return ""
         # Of another service all boxes may be lost: those that have its model say whether its plan is strange.
-        is_own = advert.model is not None and advert.model.service == plan.service
-        if is_own and waited_s >= self._tuning.plan_strange_s and not set(plan.peers) & set(known):
+        is_strange = not set(plan.peers) & set(known)
+        if is_strange and _is_of(plan, advert) and waited_s >= self._tuning.plan_strange_s:
             return "none of its boxes is known here"
         if min(waited_s, now - self._own_part_at) >= self._tuning.plan_stale_s:
             return find_conflict(plan, self._own, advert)
@@ -182,3 +181,8 @@ class PlanIntake:
 def _key(manifest: PlanManifest) -> tuple[tuple[int, int], bytes]:
     """Which plan it is, whether or not its bytes are in it."""
     return manifest.number, manifest.digest
+
+
+def _is_of(plan: Plan, advert: Advert) -> bool:
+    """Whether a plan is for the service that a box has."""
+    return advert.model is not None and advert.model.service == plan.service
