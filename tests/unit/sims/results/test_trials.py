@@ -72,6 +72,18 @@ def test_where_nothing_is_expected_it_begins_at_the_rate_that_is_asked_for(
     judge_by(monkeypatch, lambda rate: 1.0 if rate < 10.0 * STRIDE**1.5 else 0.0)
     trial = SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=300.0)
     assert 1.0 < trial(expecting(0.0)).capacity < STRIDE**2
+    assert rates(runs[1]) == pytest.approx([10.0], rel=0.1)
+
+
+def test_a_plan_that_carries_less_than_is_asked_for_is_looked_for_below(
+    runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 requests/s of 10: strides down, and the last one is halved."""
+    judge_by(monkeypatch, lambda rate: 1.0 if rate < 3.0 else 0.0)
+    outcome = SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=300.0)(expecting(4.0))
+    assert outcome.attainment == 0.0
+    assert outcome.capacity == pytest.approx(0.3, rel=0.05)
+    assert len(runs) == 2 + 3 + HALVINGS
 
 
 def test_draws_of_several_seeds_count_together(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
