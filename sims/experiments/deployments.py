@@ -12,7 +12,7 @@ from ..policies import PLAN, SHARES
 from ..replanning import describe_phases
 from .page import Page, PageTable, ResultRow
 from .setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, group, highest_rate, shapes
-from .systems import LINKS, chosen, shorten_trials
+from .systems import LINKS, chosen, scope_of_trials
 
 RATES: Final = {"coding": 5.0, "conversation": 6.0}
 """Requests per second that plans are made for at first: `systems.chosen` goes on from there."""
@@ -68,7 +68,7 @@ def deployment_rows(scope: Scope) -> tuple[DeploymentRow, ...]:
         for workload in WORKLOADS:
             for gbps in LINKS:
                 case = PlannedCase(specs=specs, workload=workload, rate=RATES[workload], gbps=gbps)
-                ours = chosen(case, shorten_trials(scope))
+                ours = chosen(case, scope_of_trials(case, scope))
                 papers = Deployed(ours.problem, papers_solution(ours.problem.cluster, workload))
                 rows += [_row(case, "ours", ours, scope), _row(case, "the paper's groups and phases", papers, scope)]
     return tuple(rows)
@@ -98,7 +98,7 @@ def deployments(scope: Scope) -> Page:
         title="Plans for 32 cloud GPUs",
         assumes=(
             f"LLaMA-30B on {CLOUD}, Azure's lengths, deadlines of 10 times a lone request on an A100; ours is chosen "
-            "as [by deadline](strictness.md) at 40 Gb/s, in shorter trials. The paper prints neither its links (10 "
+            "as [by deadline](strictness.md), at 40 Gb/s in shorter trials. The paper prints neither its links (10 "
             "Gb/s between boxes assumed, 40 shown beside), nor rates or deadlines of its plans. `The paper's groups "
             "and phases` is appendix F with our parallel configuration and shares: 8P 4D for coding, 4P 8D for "
             f"conversation. Simulated with Poisson arrivals for {scope.seconds:g} s, one seed, dispatch by the plan's "
