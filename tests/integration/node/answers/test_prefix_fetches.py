@@ -3,7 +3,7 @@ those of an engine that computes all of the prompt, also where the holder is los
 
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,6 @@ from ..engine.figures import ATTEMPTS
 
 pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 
-PREFIX = "# settings\n" + "".join(f"value_{number} = {number}\n" for number in range(40))
 ROUTING = RoutingSettings(policy="plan", prefix_weight=1e-6, prefix_fetch=1e6)
 """Queues alone say where a request goes, and whatever can be fetched is: this model takes no time to compute."""
 
@@ -43,38 +42,52 @@ async def ask(network: Cluster, prompt: str, **settings: Any) -> Answer:
 
 
 @asynccontextmanager
-async def open_boxes(channels: list[int], home: Path) -> AsyncIterator[tuple[Cluster, str]]:
-    """Two boxes: one of them, whose name is told, has computed PREFIX, and has more to do than the other."""
+async def open_boxes(channels: list[int], home: Path) -> AsyncIterator[Cluster]:
+    """Two boxes that prefill and decode."""
     async with open_cluster(channels, home, "bundled", 2, phases=(Phase.MIXED,), routing=ROUTING) as network:
         await network.wait_plan(2)
-        first = await ask(network, PREFIX)
-        assert first.figures is not None
-        began = trio.Event()
-
-        async def note(count: int) -> None:
-            began.set()
-
-        async def keep_busy() -> None:
-            while True:
-                await network.client.generate(network.nodes[0].peer, "def", on_tokens=note, max_tokens=400)
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(keep_busy)
-            await began.wait()
-            yield network, first.figures.decode_node
-            nursery.cancel_scope.cancel()
+        yield network
 
 
-async def ask_until_fetched(network: Cluster, holder: str) -> tuple[str, Answer, messages.RequestFigures]:
-    """Ask what begins like PREFIX until that is to come from its holder, which is so once links have been measured."""
+@asynccontextmanager
+async def keep_busy(network: Cluster, prompt: str) -> AsyncIterator[None]:
+    """The box that holds this prompt has more to do than the other: where none has, a request goes to the holder."""
+    began = trio.Event()
+
+    async def note(count: int) -> None:
+        began.set()
+
+    async def ask_for_more() -> None:
+        while True:
+            await network.client.generate(network.nodes[0].peer, prompt, on_tokens=note, max_tokens=200)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(ask_for_more)
+        await began.wait()
+        yield
+        nursery.cancel_scope.cancel()
+
+
+async def ask_until_fetched(
+    network: Cluster, on_holder: Callable[[str], Awaitable[None]] | None = None
+) -> tuple[str, Answer, messages.RequestFigures]:
+    """Ask what begins like a prompt that one box alone holds, another prompt each time, until the beginning is to come
+    from its holder, which `on_holder` hears of before. It is so once links have been measured."""
     with trio.move_on_after(WAIT_LIMIT_S):
         for number in count():
-            prompt = PREFIX + f"\n# and then {number}\n"
-            answer = await ask(network, prompt)
-            assert answer.figures is not None
-            if answer.figures.prefill_node == holder:
-                assert answer.figures.decode_node != holder
-                return prompt, answer, answer.figures
+            prefix = f"# settings {number}\n" + "".join(f"value_{each} = {each}\n" for each in range(40))
+            first = await ask(network, prefix)
+            assert first.figures is not None
+            holder = first.figures.decode_node
+            if on_holder is not None:
+                await on_holder(holder)
+            async with keep_busy(network, prefix):
+                prompt = prefix + "\n# and then\n"
+                answer = await ask(network, prompt)
+                assert answer.figures is not None
+                if answer.figures.prefill_node == holder:
+                    assert answer.figures.decode_node != holder
+                    return prompt, answer, answer.figures
             await trio.sleep(0.5)
     raise AssertionError("no prefix was fetched")
 
@@ -92,8 +105,8 @@ def test_a_prefix_comes_from_the_box_that_holds_it_and_tokens_are_the_same(
 ) -> None:
     async def fetch(home: Path) -> bool:
         """Whether the KV came in time: on a busy machine it may be computed instead."""
-        async with open_boxes(engine_channels, home) as (network, holder):
-            prompt, answer, figures = await ask_until_fetched(network, holder)
+        async with open_boxes(engine_channels, home) as network:
+            prompt, answer, figures = await ask_until_fetched(network)
             assert answer.tokens == (await ask_alone(network, prompt)).tokens
             if not answer.undisturbed:
                 return False
@@ -130,9 +143,13 @@ def test_what_a_lost_box_does_not_send_is_computed_and_tokens_are_the_same(
     monkeypatch.setattr(Worker, "open_prefill", open_and_end)
 
     async def main() -> None:
-        async with open_boxes(engine_channels, tmp_path) as (network, holder):
-            doomed[PeerId(holder)] = await network.engine_pid(holder)
-            prompt, answer, figures = await ask_until_fetched(network, holder)
+        async with open_boxes(engine_channels, tmp_path) as network:
+
+            async def doom(holder: str) -> None:
+                doomed.clear()
+                doomed[PeerId(holder)] = await network.engine_pid(holder)
+
+            prompt, answer, figures = await ask_until_fetched(network, doom)
             assert not doomed
             assert any("prefill node" in line for line in figures.recovered), figures.recovered
             assert (figures.attempts, figures.transfer) == (1, None)
