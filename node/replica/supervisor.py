@@ -125,7 +125,6 @@ class Supervisor:
         self._starts = 0
         self._max_requests = config.max_requests  # of the latest engine
         self._ready: protocol.EngineReady | None = None
-        self._link: EngineHandle | None = None
         self._advert: EngineAdvert | None = None
         self._server: EngineStarter | None = None  # that forks now
         self._served = trio.Event()
@@ -164,7 +163,7 @@ class Supervisor:
 
     def load_beside(self, place: Place) -> None:
         """Start an engine for this place beside the one that serves, where there is room. It serves when the place is
-        assigned; `told` adverts say how far it is. Asked again for the same, it goes on, or has failed already."""
+        assigned; adverts say how far it is. Asked again for the same, it goes on, or has failed already."""
         if place == self._place or self._told_beside.stages == place.stages:
             return
         self.keep_beside(None)
