@@ -25,6 +25,7 @@ from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from p2pserve.node.engine.agent_side.fork_server import open_fork_server
 from p2pserve.node.engine.trials.trial import Trial, TrialEngine, open_trial
 
+from ...conftest import WAIT_LIMIT_S
 from .devices import SETTINGS, require_devices
 from .transfers.pieces import transfer_between
 
@@ -113,7 +114,7 @@ def run(engine_channels: list[int], model: Path) -> Callable[[Body], None]:
             open_trial(server) as trial,
         ):
             await server.wait_ready()
-            with trio.fail_after(60):
+            with trio.fail_after(2 * WAIT_LIMIT_S):  # on a GPU the first engine of a shape compiles for a minute
                 await body(trial, config)
 
     return lambda body: trio.run(main, body)
