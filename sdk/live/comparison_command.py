@@ -35,7 +35,7 @@ from .comparison import (
     describe_verdicts,
     run_comparison,
 )
-from .live_page import write_live_page
+from .live_page import PARTS, write_live_page
 from .network import Say
 from .nodes import MAX_REQUESTS, LiveSettings
 from .regroup_bench import CHANGES, PIPELINE, check_settings, print_bench, run_regroup_bench
@@ -142,6 +142,14 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         "cut: while the GPUs of one box are divided anew among other numbers of nodes",
     )
     add("--page", type=Path, metavar="FOLDER", help="instead: run all of docs/results/live.md, and write it there")
+    add(
+        "--only",
+        nargs="+",
+        default=[],
+        choices=tuple(PARTS),
+        metavar="PART",
+        help=f"with --page: run these alone, others as found last ({', '.join(PARTS)})",
+    )
     add("--pairs", type=int, default=2, metavar="N", help="with --regroup: so often, in turn (default: 2)")
     add(
         "--load-gb-s",
@@ -191,9 +199,11 @@ def _run(arguments: argparse.Namespace) -> int:
     traffic = settings_of(LiveTraffic, SimpleNamespace(**vars(arguments), lengths=azure(arguments.workload).lengths))
     check_run(settings, traffic)
     if arguments.page is not None:
-        page, is_ok = write_live_page(arguments.page, open_say())
+        page, is_ok = write_live_page(arguments.page, open_say(), arguments.only)
         print(json.dumps(page.records()) if arguments.format == "json" else arguments.page / f"{page.name}.md")
         return 0 if is_ok else 1
+    if arguments.only:
+        raise UsageError("only: it is for --page alone; leave it out")
     if arguments.regroup:
         return _regroup(settings, traffic, arguments)
     if settings.kv_cache_mib:

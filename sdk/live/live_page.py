@@ -1,21 +1,25 @@
 """The results page `live`: what was planned, simulated and really happened, with eight emulated boxes of unequal GPUs.
 
-Two workloads at two deadlines, and one run in which things go wrong; ten minutes.
+Two workloads at two deadlines, and one run in which things go wrong; half an hour. What each run has found is kept in
+`live-runs.json` beside the page, so that one of them can be run again alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Final
+
+import msgspec
 
 from ...coordinator import RoutingSettings
 from ...coordinator.costs.gpus import Specs
 from ...coordinator.planning.model.workload import Slo
 from ...sims.experiments.page import Page, PageTable, ResultRow, write_index, write_page
 from ...sims.workloads import azure
+from ..errors import UsageError
 from .comparison import (
     ESTIMATE_TOLERANCE,
     SPREAD,
@@ -33,6 +37,8 @@ from .nodes import LiveSettings
 from .schedule import LiveFaultKind, Schedule, ScheduledFault
 
 NAME: Final = "live"
+RUNS: Final = f"{NAME}-runs.json"
+"""Of each part, a `LiveComparison`."""
 COMMAND: Final = "python -m p2pserve.sdk.live_comparison --page docs/results"
 MODEL: Final = "qwen2.5-32b"
 SMALL_MODEL: Final = "qwen2-7b"
@@ -63,6 +69,11 @@ class PagePart:
     model: str = MODEL
     cards: tuple[str, ...] = CARDS
 
+    @property
+    def name(self) -> str:
+        """By which it is chosen."""
+        return "faults" if self.schedule else f"{self.workload}-{self.slo}"
+
     def settings(self) -> LiveSettings:
         """Of the nodes."""
         suffix = f"/{self.slowed}" if self.slowed > 1 else ""
@@ -81,15 +92,16 @@ class PagePart:
 
 
 CALM_PARTS: Final = (
-    PagePart(workload="conversation", slo="3x", slowed=2, requests=75),
-    PagePart(workload="conversation", slo="5x", slowed=4, requests=60),
-    PagePart(workload="coding", slo="3x", slowed=6, requests=75, model=SMALL_MODEL),
-    PagePart(workload="coding", slo="5x", slowed=8, requests=80, model=SMALL_MODEL),
+    PagePart(workload="conversation", slo="3x", slowed=2, requests=240),
+    PagePart(workload="conversation", slo="5x", slowed=4, requests=200),
+    PagePart(workload="coding", slo="3x", slowed=6, requests=240, model=SMALL_MODEL),
+    PagePart(workload="coding", slo="5x", slowed=8, requests=200, model=SMALL_MODEL),
 )
 FAULTY_PART: Final = PagePart(
-    workload="conversation", slo="2x", slowed=6, requests=60, rate=0.7, schedule=SCHEDULE,
+    workload="conversation", slo="2x", slowed=6, requests=240, rate=0.7, schedule=SCHEDULE,
     model=SMALL_MODEL, cards=("A40", "RTX A6000", "RTX A5000", "RTX 3090 Ti"),
 )  # fmt: skip
+PARTS: Final = {part.name: part for part in (*CALM_PARTS, FAULTY_PART)}
 
 
 class LiveRunRow(ResultRow, frozen=True):
@@ -134,19 +146,35 @@ class FaultRow(ResultRow, frozen=True):
     live_over_simulated: float
 
 
-def write_live_page(folder: Path, say: Say) -> tuple[Page, bool]:
-    """Run everything, and write page and index; whether all agreed. Raises DemoFailed, ClientError, OSError."""
-    found: list[LiveComparison] = []
-    for part in (*CALM_PARTS, FAULTY_PART):
+def write_live_page(folder: Path, say: Say, only: Collection[str] = ()) -> tuple[Page, bool]:
+    """Run everything, or only these parts and take the others as they were found last; write page and index. Also
+    whether all agreed. Raises DemoFailed, ClientError, OSError, or UsageError where parts were never run."""
+    kept = _read_runs(folder) if only else {}
+    missing = [name for name in PARTS if name not in kept and name not in only]
+    if only and missing:
+        raise UsageError(f"only: {folder / RUNS} has no {missing[0]}; run that part too")
+    found = {}
+    for name, part in PARTS.items():
+        if only and name not in only:
+            found[name] = kept[name]
+            continue
         say(f"{part.workload}, deadlines {part.slo}{', with faults' if part.schedule else ''}")
-        found.append(run_comparison(part.settings(), part.traffic(), TOLERANCE, say))
-        for line in (*found[-1].notes, *describe_verdicts(found[-1])):
+        found[name] = run_comparison(part.settings(), part.traffic(), TOLERANCE, say)
+        for line in (*found[name].notes, *describe_verdicts(found[name])):
             say(line)
-    *calm, faulty = found
-    page = build_page(list(zip(CALM_PARTS, calm, strict=True)), (FAULTY_PART, faulty))
+    page = build_page([(part, found[part.name]) for part in CALM_PARTS], (FAULTY_PART, found[FAULTY_PART.name]))
     write_page(page, folder)
+    (folder / RUNS).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     write_index(folder)
-    return page, all(each.ok and each.estimate_ok for each in found)
+    return page, all(each.ok and each.estimate_ok for each in found.values())
+
+
+def _read_runs(folder: Path) -> dict[str, LiveComparison]:
+    """What was found last. Raises UsageError."""
+    try:
+        return msgspec.json.decode((folder / RUNS).read_bytes(), type=dict[str, LiveComparison])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise UsageError(f"only: {folder / RUNS} cannot be read: {error}; run the whole page") from error
 
 
 def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[PagePart, LiveComparison]) -> Page:

@@ -95,3 +95,29 @@ def test_the_command_runs_all_parts_and_writes_the_page(
     rows = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))["tables"]
     assert len(rows["Runs"]) == 5
     assert "live.md" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+def test_one_part_is_run_again_and_the_others_are_those_of_the_last_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(settings: LiveSettings, traffic: LiveTraffic, tolerance: float, say: Say) -> LiveComparison:
+        return msgspec.structs.replace(comparison(figure("goodput_requests_s", 1.0)), requests=next(numbers))
+
+    monkeypatch.setattr(live_page, "run_comparison", run)
+    numbers = iter(range(1, 100))
+    assert main(["--page", str(tmp_path), "--only", "faults"]) == 2
+    assert "live-runs.json cannot be read" in capsys.readouterr().err
+    assert main(["--page", str(tmp_path)]) == 0
+    assert main(["--page", str(tmp_path), "--only", "coding-3x", "faults"]) == 0
+    rows = json.loads((tmp_path / "live.json").read_text(encoding="utf-8"))["tables"]["Runs"]
+    assert [row["requests"] for row in rows] == [1, 2, 6, 4, 7]
+    runs = json.loads((tmp_path / "live-runs.json").read_text(encoding="utf-8"))
+    del runs["conversation-3x"]
+    (tmp_path / "live-runs.json").write_text(json.dumps(runs), encoding="utf-8")
+    assert main(["--page", str(tmp_path), "--only", "faults"]) == 2
+    assert "has no conversation-3x; run that part too" in capsys.readouterr().err
+
+
+def test_parts_without_a_page_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "faults"]) == 2
+    assert "only: it is for --page alone" in capsys.readouterr().err
