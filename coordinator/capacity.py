@@ -39,7 +39,8 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     the GPUs; with `specs`, they count for what the table of GPUs has in that column, else the
     figures were measured by the engine there. `profile` is fitted to the steps of that engine.
     `phase`: all that its owner lets it do. `usd_per_hour`: for the whole box. `stages`: of the
-    replica of several boxes that its engine is a part of, and that `kv_tokens` is of; none: alone.
+    replica of several boxes that its engine is a part of, and that `kv_tokens` is of; none: alone. `beside`: how many
+    layers more it has memory for while it serves.
     """
 
     peer: str
@@ -62,6 +63,7 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     site: str = ""
     profile: LatencyProfile | None = None
     stages: tuple[Stage, ...] = ()
+    beside: int = 0
 
     def __post_init__(self) -> None:
         _require(bool(self.peer), "box.peer is empty")

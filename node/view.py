@@ -261,6 +261,7 @@ class NetworkView(AdvertBook):
                     site=self._table(peer).site,
                     profile=advert.profile,
                     stages=engine.stages,
+                    beside=engine.beside.room,
                 )
             )
         return found

@@ -3,14 +3,15 @@
 The search is the simulator's (`planning/rescheduling.py`): new phases alone beside new groups that
 keep the weights they can. Both are compared at more requests than the running replicas carry: as
 long as all are in time, all groups look alike. What a change costs is counted step by step: the
-boxes of one step are away while they load, and the others go on.
+boxes of one step are away while they load, and the others go on; boxes with room for their new part
+beside what they serve are away for no longer than they take to finish their requests.
 
 Importing this takes a solver with it: import it where plans are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Final
@@ -33,6 +34,9 @@ from ..planning.rescheduling import (
 from ..planning.upper.scorer import never
 from ..planning.upper.settings import SearchSettings
 from .steps import PAYBACK_S, RegroupProposal, make_regrouping
+
+GO_OVER_S: Final = 30.0
+"""For how long boxes are counted as away that go over to what they have loaded beside: they finish their requests."""
 
 LOAD: Final = 2.0
 """Groups are compared at so many times the requests that the running ones carry in time; a gain beyond
@@ -85,7 +89,11 @@ def propose_regrouping(
     reload_s = tuple(_step_seconds(network, step, on_disk, rates or LoadRates()) for step in regrouping.steps)
     meanwhile = tuple(serve_without(problem, plan, step) for step in regrouping.steps)
     total_s = sum(reload_s)
-    lost = sum(share * seconds for share, seconds in zip(meanwhile, reload_s, strict=True)) / total_s
+    served_s = 0.0
+    for step, share, seconds in zip(regrouping.steps, meanwhile, reload_s, strict=True):
+        away_s = min(seconds, GO_OVER_S) if _loads_beside(step, boxes) else seconds
+        served_s += share * away_s + light.after * (seconds - away_s)
+    lost = served_s / total_s
     pays = pays_reload(light, replace(full, meanwhile=lost), reload_s=total_s, payback_s=PAYBACK_S)
     found = make_regrouping(
         plan, groups, boxes,
@@ -101,6 +109,12 @@ def at_rate(network: NetworkProblem, rate: float) -> Problem:
     """The problem of a network, with so many requests per second."""
     service = network.service
     return replace(network.problem, services=(replace(service, workload=replace(service.workload, rate=rate)),))
+
+
+def _loads_beside(step: RegroupingStep, boxes: Iterable[BoxView]) -> bool:
+    """Whether all its boxes have room for their new part beside what they serve, and so go on while they load."""
+    room = {box.peer: box.beside for box in boxes}
+    return all(stage.layers <= room.get(stage.peer, 0) for group in step.form for stage in group)
 
 
 def serve_without(problem: Problem, plan: Plan, step: RegroupingStep) -> float:

@@ -45,6 +45,20 @@ def test_boxes_without_room_for_requests_are_joined_and_that_pays() -> None:
     assert found.pays
 
 
+def test_a_reload_beside_what_boxes_serve_pays_where_one_instead_of_it_does_not() -> None:
+    slow = LoadRates(disk_gb_s=0.005)  # 24 minutes for each of two steps
+    away, beside = (propose(cramped("abcd", beside=room), fast(*"abcd"), rates=slow) for room in (15, 16))
+    short = propose([*cramped("abc", beside=16), *cramped("d", beside=15)], fast(*"abcd"), rates=slow)
+    assert away is not None
+    assert beside is not None
+    assert short is not None
+    assert beside.pays
+    assert not away.pays
+    assert not short.pays  # one box without room, and its group loads instead of serving
+    # What is served while they go over is as little, and what an order of the coordinator's own must not fall below.
+    assert msgspec.structs.replace(beside, pays=False) == away
+
+
 def test_a_box_that_keeps_its_part_stays_as_it_is_and_its_share_is_counted() -> None:
     whole, around = (propose(cramped("abcd"), fast(*"abcd"), keeping=keeping) for keeping in ((), ("a",)))
     assert whole is not None
