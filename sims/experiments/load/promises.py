@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from math import nan
 from typing import Final
 
 import numpy as np
 
+from ....coordinator.costs.gpus import Specs
 from ....coordinator.planning.model.problem import Problem, Proposal
 from ...replanning import describe_phases
 from ...results.promises import REQUESTS, promise
 from ...results.trials import SimulatedTrial
 from ..deployments import RATES
 from ..page import Page, PageTable, ResultRow
-from ..setting import CLOUD, COLUMNS, WORKLOADS, Deployed, PlannedCase, Scope, at_rate, most, searched
+from ..setting import CLOUD, WORKLOADS, Deployed, PlannedCase, Scope, at_rate, most, searched
 from ..systems import TRIALS
 
 WITHIN: Final = "Within 10 %"
@@ -25,7 +27,7 @@ NEAR: Final = 0.1
 SCALES: Final = (3.0, 5.0, 10.0)
 GBPS: Final = 10.0
 LOAD: Final = 0.8
-"""Of what is expected of the plan: the rate that it is asked for."""
+"""Of what the plan is estimated to carry: the rate that it is asked for."""
 FIGURES: Final = ("attainment", "highest rate", "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90")
 
 
@@ -44,7 +46,6 @@ class PromiseRow(ResultRow, frozen=True):
     """A plan at a rate, in requests/s. Each figure as simulated, in seconds where it is a time, and then the estimate
     and the promise over that."""
 
-    column: str
     workload: str
     deadline: str
     plan: str
@@ -77,7 +78,7 @@ class KeptPromise:
         ]
         attainment, highest_rate, ttft_p50, ttft_p90, tpot_p50, tpot_p90 = cells
         return PromiseRow(
-            column=self.case.specs.value, workload=self.case.workload, deadline=f"{self.case.scale:g} x",
+            workload=self.case.workload, deadline=f"{self.case.scale:g} x",
             plan=self.plan, rate=self.rate, attainment=attainment, highest_rate=highest_rate, ttft_p50=ttft_p50,
             ttft_p90=ttft_p90, tpot_p50=tpot_p50, tpot_p90=tpot_p90,
         )  # fmt: skip
@@ -87,21 +88,18 @@ class KeptPromise:
 def kept_promises(scope: Scope) -> tuple[KeptPromise, ...]:
     """Of the best colocated plan that is found and of the best at all, for each case."""
     found = []
-    for specs in COLUMNS:
-        for workload in WORKLOADS:
-            for scale in SCALES:
-                case = PlannedCase(specs=specs, workload=workload, rate=RATES[workload], scale=scale, gbps=GBPS)
-                colocated = most(replace(case, mixed_only=True), scope.steps)
-                asked = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
-                ours = searched(asked, scope.steps).solution
-                problem, solutions = case.problem(), dict.fromkeys((colocated.solution, ours))
-                found += [look_at(case, Deployed(problem, solution), scope) for solution in solutions]
+    for workload, scale in product(WORKLOADS, SCALES):
+        case = PlannedCase(specs=Specs.MEASURED, workload=workload, rate=RATES[workload], scale=scale, gbps=GBPS)
+        colocated = most(replace(case, mixed_only=True), scope.steps)
+        case = replace(case, rate=float(f"{colocated.at().max_rate:.2g}"))
+        solutions = dict.fromkeys((colocated.solution, searched(case, scope.steps).solution))
+        found += [look_at(case, Deployed(case.problem(), solution), scope) for solution in solutions]
     return tuple(found)
 
 
 def look_at(case: PlannedCase, deployed: Deployed, scope: Scope) -> KeptPromise:
-    """At LOAD of what is expected of it."""
-    rate = LOAD * deployed.at().max_rate
+    """At LOAD of what it is estimated to carry, or where that is nothing, of what the case asks for."""
+    rate = LOAD * (deployed.at().max_rate or case.rate)
     problem, estimated = at_rate(deployed.problem, rate), deployed.at(rate)
     (promised,) = promise(problem, (estimated,), seed=0, requests=scope.requests)
     return KeptPromise(
@@ -158,12 +156,12 @@ def promises(scope: Scope) -> Page:
         name="promises",
         title="What plans promise, and what they keep",
         assumes=(
-            f"LLaMA-30B on {CLOUD}, {GBPS:g} Gb/s between boxes, Azure's lengths, Poisson arrivals; deadlines as "
-            "multiples of what a lone request takes on an A100. Of each case the best plan that the search finds at "
-            "the rate that is expected of colocated serving, and the best colocated one, each at "
-            f"{LOAD:g} of what is expected of it.\n\n*Estimated* is what the search goes by. *Promised* is what `plan` "
-            f"says of the plan it has chosen: by {scope.requests:,} simulated requests (`plan`: {REQUESTS:,}), routed "
-            "by the network's default policy. *Simulated* are other requests, of "
+            f"LLaMA-30B on {CLOUD} by measured figures, {GBPS:g} Gb/s between boxes, Azure's lengths, Poisson "
+            "arrivals; deadlines as multiples of what a lone request takes on an A100. Of each case the best plan "
+            "that the search finds at the rate that colocated serving is estimated to carry, and the best colocated "
+            f"one, each at {LOAD:g} of what it is estimated to carry.\n\n*Estimated* is what the search goes by. "
+            f"*Promised* is what `plan` says of the plan it has chosen: by {scope.requests:,} simulated requests "
+            f"(`plan`: {REQUESTS:,}), routed by the network's default policy. *Simulated* are other requests, of "
             f"{seeds} seed(s), as many of each, routed likewise, whose lengths are drawn by chance."
         ),
         tables=(
