@@ -166,9 +166,11 @@ def draw(
     requests: int | None = None,
     seconds: float | None = None,
     cv: float = 1.0,
+    is_even: bool = False,
 ) -> Trace:
     """So many requests, or those of so many seconds, with lengths drawn from `lengths` with
-    replacement.
+    replacement; `is_even`: drawn evenly, so that long ones are as many as they are there, as far as so
+    few requests can.
 
     `cv` is of the times between arrivals: 1 for Poisson, 0 for a fixed interval, `Recorded.gap_cv`
     for a trace's own burstiness.
@@ -186,7 +188,7 @@ def draw(
         arrival = _arrivals_until(_positive("seconds", seconds or 0.0), gaps, rng)
     count = len(arrival)
     # Prompt and output of one request stay together: long prompts have other outputs than short ones.
-    rows = rng.integers(len(lengths.prompt), size=count)
+    rows = _even_rows(lengths, count, rng) if is_even else rng.integers(len(lengths.prompt), size=count)
     return Trace(
         ids=np.arange(count),
         arrival_s=arrival,
@@ -195,6 +197,15 @@ def draw(
         lengths=lengths.source,
         arrivals=str(gaps),
     )
+
+
+def _even_rows(lengths: Lengths, count: int, rng: np.random.Generator) -> NDArray[np.intp]:
+    """Every so manieth of those in order of their prompts, and of outputs where prompts are alike."""
+    order = np.lexsort((lengths.output, lengths.prompt))
+    alike = np.array_split(order, min(len(order), max(1, round(count**0.5))))
+    line = np.concatenate([rows[np.argsort(lengths.output[rows], kind="stable")] for rows in alike])
+    spots = ((np.arange(count) + rng.random()) * (len(line) / count)).astype(np.intp)
+    return rng.permutation(line[spots])
 
 
 def _arrivals_until(seconds: float, gaps: _Gaps, rng: np.random.Generator) -> Floats:

@@ -27,6 +27,7 @@ from ...coordinator.planning.model.workload import Service
 from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.search import SearchResult, search
 from ...coordinator.planning.upper.trials import PlanTrials, TriedPlan
+from ...sims.results.promises import promise
 from ...sims.results.trials import SimulatedTrial
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json, print_explanation
 from .plan_options import describe_kv_choice, problem_of
@@ -72,7 +73,8 @@ def run_plan(arguments: SimpleNamespace) -> int:
             challengers = CHALLENGERS * max(0, trials - 2)
             tried = contest.challenge(tried, found, challengers, np.random.default_rng(arguments.seed))
             found = replace(found, solution=tried[0].solution, score=evaluator.score(tried[0].solution))
-    proposals = tried[0].proposals if tried else evaluator.propose(found.solution, epoch=0, version=1)
+    estimated = tried[0].proposals if tried else evaluator.propose(found.solution, epoch=0, version=1)
+    proposals = promise(problem, estimated, arguments.seed) if tried else estimated
     seconds = time.monotonic() - started
     explained = _explain(problem, evaluator, found, proposals) if arguments.explain else [None] * len(proposals)
     if arguments.format == "json":
@@ -128,12 +130,12 @@ def _explain(
 
 
 def trials_json(tried: Sequence[TriedPlan]) -> list[dict[str, Any]]:
-    """What was expected of each plan that was tried, and what came of it; the first was chosen."""
+    """What was estimated of each plan that was tried, and what came of it; the first was chosen."""
     return [
         {
             "replicas": _replica_counts(plan),
             "colocated": plan.is_colocated,
-            "expected": {
+            "estimated": {
                 "attainment": plan.proposals[0].score.attainment,
                 "capacity": plan.proposals[0].score.capacity,
             },
@@ -145,13 +147,15 @@ def trials_json(tried: Sequence[TriedPlan]) -> list[dict[str, Any]]:
 
 def print_trials(tried: Sequence[TriedPlan], console: Console) -> None:
     """The same for people."""
-    table = Table("plan", "in time: expected", "simulated", "capacity: expected", "simulated", box=None, pad_edge=False)
+    table = Table(
+        "plan", "in time: estimated", "simulated", "capacity: estimated", "simulated", box=None, pad_edge=False
+    )
     for plan in tried:
-        expected, seen = plan.proposals[0].score, plan.outcome
+        estimated, seen = plan.proposals[0].score, plan.outcome
         table.add_row(
             _replica_counts(plan) + (", colocated" if plan.is_colocated else ""),
-            f"{expected.attainment:.1%}", f"{seen.attainment:.1%}",
-            f"{expected.capacity:.2f} x the rate", f"{seen.capacity:.2f} x",
+            f"{estimated.attainment:.1%}", f"{seen.attainment:.1%}",
+            f"{estimated.capacity:.2f} x the rate", f"{seen.capacity:.2f} x",
         )  # fmt: skip
     console.print(f"\nsimulated, the best first: {count_of(len(tried), 'plan')}")
     console.print(table)
@@ -208,13 +212,13 @@ def print_proposals(
     cluster = problem.cluster
     console.print(
         f"{count_of(cluster.gpus, 'GPU')} in {count_of(len(cluster.boxes), 'box')}, ${cluster.usd_per_hour:.2f}/h, "
-        f"GPU figures: {_specs(problem)}; estimates, not measurements"
+        f"GPU figures: {_specs(problem)}; {_figures_by(proposals)}, not measurements"
     )
     for service, proposal, why in zip(problem.services, proposals, explained, strict=True):
         print_service(service, problem, proposal, console, explained=why)
     console.print(
-        f"objective {found.score.objective:.4f}: attainment {found.score.attainment:.1%}, "
-        f"capacity {found.score.capacity:.2f} x the rate"
+        f"estimate that was searched by: objective {found.score.objective:.4f}, "
+        f"attainment {found.score.attainment:.1%}, capacity {found.score.capacity:.2f} x the rate"
     )
 
 
@@ -288,6 +292,11 @@ def _print_flows(proposal: Proposal, console: Console, named: Callable[[str], st
 
 def _by_phase(replica: Replica) -> tuple[int, str]:
     return ((Phase.PREFILL, Phase.MIXED, Phase.DECODE).index(replica.phase), replica.id)
+
+
+def _figures_by(proposals: Sequence[Proposal]) -> str:
+    simulated = min(proposal.simulated_requests for proposal in proposals)
+    return f"expected by {simulated:,} simulated requests" if simulated else "estimates"
 
 
 def _specs(problem: Problem) -> str:

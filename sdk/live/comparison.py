@@ -219,7 +219,8 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     expected = steady = None
     if not settings.schedule:
         say(f"simulating {STEADY_REQUESTS} requests of the same kind")
-        proposal = expect_plan(live.before, plan, traffic.workload(rate), slo)
+        gbps, rtt_s = float(network.cluster.gbps[0, -1]), float(network.cluster.rtt_s[0, -1])
+        proposal = expect_plan(live.before, plan, traffic.workload(rate), slo, gbps, rtt_s)
         expected = expected_figures(proposal, rate) if proposal is not None else None
         steady = figures_of(_steady(network, traffic, rate, plan), plan.deadlines)
     seen, modelled = (_without_lead(outcomes, traffic.lead) for outcomes in (live.outcomes, simulated))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Final, NamedTuple
 
 from ...coordinator import Plan
-from ...coordinator.capacity import KvCodec
+from ...coordinator.capacity import KvCodec, LinkView
 from ...coordinator.demand_meter import demand_of
 from ...coordinator.network_plan import search_phases
 from ...coordinator.network_problem import NetworkProblem, build_network_problem
@@ -33,9 +35,12 @@ class Capacity(NamedTuple):
         return "what fills the running plan" if self.share is None else f"what is carried with {self.share:.0%} in time"
 
 
-def expect_plan(status: Status, plan: Plan, workload: Workload, slo: Slo) -> Proposal | None:
-    """What is expected of a plan at the workload's rate; None where its replicas cannot serve. Raises DemoFailed."""
-    return expect_running(_problem(status, plan, workload, slo, workload.rate), plan)
+def expect_plan(status: Status, plan: Plan, workload: Workload, slo: Slo, gbps: float, rtt_s: float) -> Proposal | None:
+    """What is expected of a plan at the workload's rate, over links as it is simulated over: all of them so fast and
+    so long. None where its replicas cannot serve. Raises DemoFailed."""
+    peers = [box.peer for box in NetworkView.of_status(status).boxes(plan.service)]
+    links = [LinkView(source=one, target=two, rtt_s=rtt_s, gbps=gbps) for one, two in permutations(peers, 2)]
+    return expect_running(_problem(status, plan, workload, slo, workload.rate, links), plan)
 
 
 def find_capacity(status: Status, workload: Workload, slo: Slo) -> Capacity:
@@ -53,11 +58,19 @@ def find_capacity(status: Status, workload: Workload, slo: Slo) -> Capacity:
     return Capacity(0.0 if running is None else running.max_rate, None)
 
 
-def _problem(status: Status, plan: Plan, workload: Workload, slo: Slo, rate: float | None) -> NetworkProblem:
+def _problem(
+    status: Status,
+    plan: Plan,
+    workload: Workload,
+    slo: Slo,
+    rate: float | None,
+    links: Sequence[LinkView] | None = None,
+) -> NetworkProblem:
+    """`links`: None: as the nodes tell of them."""
     view, codec = NetworkView.of_status(status), codec_named(plan.codec)
     demand = demand_of(workload if rate is None else replace(workload, rate=rate))
     found = build_network_problem(
-        view.boxes(plan.service), view.links(), [demand],
+        view.boxes(plan.service), view.links() if links is None else links, [demand],
         service=plan.service, codec=KvCodec(codec.name, codec.bits), previous=plan, slo=slo, rate=rate,
     )  # fmt: skip
     if found is None:

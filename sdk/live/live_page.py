@@ -219,7 +219,8 @@ is with the highest of {shares} in time, or else what fills replicas or links of
 is*). The first fifth of the requests fills the network and does not count.
 
 *Expected* is the planner's estimate of the plan that the network made and followed; *simulated long* is that plan with
-{steady:,} requests; *live* is what a client saw.
+{steady:,} requests. Both take all links for as fast as the median of those that nodes measured, since all of them share
+this machine. *Live* is what a client saw.
 
 *Simulated* is the live run's own requests with its plans as they changed, links as nodes measured them, on average over
 {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a request goes to hangs on

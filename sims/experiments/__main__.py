@@ -21,6 +21,7 @@ from .headline import headline
 from .links import links
 from .load.kv_memory import kv_memory
 from .load.overload import overload
+from .load.promises import promises
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
 from .papers.hetero import hetero
@@ -57,6 +58,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         pools,
         overload,
         kv_memory,
+        promises,
         sharing,
     )
 }

@@ -46,7 +46,8 @@ BRACKET: Final = (0.2, 1.6)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
-    steps of one watched, halvings of a rate, plans that challenge the best in trials."""
+    steps of one watched, halvings of a rate, plans that challenge the best in trials; `requests` of a
+    run, where a page counts those and no seconds."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
@@ -54,11 +55,12 @@ class Scope:
     long_steps: int = 2000
     halvings: int = 6
     challengers: int = 8
+    requests: int = 1000
 
     @classmethod
     def quick(cls) -> Scope:
         """To see that everything works; its figures say little."""
-        return cls(seeds=(0,), seconds=20.0, steps=60, long_steps=60, halvings=1, challengers=1)
+        return cls(seeds=(0,), seconds=20.0, steps=60, long_steps=60, halvings=1, challengers=1, requests=100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

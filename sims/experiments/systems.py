@@ -17,9 +17,11 @@ from ...coordinator.plan import Phase
 from ...coordinator.planning.lower.evaluator import LowerLevel
 from ...coordinator.planning.model.problem import Problem, Solution
 from ...coordinator.planning.upper.trials import PlanTrials
+from ...coordinator.routing.interface import RoutingSettings
 from ..engine.values import SimEngineSettings
 from ..policies import PLAN, SHARES
 from ..results.trials import SECONDS, SimulatedTrial
+from ..scenario import SimSettings
 from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most, searched
 
 IN_HOUSE: Final = "thunderserve-8xa100"
@@ -108,8 +110,10 @@ def _search_and_try(case: PlannedCase, rate: float, scope: Scope, *others: Solut
 
 
 def _trials(problem: Problem, scope: Scope) -> PlanTrials:
-    """With requests of other seeds than those that are reported; the best is who carries most."""
-    trial = SimulatedTrial(problem=problem, seeds=tuple(TRIALS + seed for seed in scope.seeds), seconds=scope.seconds)
+    """With requests of other seeds than those that are reported, routed alike; the best is who carries most."""
+    seeds = tuple(TRIALS + seed for seed in scope.seeds)
+    settings = SimSettings(routing=RoutingSettings(policy=PLAN))
+    trial = SimulatedTrial(problem=problem, seeds=seeds, seconds=scope.seconds, settings=settings)
     return PlanTrials(problem=problem, evaluator=LowerLevel(problem), trial=trial, rank=attrgetter("capacity"))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ...coordinator.planning.model.problem import Problem, Proposal
 from ...coordinator.planning.upper.trials import TrialOutcome
+from ...coordinator.routing.interface import RoutingSettings
 from ..scenario import ServiceRun, SimSettings
 from ..workloads import Lengths, draw
 from ..world import simulate
@@ -35,27 +36,35 @@ HALVINGS: Final = 3
 """Of the last stride, as a factor: to 2 %. Other draws of requests differ by as much."""
 
 
+AS_NETWORK: Final = SimSettings(routing=RoutingSettings())
+"""Requests are routed by the running network's default policy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedTrial:
-    """Poisson arrivals with the lengths of each service's workload, routed as the network does. All
-    plans that are tried meet the same requests: a draw of them for each of `seeds`."""
+    """Arrivals with the lengths of each service's workload. All plans that are tried meet the same
+    requests: a draw of them for each of `seeds`, `requests` of each service at least, for `seconds`
+    at least. `is_even`: with as many long ones as there are among the workload's."""
 
     problem: Problem
     seeds: tuple[int, ...]
     seconds: float = SECONDS
+    requests: int = REQUESTS
+    is_even: bool = False
+    settings: SimSettings = AS_NETWORK
 
     def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
         """At the rates that are asked for, and where the targets are lost."""
         rates = np.array([service.workload.rate for service in self.problem.services])
         asked = float(rates @ self._shares(proposals, 1.0) / rates.sum())
-        return TrialOutcome(asked, self._find_capacity(proposals))
+        return TrialOutcome(asked, self.find_capacity(proposals))
 
     def carries(self, proposals: Sequence[Proposal], factor: float) -> bool:
         """Whether every service has its target at so many times the rates."""
         targets = [service.slo.target for service in self.problem.services]
         return bool((self._shares(proposals, factor) >= targets).all())
 
-    def _find_capacity(self, proposals: Sequence[Proposal]) -> float:
+    def find_capacity(self, proposals: Sequence[Proposal]) -> float:
         """The highest factor with the targets in time; 0 where even the lowest that is tried has
         fewer."""
         factor = min(
@@ -78,22 +87,24 @@ class SimulatedTrial:
     def _shares(self, proposals: Sequence[Proposal], factor: float) -> NDArray[np.float64]:
         """Of each service's requests in time, at so many times the rates."""
         found = [
-            [attainment(each.outcomes, each.service.slo) for each in self._run(proposals, factor, seed)]
+            [attainment(each.outcomes, each.service.slo) for each in self.run(proposals, factor, seed)]
             for seed in self.seeds
         ]
         return np.asarray(np.mean(found, axis=0))
 
-    def _run(self, proposals: Sequence[Proposal], factor: float, seed: int) -> Sequence[ServiceOutcome]:
+    def run(self, proposals: Sequence[Proposal], factor: float, seed: int) -> Sequence[ServiceOutcome]:
+        """Every service at so many times its rate, until all that is not late has ended."""
         runs = []
         slowest = min(service.workload.rate for service in self.problem.services)
-        seconds = max(self.seconds, REQUESTS / (factor * slowest))
+        seconds = max(self.seconds, self.requests / (factor * slowest))
         for number, (service, proposal) in enumerate(zip(self.problem.services, proposals, strict=True)):
             workload = service.workload
             trace = draw(
                 Lengths(workload.prompts, workload.outputs, workload.name), rate=factor * workload.rate,
                 rng=np.random.default_rng([29, seed, number]), cv=workload.arrival_cv, seconds=seconds,
+                is_even=self.is_even,
             )  # fmt: skip
             runs.append(ServiceRun(service=service, plan=proposal.plan, trace=trace))
         # who has not ended by then is late anyway, and of a plan that is overloaded those are most
         until = max(float(run.trace.arrival_s[-1]) + run.service.slo.e2e_s for run in runs)
-        return simulate(self.problem.cluster, runs, settings=SimSettings(seed=seed, until_s=until)).services
+        return simulate(self.problem.cluster, runs, settings=replace(self.settings, seed=seed, until_s=until)).services

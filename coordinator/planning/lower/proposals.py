@@ -65,7 +65,7 @@ class Proposer:
             epoch=epoch, version=version, service=service.name, replicas=replicas,
             pairings=_pairings(orchestration, replicas), codec=service.codec,
             why=(
-                _expectation(orchestration, most),
+                state_expectation(service, orchestration.attainment, most),
                 limits,
                 *(f"{replica.id}: {estimate.why}" for replica, estimate in zip(replicas, estimates, strict=True)),
             ),
@@ -138,10 +138,10 @@ class Proposer:
         return "; ".join(parts)
 
 
-def _expectation(orchestration: Orchestration, most: float) -> str:
-    rate, target = orchestration.service.workload.rate, orchestration.service.slo.target
-    expected = f"{orchestration.attainment:.1%} of {rate:g} requests/s are expected to be in time"
-    return f"{expected}; up to {most:.3g} requests/s {target:.0%} would be"
+def state_expectation(service: Service, attainment: float, most: float) -> str:
+    """The first of a plan's reasons. `most`: requests per second that keep the target in time."""
+    expected = f"{attainment:.1%} of {service.workload.rate:g} requests/s are expected to be in time"
+    return f"{expected}; up to {most:.3g} requests/s {service.slo.target:.0%} would be"
 
 
 def _pairings(orchestration: Orchestration, replicas: Sequence[Replica]) -> tuple[Pairing, ...]:

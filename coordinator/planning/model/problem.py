@@ -122,7 +122,8 @@ class Proposal:
     `score` is that of all services together, `attainment` the share of this one's requests that
     meet every deadline. `limits` says what would have to grow for more traffic. `max_rate`:
     requests per second that keep the target share in time; beyond it, queues grow. `tokens_s`:
-    output tokens per second at the rate asked for, in time or not.
+    output tokens per second at the rate asked for, in time or not. `simulated_requests`: how many
+    attainment, times and the highest rate are by; 0: these are the planner's estimate.
     """
 
     plan: Plan
@@ -137,6 +138,7 @@ class Proposal:
     usd_per_million_tokens: float
     replicas: tuple[ReplicaEstimate, ...]
     limits: str
+    simulated_requests: int = 0
 
 
 class Evaluator(Protocol):

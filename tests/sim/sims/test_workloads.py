@@ -71,6 +71,26 @@ def test_prompt_and_output_are_drawn_together() -> None:
     assert trace.lengths == "Azure 2023 conversation"
 
 
+@pytest.mark.parametrize("name", ["conversation", "coding"])
+def test_an_even_draw_has_as_many_long_ones_as_there_are(name: str) -> None:
+    lengths = azure(name).lengths
+    rows = set(zip(lengths.prompt.tolist(), lengths.output.tolist(), strict=True))
+    even, other = (
+        draw(lengths, rate=5.0, rng=np.random.default_rng(seed), requests=1000, is_even=True) for seed in (3, 4)
+    )
+    assert rows.issuperset(zip(even.prompt.tolist(), even.output.tolist(), strict=True))
+    for side in ("prompt", "output"):
+        there = getattr(lengths, side)
+        for share in (0.5, 0.9, 0.97):
+            longer = (getattr(even, side) > np.quantile(there, share)).mean()
+            assert longer == pytest.approx((there > np.quantile(there, share)).mean(), abs=0.005)
+        assert getattr(even, side).mean() == pytest.approx(there.mean(), rel=0.015)
+    assert even.prompt.tolist() != other.prompt.tolist()
+    assert np.corrcoef(even.arrival_s, even.prompt)[0, 1] == pytest.approx(0.0, abs=0.1), "in no order"
+    few = draw(CONVERSATION.lengths, rate=5.0, rng=np.random.default_rng(3), requests=1, is_even=True)
+    assert len(few) == 1
+
+
 def test_draws_that_cannot_be() -> None:
     rng, lengths = np.random.default_rng(0), CONVERSATION.lengths
     with pytest.raises(TraceError, match="rate is 0"):

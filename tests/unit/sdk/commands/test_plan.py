@@ -15,6 +15,8 @@ from p2pserve.sdk.options.planning import SPECS
 
 CLUSTER = ["--cluster", "thunderserve-8xa100"]
 SERVICE = ["--model", "llama-30b", "--workload", "conversation", "--rate", "2"]
+NONE, TWO = ["--trials", "0"], ["--trials", "2"]
+"""Fewer than by default, which takes longer."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +32,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     with path.open("w", encoding="utf-8") as file, redirect_stdout(file):
-        assert main(["plan", *CLUSTER, *SERVICE, "--format", "json"]) == 0
+        assert main(["plan", *CLUSTER, *SERVICE, *TWO, "--format", "json"]) == 0
     return path
 
 
@@ -53,7 +55,7 @@ def test_a_plan_for_programs(planned: Path) -> None:
 
 
 def test_the_same_seed_gives_the_same_plan(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *CLUSTER, *SERVICE, "--format", "json"]) == 0
+    assert main(["plan", *CLUSTER, *SERVICE, *TWO, "--format", "json"]) == 0
     first, again = json.loads(planned.read_text(encoding="utf-8")), json.loads(capsys.readouterr().out)
     assert {**first, "seconds": 0} == {**again, "seconds": 0}
 
@@ -66,9 +68,16 @@ def test_the_best_plans_are_simulated_and_the_first_of_them_is_the_plan(capsys: 
     assert best["replicas"] == " ".join(f"{count}{name}" for count, name in zip(counts, "PDM", strict=True) if count)
     assert any(one["colocated"] for one in made["trials"])
     for one in made["trials"]:
-        assert one["simulated"]["capacity"] == pytest.approx(one["expected"]["capacity"], rel=0.35)
+        assert one["simulated"]["capacity"] == pytest.approx(one["estimated"]["capacity"], rel=0.35)
+    (service,) = made["services"]
+    assert service["simulated_requests"] == pytest.approx(1000, rel=0.1), "others than those of the trials"
+    assert service["attainment"] == pytest.approx(best["simulated"]["attainment"], abs=0.03)
+    assert service["attainment"] != best["estimated"]["attainment"]
+    assert plan["why"][0].startswith(f"{service['attainment']:.1%} of 2 requests/s are expected to be in time")
     assert main(["plan", *CLUSTER, *SERVICE, "--budget-s", "0.2", "--trials", "1"]) == 0
-    assert "simulated, the best first: " in capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
+    assert "simulated, the best first: " in text
+    assert f"expected by {service['simulated_requests']:,} simulated requests, not measurements" in text
 
 
 def test_kv_in_8_bits_where_that_is_asked_for(
@@ -106,7 +115,7 @@ def test_8_bits_are_chosen_where_their_quality_is_known(capsys: pytest.CaptureFi
 
 
 def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *CLUSTER, *SERVICE]) == 0
+    assert main(["plan", *CLUSTER, *SERVICE, *NONE]) == 0
     text = capsys.readouterr().out
     for part in (
         "8 GPUs in 1 box, $14.02/h",
@@ -120,11 +129,11 @@ def test_a_plan_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_plan_is_explained(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *CLUSTER, *SERVICE, "--explain"]) == 0
+    assert main(["plan", *CLUSTER, *SERVICE, *NONE, "--explain"]) == 0
     text = capsys.readouterr().out
     for part in ("  GPUs  ", "Instead ", "  limit  ", "the GPUs that together hold one copy", "  goodput  ", "Here: "):
         assert part in text
-    assert main(["plan", *CLUSTER, *SERVICE, "--explain", "--format", "json"]) == 0
+    assert main(["plan", *CLUSTER, *SERVICE, *NONE, "--explain", "--format", "json"]) == 0
     (service,) = json.loads(capsys.readouterr().out)["services"]
     explained = service.pop("explain")
     assert [each["id"] for each in explained["replicas"]] == [each["id"] for each in service["plan"]["replicas"]]
@@ -216,7 +225,7 @@ def test_services_of_several_models_share_a_cluster(tmp_path: Path, capsys: pyte
     file = tmp_path / "services.json"
     entry = {"model": "llama-7b", "workload": "coding", "rate": 1}
     file.write_text(json.dumps([{"name": "a", **entry}, {"name": "b", **entry, "model": "llama-13b"}]))
-    assert main(["plan", "--cluster", "thunderserve-16xa5000", "--services", str(file), "--format", "json"]) == 0
+    assert main(["plan", "--cluster", "thunderserve-16xa5000", "--services", str(file), *NONE, "--format", "json"]) == 0
     services = json.loads(capsys.readouterr().out)["services"]
     assert [service["service"] for service in services] == ["a", "b"]
     boxes = [{(s["peer"], s["first_gpu"]) for r in service["plan"]["replicas"] for s in r["stages"]}

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from p2pserve.coordinator import Pairing, Phase
+from p2pserve.coordinator import Pairing, Phase, Plan
 from p2pserve.coordinator.capacity import KvCodec
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.costs.model_shape import MODELS
@@ -19,7 +19,7 @@ from p2pserve.node.view import NetworkView
 from p2pserve.sdk.errors import DemoFailed, UsageError
 from p2pserve.sdk.live import comparison, expected
 from p2pserve.sdk.live.comparison import LiveTraffic, choose_rate
-from p2pserve.sdk.live.expected import Capacity, find_capacity
+from p2pserve.sdk.live.expected import Capacity, expect_plan, find_capacity
 from p2pserve.sims.workloads import Lengths
 
 SHORT, LONG = 64, 4096
@@ -49,6 +49,18 @@ def two_boxes() -> Status:
     return msgspec.structs.replace(told, plan=plan)
 
 
+def split_plan(status: Status) -> Plan:
+    """The first box prefills, the second decodes."""
+    assert status.plan is not None
+    first, second = status.plan.replicas
+    halves = (Phase.PREFILL, Phase.DECODE)
+    split = tuple(
+        msgspec.structs.replace(each, phase=phase) for each, phase in zip((first, second), halves, strict=True)
+    )
+    pairing = Pairing(prefill=first.id, decode=second.id, weight=1.0)
+    return msgspec.structs.replace(status.plan, replicas=split, pairings=(pairing,))
+
+
 def traffic(short: int, *, rate: float | None = None, load: float | None = None) -> LiveTraffic:
     """Of a hundred requests so many are short."""
     prompts = np.array([SHORT] * short + [LONG] * (100 - short))
@@ -75,17 +87,9 @@ def test_the_share_in_time_falls_only_as_far_as_it_has_to(short: int, target: fl
 def test_where_not_half_are_in_time_it_is_what_fills_the_running_plan() -> None:
     """Not what another plan would carry without deadlines: the network would not follow that one."""
     status = two_boxes()
-    assert status.plan is not None
     found = find_capacity(status, workload(30), DEADLINES)
     assert found == (find_capacity(status, workload(30), Slo()).rate, None), "both boxes do both, which carries most"
-    first, second = status.plan.replicas
-    halves = (Phase.PREFILL, Phase.DECODE)
-    split = tuple(
-        msgspec.structs.replace(each, phase=phase) for each, phase in zip((first, second), halves, strict=True)
-    )
-    pairing = Pairing(prefill=first.id, decode=second.id, weight=1.0)
-    plan = msgspec.structs.replace(status.plan, replicas=split, pairings=(pairing,))
-    slower = find_capacity(msgspec.structs.replace(status, plan=plan), workload(30), DEADLINES)
+    slower = find_capacity(msgspec.structs.replace(status, plan=split_plan(status)), workload(30), DEADLINES)
     assert slower.share is None
     assert 0.0 < slower.rate < 0.9 * found.rate
 
@@ -103,6 +107,17 @@ def test_the_load_is_of_what_can_be_carried_and_the_rule_says_of_what(short: int
     rate, said = choose_rate(traffic(short, load=0.7), status, DEADLINES)
     assert rate == 0.7 * find_capacity(status, workload(short), DEADLINES).rate
     assert said == rule
+
+
+def test_a_plan_is_expected_over_the_links_that_it_is_simulated_over() -> None:
+    """Nodes have measured none here: a hundredth of the rate is seen in answers, which wait for KV."""
+    status = two_boxes()
+    found = [
+        expect_plan(status, split_plan(status), workload(97), Slo(tpot_s=0.05), gbps, 0.001) for gbps in (40.0, 0.4)
+    ]
+    fast, slow = (each for each in found if each is not None)
+    assert fast.attainment > slow.attainment
+    assert fast.tpot_s.p99 < 0.5 * slow.tpot_s.p99
 
 
 def test_a_rate_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.planning.model.workload import Service, Slo
+from p2pserve.coordinator.routing.interface import RoutingSettings
 from p2pserve.sims.experiments.setting import PlannedCase
 from p2pserve.sims.results import trials
 from p2pserve.sims.results.trials import HALVINGS, REQUESTS, STRIDE, STRIDES, SimulatedTrial
+from p2pserve.sims.scenario import SimSettings
 
 PROBLEM = PlannedCase(workload="coding", rate=10.0, boxes=2).problem()
 TARGET = PROBLEM.services[0].slo.target
@@ -183,3 +185,17 @@ def test_the_service_with_the_fewest_requests_has_enough_of_them(
     few, many = runs[0].arrivals
     assert len(few) == pytest.approx(REQUESTS, rel=0.2)
     assert len(many) == pytest.approx(5 * REQUESTS, rel=0.2)
+
+
+def test_requests_are_routed_by_the_networks_policy_or_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def simulate(cluster: Any, services: Any, settings: Any) -> Any:
+        seen.append(settings.routing.policy)
+        return SimpleNamespace(services=[SimpleNamespace(outcomes=0.0, service=run.service) for run in services])
+
+    monkeypatch.setattr(trials, "simulate", simulate)
+    judge_by(monkeypatch, lambda rate: 1.0)
+    SimulatedTrial(problem=PROBLEM, seeds=(0,)).carries(expecting(1.0), 1.0)
+    SimulatedTrial(problem=PROBLEM, seeds=(0,), settings=SimSettings()).carries(expecting(1.0), 1.0)
+    assert seen == [RoutingSettings().policy, "plan"]

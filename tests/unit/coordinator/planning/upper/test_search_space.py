@@ -175,6 +175,6 @@ def test_a_cell_that_does_not_hold_the_model_joins_another(make_space: Callable[
 
 
 def test_steps_go_by_the_size_of_the_cluster_unless_they_are_said() -> None:
-    assert SearchSettings().steps_for(8) == 400
+    assert SearchSettings().steps_for(8) == 700
     assert SearchSettings().steps_for(100) == 1200
     assert SearchSettings(steps=7).steps_for(100) == 7
