@@ -141,6 +141,17 @@ def test_queues_of_pipelines_get_shorter_by_several_prompts_at_once() -> None:
     assert router.route(500).decode == "a"
 
 
+@pytest.mark.parametrize(("stages", "taken"), [(1, "b"), (4, "a")])
+def test_a_pipeline_decodes_in_as_many_batches_as_it_has_stages(stages: int, taken: str) -> None:
+    """Of steps that compute prompts of 1,000 tokens for answers of 100, a batch has room for 46 answers."""
+    both = (plan_of({"a": M}, stages=stages).replicas[0], plan_of({"b": M}).replicas[0])
+    replicas = tuple(msgspec.structs.replace(each, step_tokens=512) for each in both)
+    router = router_of(msgspec.structs.replace(TWO, replicas=replicas))
+    note(router, "a", requests=80)
+    note(router, "b", requests=60)
+    assert router.route(1000, output_tokens=100).decode == taken
+
+
 def test_requests_are_shared_by_speed_under_load() -> None:
     router = router_of(TWO, {"b": profile(2.0)})
     had: Counter[str] = Counter()
