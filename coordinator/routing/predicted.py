@@ -80,6 +80,9 @@ AS_GOOD: Final = 0.02
 NEVER_S: Final = 1e9
 """A replica that cannot hold a prompt comes after all others."""
 
+UNTOLD_TOKENS: Final = 1e12
+"""A replica that does not tell how much KV it has room for has enough, unless it reports that it is full."""
+
 LEAST_S: Final = 1e-9
 """No prompt's token takes less: what is divided by it stays finite."""
 
@@ -89,7 +92,7 @@ class _Speeds(NamedTuple):
 
     Seconds: `token_s` per token of a prompt, `prompt_s` for each besides, `begin_s` for a step of prompts alone; of a
     decode step `step_s`, with `request_s` and `context_s` for each request and each token that it holds, and `length_s`
-    for each token of their mean length. `kv_tokens`: room, infinite where it is not known.
+    for each token of their mean length. `kv_tokens`: room, or UNTOLD_TOKENS.
     """
 
     token_s: Floats
@@ -296,11 +299,14 @@ class PredictedTimes(RoutingPolicy):
         return _Backlog(tokens, running, np.minimum(running + 1.0, most), most, held)
 
     def _room_s(self, prompt: int, backlog: _Backlog, speeds: _Speeds, loads: ReplicaLoads) -> Floats:
-        """By replica, until requests have ended whose KV is in the way: those beyond its batch, or at least one where
-        the replica itself reports that it has no room. Their steps are as many as their answers need, or as the budget
-        of a step allows for prompts and answers together."""
+        """By replica, until requests have ended whose KV is in the way: those beyond its batch; those whose room this
+        one needs, as it is long or they are longer than most by what the replica reports; at least one where that is
+        full. Their steps are as many as their answers need, or as the budget of a step allows for prompts and answers
+        together."""
         is_full = loads.kv_free_tokens < prompt
-        ahead = np.maximum(backlog.running + 1.0 - backlog.most, is_full.astype(np.float64))
+        taken = np.maximum(backlog.running * backlog.held, speeds.kv_tokens - loads.kv_free_tokens)
+        lacking = (taken + prompt + self.mean_output - speeds.kv_tokens) / backlog.held
+        ahead = np.maximum(np.maximum(backlog.running + 1.0 - backlog.most, lacking), is_full.astype(np.float64))
         answers = np.maximum(ahead, 0.0) * self.mean_output
         step_tokens = self._shapes.stages * self._shapes.step_tokens
         steps = np.maximum(answers / backlog.batch, (answers + backlog.tokens) / step_tokens)
@@ -381,5 +387,5 @@ def _tabulate(profiles: list[ReplicaProfile | None]) -> _Speeds | None:
         request_s=np.array([each.decode.request_s for each in rows]),
         context_s=np.array([each.decode.token_s for each in rows]),
         length_s=np.array([each.decode.length_s for each in rows]),
-        kv_tokens=np.array([float(each.kv_tokens) or np.inf for each in rows]),
+        kv_tokens=np.array([float(each.kv_tokens) or UNTOLD_TOKENS for each in rows]),
     )

@@ -97,6 +97,19 @@ def test_a_replica_that_cannot_hold_a_prompt_is_the_last_to_be_taken() -> None:
     assert router.route(500, frozenset({"a"})).decode == "b"  # the engine says why
 
 
+def test_a_long_prompt_goes_where_there_is_room_for_its_kv_beside_what_decodes() -> None:
+    plan = plan_of({"p": P, "fast": D, "slow": D}, {("p", "fast"): 0.98, ("p", "slow"): 0.02})
+    router = router_of(plan, {"fast": profile(kv_tokens=20_000), "slow": profile(3.0)})
+    note(router, "fast", requests=15, free=4000)
+    for _ in range(100):
+        assert router.route(1000, output_tokens=100).decode == "fast"
+    assert router.route(9500, output_tokens=100).decode == "slow"
+    note(router, "fast", requests=2, free=4000)  # two that are longer than most
+    assert router.route(9500, output_tokens=100).decode == "slow"
+    note(router, "fast", requests=2, free=17_800)
+    assert router.route(9500, output_tokens=100).decode == "fast"
+
+
 def test_both_sides_of_a_pair_are_chosen() -> None:
     router = router_of(PAIRS)
     note(router, "p1", tokens=20_000)
