@@ -80,6 +80,9 @@ AS_GOOD: Final = 0.02
 NEVER_S: Final = 1e9
 """A replica that cannot hold a prompt comes after all others."""
 
+UNTOLD_TOKENS: Final = 1e12
+"""A replica that does not tell how much KV it has room for has enough, unless it reports that it is full."""
+
 LEAST_S: Final = 1e-9
 """No prompt's token takes less: what is divided by it stays finite."""
 
@@ -89,7 +92,7 @@ class _Speeds(NamedTuple):
 
     Seconds: `token_s` per token of a prompt, `prompt_s` for each besides, `begin_s` for a step of prompts alone; of a
     decode step `step_s`, with `request_s` and `context_s` for each request and each token that it holds, and `length_s`
-    for each token of their mean length. `kv_tokens`: room, infinite where it is not known.
+    for each token of their mean length. `kv_tokens`: room, or UNTOLD_TOKENS.
     """
 
     token_s: Floats
@@ -263,21 +266,21 @@ class PredictedTimes(RoutingPolicy):
 
     def _forecast(self, prompt: int, uncached: Floats, speeds: _Speeds, loads: ReplicaLoads) -> _Forecast:
         backlog = self._read_backlog(speeds, loads)
-        batch, held, step_tokens = backlog.batch, backlog.held, self._shapes.step_tokens
-        chunk = np.maximum(step_tokens - batch, LEAST_CHUNK * step_tokens)
+        batch, held, stages, step_tokens = backlog.batch, backlog.held, self._shapes.stages, self._shapes.step_tokens
+        chunk = np.maximum(step_tokens - batch / stages, LEAST_CHUNK * step_tokens)
         chunk_s = speeds.mixed_step_s(chunk, batch, held)
         # Beside answers a prompt begins when a step ends, and each of its own steps takes their time as well.
-        steps = np.ceil((backlog.tokens + uncached) / chunk)
+        steps = np.ceil((backlog.tokens / stages + uncached) / chunk)
         beside_s = 0.5 * speeds.decode_step_s(batch, held) + steps * speeds.mixed_step_s(0.0, batch, held)
         own_s = uncached * speeds.token_s + speeds.prompt_s
-        queue_s = backlog.tokens * speeds.token_s / self._shapes.stages
+        queue_s = backlog.tokens * speeds.token_s / stages
         prompt_s = speeds.token_s * self.mean_prompt + speeds.prompt_s
         return _Forecast(
             prefill_s=MARGINAL * queue_s + np.where(backlog.running > 0.0, beside_s, speeds.begin_s) + own_s,
             own_s=own_s,
             room_s=self._room_s(prompt, backlog, speeds, loads),
             decode_s=speeds.decode_step_s(MARGINAL * batch, held),
-            beside_s=batch / self.mean_output * prompt_s,
+            beside_s=batch / self.mean_output * prompt_s / stages,
             prompt_s=prompt_s,
             chunk_s=chunk_s,
             chunked_token_s=chunk_s / chunk,
@@ -291,18 +294,22 @@ class PredictedTimes(RoutingPolicy):
         held = self.mean_prompt + self.mean_output
         most = np.clip(speeds.kv_tokens / held, 1.0, MOST_REQUESTS)
         # Of steps that compute prompts as well, so many tokens are left for answers, in the long run.
-        fed = np.maximum(self._shapes.step_tokens * self.mean_output / held, 1.0)
+        fed = np.maximum(self._shapes.stages * self._shapes.step_tokens * self.mean_output / held, 1.0)
         most = np.where(self._shapes.is_mixed, np.minimum(most, fed), most)
         return _Backlog(tokens, running, np.minimum(running + 1.0, most), most, held)
 
     def _room_s(self, prompt: int, backlog: _Backlog, speeds: _Speeds, loads: ReplicaLoads) -> Floats:
-        """By replica, until requests have ended whose KV is in the way: those beyond its batch, or at least one where
-        the replica itself reports that it has no room. Their steps are as many as their answers need, or as the budget
-        of a step allows for prompts and answers together."""
+        """By replica, until requests have ended whose KV is in the way: those beyond its batch; those whose room this
+        one needs, as it is long or they are longer than most by what the replica reports; at least one where that is
+        full. Their steps are as many as their answers need, or as the budget of a step allows for prompts and answers
+        together."""
         is_full = loads.kv_free_tokens < prompt
-        ahead = np.maximum(backlog.running + 1.0 - backlog.most, is_full.astype(np.float64))
+        taken = np.maximum(backlog.running * backlog.held, speeds.kv_tokens - loads.kv_free_tokens)
+        lacking = (taken + prompt + self.mean_output - speeds.kv_tokens) / backlog.held
+        ahead = np.maximum(np.maximum(backlog.running + 1.0 - backlog.most, lacking), is_full.astype(np.float64))
         answers = np.maximum(ahead, 0.0) * self.mean_output
-        steps = np.maximum(answers / backlog.batch, (answers + backlog.tokens) / self._shapes.step_tokens)
+        step_tokens = self._shapes.stages * self._shapes.step_tokens
+        steps = np.maximum(answers / backlog.batch, (answers + backlog.tokens) / step_tokens)
         queue_s = backlog.tokens * speeds.token_s / self._shapes.stages
         mixed_s = queue_s + steps * speeds.mixed_step_s(0.0, backlog.batch, backlog.held)
         waits = np.maximum(steps * speeds.decode_step_s(backlog.batch, backlog.held), mixed_s)
@@ -380,5 +387,5 @@ def _tabulate(profiles: list[ReplicaProfile | None]) -> _Speeds | None:
         request_s=np.array([each.decode.request_s for each in rows]),
         context_s=np.array([each.decode.token_s for each in rows]),
         length_s=np.array([each.decode.length_s for each in rows]),
-        kv_tokens=np.array([float(each.kv_tokens) or np.inf for each in rows]),
+        kv_tokens=np.array([float(each.kv_tokens) or UNTOLD_TOKENS for each in rows]),
     )

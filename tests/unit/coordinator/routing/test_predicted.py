@@ -97,6 +97,19 @@ def test_a_replica_that_cannot_hold_a_prompt_is_the_last_to_be_taken() -> None:
     assert router.route(500, frozenset({"a"})).decode == "b"  # the engine says why
 
 
+def test_a_long_prompt_goes_where_there_is_room_for_its_kv_beside_what_decodes() -> None:
+    plan = plan_of({"p": P, "fast": D, "slow": D}, {("p", "fast"): 0.98, ("p", "slow"): 0.02})
+    router = router_of(plan, {"fast": profile(kv_tokens=20_000), "slow": profile(3.0)})
+    note(router, "fast", requests=15, free=4000)
+    for _ in range(100):
+        assert router.route(1000, output_tokens=100).decode == "fast"
+    assert router.route(9500, output_tokens=100).decode == "slow"
+    note(router, "fast", requests=2, free=4000)  # two that are longer than most
+    assert router.route(9500, output_tokens=100).decode == "slow"
+    note(router, "fast", requests=2, free=17_800)
+    assert router.route(9500, output_tokens=100).decode == "fast"
+
+
 def test_both_sides_of_a_pair_are_chosen() -> None:
     router = router_of(PAIRS)
     note(router, "p1", tokens=20_000)
@@ -139,6 +152,17 @@ def test_queues_of_pipelines_get_shorter_by_several_prompts_at_once() -> None:
     note(router, "a", tokens=20_000)
     note(router, "b", tokens=15_000)
     assert router.route(500).decode == "a"
+
+
+@pytest.mark.parametrize(("stages", "taken"), [(1, "b"), (4, "a")])
+def test_a_pipeline_decodes_in_as_many_batches_as_it_has_stages(stages: int, taken: str) -> None:
+    """Of steps that compute prompts of 1,000 tokens for answers of 100, a batch has room for 46 answers."""
+    both = (plan_of({"a": M}, stages=stages).replicas[0], plan_of({"b": M}).replicas[0])
+    replicas = tuple(msgspec.structs.replace(each, step_tokens=512) for each in both)
+    router = router_of(msgspec.structs.replace(TWO, replicas=replicas))
+    note(router, "a", requests=80)
+    note(router, "b", requests=60)
+    assert router.route(1000, output_tokens=100).decode == taken
 
 
 def test_requests_are_shared_by_speed_under_load() -> None:
