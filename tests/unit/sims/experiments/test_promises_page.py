@@ -7,6 +7,7 @@ import pytest
 from p2pserve.sims.experiments.load import promises
 from p2pserve.sims.experiments.load.promises import FIGURES, KeptPromise
 from p2pserve.sims.experiments.setting import PlannedCase, Scope, planned
+from p2pserve.sims.experiments.systems import TRIALS
 from p2pserve.sims.results.promises import DRAW
 from p2pserve.sims.results.trials import SimulatedTrial
 
@@ -53,7 +54,7 @@ def test_a_plan_is_asked_for_a_part_of_what_it_carries_and_simulated_with_other_
     found = promises.look_at(CASE, deployed, Scope(seeds=(0, 1), requests=40))
     assert found.rate == pytest.approx(0.8 * deployed.at().max_rate)
     assert {seed for is_even, seed in ran if is_even} == {DRAW}
-    assert {seed for is_even, seed in ran if not is_even} == {promises.TRIALS, promises.TRIALS + 1}
+    assert {seed for is_even, seed in ran if not is_even} == {TRIALS, TRIALS + 1}
     assert found.estimated["attainment"] == deployed.at(found.rate).attainment
     assert set(found.promised) == set(found.simulated) == set(FIGURES)
     assert all(value > 0.0 for value in found.simulated.values())
