@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Final, NamedTuple, final
 
@@ -28,11 +28,11 @@ BETA: Final = 0.1
 FIRST_S: Final = 60.0
 """I_0, which the paper leaves to the manager of a cluster."""
 
-SHORTEST_S: Final = 30.0
+SHORTEST_S: Final = 60.0
 """Longer than an engine takes to start. The paper has no bounds: an interval that only shrinks ends at nothing."""
 
 LONGEST_S: Final = 3600.0
-GAIN: Final = 0.05
+GAIN: Final = 0.1
 """Services move only for so much of what they cost now. Higher: fewer moves; 0: at every chance difference."""
 
 ENGINE_SHARE: Final = 0.9
@@ -105,7 +105,8 @@ def plan_switches(
     kept, wanted = _keep(running, groups)
     begins = _assign(problem, [engine for engine in running if engine not in kept], kept, wanted, first_id)
     out = [engine for engine in running if engine not in kept]
-    return tuple(_switch(problem, ends, comes) for ends, comes in _connect(out, begins))
+    switches = [_switch(problem, ends, comes) for ends, comes in _connect(out, begins)]
+    return _in_waves(running, switches)
 
 
 def running_after(running: Sequence[PlacedEngine], switches: Iterable[EngineSwitch]) -> tuple[PlacedEngine, ...]:
@@ -182,7 +183,8 @@ def _switch(problem: PlacementProblem, ends: list[PlacedEngine], comes: list[Pla
         missing = sum(size for each, size in sizes.items() if each not in box.on_disk)
         fetch_s = max(fetch_s, 8.0 * missing / (problem.rates.download_gbps * 1e9))
         read_s = sum(sizes.values()) / (problem.rates.disk_gb_s * 1e9)
-        load_s = max(load_s, read_s + (problem.rates.start_s if not old else 0.0))
+        start_s = 0.0 if old.intersection(engine.group.services) else problem.rates.start_s
+        load_s = max(load_s, start_s + read_s)
     is_beside = _has_memory(problem, ends, comes)
     ready_s = fetch_s + load_s
     return EngineSwitch(
@@ -192,6 +194,29 @@ def _switch(problem: PlacementProblem, ends: list[PlacedEngine], comes: list[Pla
         ready_s=ready_s,
         is_beside=is_beside,
     )
+
+
+def _in_waves(running: Sequence[PlacedEngine], switches: Sequence[EngineSwitch]) -> tuple[EngineSwitch, ...]:
+    """Those that would leave a service without an engine wait until others are ready, where that helps."""
+    engines = {engine.id: engine for engine in running}
+    alive = Counter(each for engine in running for each in engine.group.services)
+    waiting, done, at = list(switches), list[EngineSwitch](), 0.0
+    while waiting:
+        wave = list[EngineSwitch]()
+        for switch in list(waiting):
+            lost = Counter(each for id_ in switch.ends for each in engines[id_].group.services)
+            if all(alive[each] > lost[each] for each in lost):
+                alive -= lost
+                waiting.remove(switch)
+                wave.append(switch)
+        if not wave:  # nothing helps: the quickest is over soonest
+            wave = [min(waiting, key=lambda switch: switch.ready_s)]
+            waiting.remove(wave[0])
+            alive -= Counter(each for id_ in wave[0].ends for each in engines[id_].group.services)
+        done += [replace(each, ends_s=at + each.ends_s, ready_s=at + each.ready_s) for each in wave]
+        at += max(each.ready_s for each in wave)
+        alive += Counter(each for switch in wave for engine in switch.begins for each in engine.group.services)
+    return tuple(done)
 
 
 def _has_memory(problem: PlacementProblem, ends: Sequence[PlacedEngine], comes: Sequence[PlacedEngine]) -> bool:

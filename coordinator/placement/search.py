@@ -80,7 +80,9 @@ def placement_cost(replay: PeriodReplay, groups: Groups, goals: PlacementGoals, 
     cost = judged_cost(replay.judge(groups), goals)
     if goals.usd_hour:
         problem = replay.problem
-        cost += goals.usd_hour * sum(problem.boxes[box].usd_per_hour for box in {group.box for group in groups})
+        cost += goals.usd_hour * sum(
+            problem.boxes[box].usd_per_hour for box in {group.box for group in groups if group.services}
+        )
     if before:
         cost *= 1.0 + lost_share(replay.problem, before, groups, goals.serves_s)
     return cost
@@ -152,7 +154,7 @@ def start_placements(replay: PeriodReplay, goals: PlacementGoals) -> dict[str, G
 
 def gpu_seconds(problem: PlacementProblem, service: int) -> float:
     """What a service's requests of the period would take alone, times GPUs: its need beside that of others."""
-    return problem.counts[service] * problem.usual_s[service] * problem.services[service].model.weight_bytes
+    return max(1, problem.counts[service]) * problem.usual_s[service] * problem.services[service].model.weight_bytes
 
 
 def place_apart(replay: PeriodReplay, needs: dict[tuple[int, ...], float], goals: PlacementGoals) -> Groups:
@@ -365,4 +367,21 @@ class _Climber:
         groups[place] = half
         return [*groups, half if self._rng.random() < 0.5 else half._replace(services=(service,))]
 
-    _CHANGES = (_give, _add, _drop, _swap, _merge, _split)
+    def _vacate(self, groups: list[GpuGroup], place: int, service: int) -> list[GpuGroup] | None:
+        """A box hosts nothing; what is hosted by no other goes to any group that has room."""
+        box = groups[place].box
+        gone = {each for group in groups if group.box == box for each in group.services}
+        found = [group._replace(services=()) if group.box == box else group for group in groups]
+        for each in sorted(gone - {each for group in found for each in group.services}):
+            room = [
+                number for number, group in enumerate(found)
+                if group.box != box and len(group.services) < self._goals.most
+                and self._problem.can_host(group.box, group.tp, group.with_service(each).services)
+            ]  # fmt: skip
+            if not room:
+                return None
+            chosen = room[int(self._rng.integers(len(room)))]
+            found[chosen] = found[chosen].with_service(each)
+        return found
+
+    _CHANGES = (_give, _add, _drop, _swap, _merge, _split, _vacate)

@@ -10,7 +10,7 @@ by vLLM's own rules, or several that step one at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -140,13 +140,15 @@ Groups = tuple[GpuGroup, ...]
 @final
 @dataclass(frozen=True, kw_only=True)
 class PlacementProblem:
-    """See the module. `rates`: how fast weights are loaded."""
+    """See the module. `rates`: how fast weights are loaded. `longest`: tokens of the longest request of a service that
+    is known from before the period."""
 
     boxes: Sequence[PlacementBox]
     services: Sequence[PlacementService]
     period: Period
     rates: LoadRates = field(default_factory=LoadRates)
     slo_scale: float = SLO_SCALE
+    longest: Mapping[int, int] = field(default_factory=dict)
     _times: dict[tuple[GroupKind, int, int], StepTimes] = field(default_factory=dict, repr=False, compare=False)
     _rooms: dict[tuple[GroupKind, int, tuple[int, ...]], float] = field(default_factory=dict, repr=False, compare=False)
 
@@ -185,7 +187,9 @@ class PlacementProblem:
 
     def can_host(self, box: int, tp: int, services: tuple[int, ...]) -> bool:
         """Whether weights fit, and beside them the longest request of each."""
-        wanted = max((self._longest[each] for each in services), default=0.0)
+        wanted = max(
+            (self.longest_tokens[each] * self.services[each].model.kv_bytes_per_token for each in services), default=0
+        )
         return not services or self.kv_room(self.boxes[box].kind, tp, services) > max(0.0, wanted)
 
     def fits_disk(self, box: int, services: Sequence[int]) -> bool:
@@ -227,12 +231,12 @@ class PlacementProblem:
         return tuple(np.bincount(self.period.service, minlength=len(self.services)).tolist())
 
     @cached_property
-    def _longest(self) -> tuple[float, ...]:
-        """Bytes of KV of the longest request of each service."""
+    def longest_tokens(self) -> tuple[int, ...]:
+        """Of the longest request of each service."""
         tokens = self.period.prompt + self.period.output
         return tuple(
-            float(tokens[self.period.service == number].max(initial=0)) * service.model.kv_bytes_per_token
-            for number, service in enumerate(self.services)
+            max(self.longest.get(number, 0), int(tokens[self.period.service == number].max(initial=0)))
+            for number in range(len(self.services))
         )
 
     def _alone_of(self, service: int) -> NDArray[np.float64]:

@@ -3,49 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ....coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, FCFS, MLFQ, ROUND_ROBIN
-from ...records import Outcomes, Trace
+from ....coordinator.placement.replay import PeriodReplay
+from ....coordinator.placement.values import describe_groups
+from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, MLFQ, ROUND_ROBIN
+from ...placement.fleet import period_of
 from ..page import Curves, Page, PageTable, Picture, ResultRow
 from ..setting import Scope
+from .sharing_runs import (
+    DEDICATED,
+    OTHER_SEEDS,
+    SHIFT_S,
+    SYSTEMS,
+    ServedServices,
+    SharingCase,
+    serve_all,
+    serve_shifts,
+)
 from .sharing_systems import (
+    DEFAULT,
+    FEW,
     GROUPS,
+    HISTORY_S,
+    SEALLM,
     SERVICES,
     SKEW,
     draw_traces,
-    execution_s,
-    fewest_gpus,
     lone_latencies,
-    lone_latency_s,
-    serve_dedicated,
-    serve_shared,
-    times_at,
+    place_by,
+    placement_problem,
     traffic_shares,
 )
 
-Floats = NDArray[np.float64]
-
-DEDICATED: Final = "dedicated"
-SYSTEMS: Final[Mapping[str, str]] = {
-    DEDICATED: "dedicated",
-    FCFS: "FCFS",
-    ROUND_ROBIN: "round robin",
-    MLFQ: "skip-join MLFQ",
-    DOUBLING_BUDGET: "doubling budget",
-    DOUBLING_BUDGET_PRINTED: "as printed",
-}
-RATES: Final = (5.0, 10.0, 20.0, 35.0, 50.0)
+RATES: Final = (5.0, 10.0, 20.0, 35.0, 50.0, 80.0)
 KNEE: Final = 50.0
 SLO_SCALE: Final = 5.0
 SCALES: Final = (2.0, 3.0, 5.0, 10.0)
 NOISES: Final = (0.0, 1.0, 4.0)
 MIDDLE: Final = 20.0
 SKEWS: Final = (1.0, 3.0, 9.0)
+DENSITIES: Final[Mapping[float, int]] = {0.5: 64, 0.75: 48, 1.0: 32, 2.0: 16}
+"""GPUs by density: figure 11."""
+
+IN_A_ROW: Final = (1, 8, 64)
+"""Requests of a service: figure 12."""
+
+MANY: Final = 16
+"""Services."""
+
 
 PAPER: Final[Mapping[str, tuple[float, float | None, float]]] = {
     DEDICATED: (10.38, 12.13, 1.82),
@@ -55,39 +63,6 @@ PAPER: Final[Mapping[str, tuple[float, float | None, float]]] = {
 }
 """Up to how many times SeaLLM's normalized latency and 99th percentile are lower, and its attainment higher. Of the
 MLFQ, with placement and replacement as in SeaLLM (its figure 8, where FCFS is in the same figures)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ServedServices:
-    """What became of every service's requests under one system, by the service's number; several runs in a row."""
-
-    runs: Sequence[Mapping[int, Outcomes]]
-
-    def latencies(self, number: int | None = None) -> Floats:
-        """Seconds from arrival to the last token."""
-        return np.concatenate([outcomes.e2e_s for _, outcomes in self._of(number)])
-
-    def normalized(self, number: int | None = None) -> float:
-        """The average of latency over the service's average execution time (section 6.1)."""
-        return float(np.concatenate([run.e2e_s / execution_s(each) for each, run in self._of(number)]).mean())
-
-    def attainment(self, scale: float, number: int | None = None) -> float:
-        """The share of requests that took at most so many times what each takes alone."""
-        in_time = [run.e2e_s <= scale * _alone_s(each, run.trace) for each, run in self._of(number)]
-        return float(np.concatenate(in_time).mean())
-
-    @property
-    def ttft_s(self) -> float:
-        """On average."""
-        return float(np.concatenate([run.ttft_s for _, run in self._of(None)]).mean())
-
-    @property
-    def tpot_ms(self) -> float:
-        """On average, of answers of several tokens."""
-        return 1e3 * float(np.concatenate([run.tpot_s[run.trace.output > 1] for _, run in self._of(None)]).mean())
-
-    def _of(self, number: int | None) -> list[tuple[int, Outcomes]]:
-        return [(each, one) for run in self.runs for each, one in run.items() if number is None or each == number]
 
 
 class ServiceRow(ResultRow, frozen=True):
@@ -117,8 +92,9 @@ class SharingRateRow(ResultRow, frozen=True):
 
 
 class FactorRow(ResultRow, frozen=True):
-    """By how much the doubling budget is better at most, beside the paper's."""
+    """By how much a system is better at most, beside SeaLLM's in the paper."""
 
+    system: str
     than: str
     paper_latency_up_to: float
     latency_up_to: float
@@ -140,6 +116,8 @@ class ByServiceRow(ResultRow, frozen=True):
     mlfq: str
     doubling_budget: str
     as_printed: str
+    seallm: str
+    default: str
 
 
 class SystemsRow(ResultRow, frozen=True):
@@ -152,16 +130,51 @@ class SystemsRow(ResultRow, frozen=True):
     mlfq: float
     doubling_budget: float
     as_printed: float
+    seallm: float
+    default: float
+
+
+class PlacementRow(ResultRow, frozen=True):
+    """What a box hosts: GPUs of each engine, and its services."""
+
+    rate: float
+    policy: str
+    engines: str
+
+
+class ReplacementRow(ResultRow, frozen=True):
+    """While who is popular changes. `moves`: times that services moved, in each run; `engines`: that came by that, and
+    `beside`: those of them loaded while others served on their GPUs. `replayed`, `waited`: of 1,000 requests, those
+    that went on in another engine, and those that came when none had their service."""
+
+    system: str
+    normalized_latency: float
+    of_services: float
+    p99_s: float
+    attainment: float
+    least_attainment: float
+    moves: float
+    engines: float
+    beside: float
+    interval_s: str
+    replayed: float
+    waited: float
 
 
 def sharing(scope: Scope) -> Page:
     """All tables, with the scope's seeds and seconds."""
-    served = {rate: _serve_all(scope, rate) for rate in RATES}
+    middle, knee = (SharingCase(rate, scope.seconds, scope.seeds) for rate in (MIDDLE, KNEE))
+    served = {rate: serve_all(middle._replace(rate=rate)) for rate in RATES}
     rows = [_rate_row(rate, system, one) for rate, systems in served.items() for system, one in systems.items()]
+    by_noise = {noise: serve_all(middle._replace(noise=noise)) if noise else served[MIDDLE] for noise in NOISES}
+    by_skew = {skew: serve_all(middle._replace(skew=skew)) if skew != SKEW else served[MIDDLE] for skew in SKEWS}
+    by_run = {run: serve_all(knee._replace(run=run)) if run > 1 else served[KNEE] for run in IN_A_ROW}
+    dense = {density: serve_all(middle._replace(gpus=gpus)) for density, gpus in DENSITIES.items()}
+    many = serve_all(middle._replace(services=MANY))
     return Page(
         name="sharing",
-        title="Two models on the same GPUs, one step at a time (SeaLLM)",
-        assumes=ASSUMES.format(seeds=len(scope.seeds), seconds=scope.seconds),
+        title="Several models on the same GPUs (SeaLLM)",
+        assumes=ASSUMES.format(seeds=len(scope.seeds), seconds=scope.seconds, history=HISTORY_S),
         tables=(
             PageTable("The services", _service_rows()),
             PageTable(
@@ -170,36 +183,66 @@ def sharing(scope: Scope) -> Page:
                 "`of services`: the mean of the services' own normalized latencies. `least`: that of a service.",
             ),
             PageTable(
-                "By how much the doubling budget is better",
-                _factor_rows(served),
-                "At most, over these rates: times lower (attainment: higher). `of services` as above.",
+                "By how much it is better",
+                [row for system in (DOUBLING_BUDGET, SEALLM, DEFAULT) for row in _factor_rows(system, served)],
+                "At most, over these rates: times lower (attainment: higher). `of services` as above. The paper's are "
+                "of its placement and its doubling budget together.",
             ),
             PageTable(
                 f"Each service at {KNEE:g} requests/s",
-                [_by_service_row(number, served[KNEE]) for number in range(len(SERVICES))],
+                [_by_service_row(number, served[KNEE]) for number in range(FEW)],
                 "Normalized latency, and in brackets the attainment.",
+            ),
+            PageTable(
+                "Where services are placed",
+                [
+                    row
+                    for rate in (MIDDLE, KNEE)
+                    for policy in (SEALLM, DEFAULT)
+                    for row in _placement_rows(rate, policy)
+                ],
+                "By requests of the first seed. GPUs of an engine, and the services that it has.",
             ),
             PageTable(
                 f"Figure 10: attainment by SLO scale, at {KNEE:g} requests/s",
                 [_systems_row(f"{scale:g} x", served[KNEE], _attainment_at(scale)) for scale in SCALES],
             ),
             PageTable(
-                f"Popularity: normalized latency at {MIDDLE:g} requests/s",
+                f"Figure 11: normalized latency by density, at {MIDDLE:g} requests/s",
+                [_systems_row(f"{density:g}: {DENSITIES[density]} GPUs", one) for density, one in dense.items()],
+                "The same requests on more GPUs or fewer.",
+            ),
+            PageTable(
+                f"Figure 11: attainment by density, at {MIDDLE:g} requests/s",
                 [
-                    _systems_row(
-                        f"{skew:g}:1", served[MIDDLE] if skew == SKEW else _serve_all(scope, MIDDLE, skew=skew)
-                    )
-                    for skew in SKEWS
+                    _systems_row(f"{density:g}: {DENSITIES[density]} GPUs", one, _attainment_at(SLO_SCALE))
+                    for density, one in dense.items()
                 ],
+            ),
+            PageTable(
+                f"Figure 12: normalized latency by requests of a service in a row, at {KNEE:g} requests/s",
+                [_systems_row(str(run), one) for run, one in by_run.items()],
+                "The same requests at the same moments; only which of them comes when is changed.",
+            ),
+            PageTable(
+                f"Popularity: normalized latency at {MIDDLE:g} requests/s",
+                [_systems_row(f"{skew:g}:1", one) for skew, one in by_skew.items()],
                 "GPU time that the popular service of each group asks for, over that of the other.",
             ),
             PageTable(
                 f"Figure 13: wrong profiles, normalized latency at {MIDDLE:g} requests/s",
-                [
-                    _systems_row(f"{noise:g} x", _serve_all(scope, MIDDLE, noise=noise) if noise else served[MIDDLE])
-                    for noise in NOISES
-                ],
+                [_systems_row(f"{noise:g} x", one) for noise, one in by_noise.items()],
                 "Answers' lengths are off by a normal deviation of so many times their length, at least 1 token.",
+            ),
+            PageTable(
+                f"{MANY} services at {MIDDLE:g} requests/s",
+                [_rate_row(MIDDLE, system, one) for system, one in many.items()],
+                "Eight more with the same models and lengths, 2 GPUs for each where they are dedicated.",
+            ),
+            PageTable(
+                f"Figure 8: replacement, at {KNEE:g} requests/s",
+                _replacement_rows(scope),
+                f"Every {SHIFT_S:g} s the other service of each pair becomes the popular one.",
             ),
         ),
         remarks=REMARKS,
@@ -207,32 +250,12 @@ def sharing(scope: Scope) -> Page:
     )
 
 
-def _serve_all(scope: Scope, rate: float, *, noise: float = 0.0, skew: float = SKEW) -> dict[str, ServedServices]:
-    """Every system, with the same requests."""
-    traces = [draw_traces(rate, scope.seconds, seed, noise=noise, skew=skew) for seed in scope.seeds]
-    return {system: ServedServices([_serve(system, each) for each in traces]) for system in SYSTEMS}
-
-
-def _serve(system: str, traces: Mapping[int, Trace]) -> Mapping[int, Outcomes]:
-    served: dict[int, Outcomes] = {}
-    if system == DEDICATED:
-        for number, trace in traces.items():
-            served |= serve_dedicated(number, trace)
-    else:
-        for group in GROUPS:
-            served |= serve_shared(group, system, traces)
-    return served
-
-
-def _alone_s(number: int, trace: Trace) -> Floats:
-    model = SERVICES[number].model
-    return lone_latency_s(times_at(model, fewest_gpus(model)), trace.prompt, trace.output)
-
-
 def _service_rows() -> list[ServiceRow]:
-    partner = {one: two for group in GROUPS for one, two in ((group.one, group.two), (group.two, group.one))}
+    partner = {
+        one: two for group in GROUPS[: FEW // 2] for one, two in ((group.one, group.two), (group.two, group.one))
+    }
     rows = []
-    for number, service in enumerate(SERVICES):
+    for number, service in enumerate(SERVICES[:FEW]):
         prompts, outputs, alone = lone_latencies(service)
         rows.append(
             ServiceRow(
@@ -248,12 +271,12 @@ def _service_rows() -> list[ServiceRow]:
     return rows
 
 
-def _by_service(figure: Callable[[int], float]) -> list[float]:
-    return [figure(number) for number in range(len(SERVICES))]
-
-
 def _of_services(one: ServedServices) -> float:
-    return float(np.mean(_by_service(one.normalized)))
+    return float(np.mean([one.normalized(number) for number in one.numbers]))
+
+
+def _least_attainment(one: ServedServices) -> float:
+    return min(one.attainment(SLO_SCALE, number) for number in one.numbers)
 
 
 def _p99_s(one: ServedServices) -> float:
@@ -268,19 +291,52 @@ def _rate_row(rate: float, system: str, one: ServedServices) -> SharingRateRow:
         of_services=_of_services(one),
         p99_s=_p99_s(one),
         attainment=one.attainment(SLO_SCALE),
-        least_attainment=min(_by_service(lambda number: one.attainment(SLO_SCALE, number))),
+        least_attainment=_least_attainment(one),
         ttft_s=one.ttft_s,
         tpot_ms=one.tpot_ms,
     )
 
 
-def _factor_rows(served: Mapping[float, Mapping[str, ServedServices]]) -> list[FactorRow]:
+def _placement_rows(rate: float, policy: str) -> list[PlacementRow]:
+    problem = placement_problem(period_of(draw_traces(rate, HISTORY_S, OTHER_SEEDS)))
+    groups = place_by(policy, PeriodReplay(problem))
+    return [PlacementRow(rate=rate, policy=SYSTEMS[policy], engines=line) for line in describe_groups(problem, groups)]
+
+
+def _replacement_rows(scope: Scope) -> list[ReplacementRow]:
+    rows = []
+    for policy, is_replaced in ((DEDICATED, False), (SEALLM, False), (SEALLM, True), (DEFAULT, False), (DEFAULT, True)):
+        run = serve_shifts(policy, KNEE, scope.seeds, is_replaced=is_replaced)
+        one, runs = run.served, len(run.counts)
+        intervals = sorted(each for counts in run.counts for each in counts.interval_s)
+        thousands = len(one.latencies()) / 1000.0
+        rows.append(
+            ReplacementRow(
+                system=SYSTEMS[policy] + (", replaced" if is_replaced else ""),
+                normalized_latency=one.normalized(),
+                of_services=_of_services(one),
+                p99_s=_p99_s(one),
+                attainment=one.attainment(SLO_SCALE),
+                least_attainment=_least_attainment(one),
+                moves=sum(counts.moves for counts in run.counts) / runs,
+                engines=sum(counts.engines for counts in run.counts) / runs,
+                beside=sum(counts.beside for counts in run.counts) / runs,
+                interval_s=f"{intervals[0]:.0f} to {intervals[-1]:.0f}" if intervals else "",
+                replayed=run.replayed / thousands,
+                waited=run.waited / thousands,
+            )
+        )
+    return rows
+
+
+def _factor_rows(ours: str, served: Mapping[float, Mapping[str, ServedServices]]) -> list[FactorRow]:
     def most(figure: Callable[[ServedServices], float], system: str, *, lower: bool = True) -> float:
-        pairs = [(figure(systems[system]), figure(systems[DOUBLING_BUDGET])) for systems in served.values()]
-        return max(other / ours if lower else ours / other for other, ours in pairs)
+        pairs = [(figure(systems[system]), figure(systems[ours])) for systems in served.values()]
+        return max(other / mine if lower else mine / other for other, mine in pairs)
 
     return [
         FactorRow(
+            system=SYSTEMS[ours],
             than=SYSTEMS[system],
             paper_latency_up_to=latency,
             latency_up_to=most(ServedServices.normalized, system),
