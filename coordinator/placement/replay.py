@@ -275,8 +275,7 @@ class _Engine:
             service: _ServiceLine(
                 problem.times(hosting.kind, hosting.tp, service),
                 problem.services[service].model.kv_bytes_per_token,
-                problem.usual_s[service],
-                problem.deviation_s[service],
+                *problem.execution_s(hosting.kind, hosting.tp, service),
             )
             for service in hosting.services
         }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 from math import inf, isfinite
@@ -33,6 +33,13 @@ SHARED_BY: Final = 2
 
 SLO_SCALE: Final = 5.0
 """Times its own execution alone that a request may take: SeaLLM's section 6.1."""
+
+
+PROFILED: Final = 100
+"""Requests of a service that its profile on an engine is made of."""
+
+SLICE_S: Final = 10.0
+"""Of a sample of a period: longer than most requests take, shorter than bursts last."""
 
 
 class PlacementError(ValueError):
@@ -107,11 +114,18 @@ class Period:
         rows = slice(*np.searchsorted(self.arrival_s, (first_s, last_s)).tolist())
         return self._rows(rows) if rows.start < rows.stop else None
 
-    def latest(self, requests: int) -> Period:
-        """Its last requests, at most so many."""
-        return self if len(self) <= requests else self._rows(slice(len(self) - requests, len(self)))
+    def sampled(self, requests: int) -> Period:
+        """About so many of its requests, where there are more: every n-th SLICE_S, one after the other, so that bursts
+        stay as they are and the rate does."""
+        every = -(-len(self) // requests)
+        if every < 2:
+            return self
+        slices = ((self.arrival_s - self.arrival_s[0]) / SLICE_S).astype(np.int64)
+        kept = self._rows(slices % every == every - 1)
+        gone = slices[slices % every == every - 1] // every * (every - 1) * SLICE_S
+        return replace(kept, arrival_s=kept.arrival_s - gone)
 
-    def _rows(self, rows: slice) -> Period:
+    def _rows(self, rows: slice | NDArray[np.bool_]) -> Period:
         return Period(
             service=self.service[rows], arrival_s=self.arrival_s[rows], prompt=self.prompt[rows],
             output=self.output[rows],
@@ -150,6 +164,9 @@ class PlacementProblem:
     slo_scale: float = SLO_SCALE
     longest: Mapping[int, int] = field(default_factory=dict)
     _times: dict[tuple[GroupKind, int, int], StepTimes] = field(default_factory=dict, repr=False, compare=False)
+    _executions: dict[tuple[GroupKind, int, int], tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     _rooms: dict[tuple[GroupKind, int, tuple[int, ...]], float] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -183,6 +200,19 @@ class PlacementProblem:
             found = float(kv_capacity_tokens(first, [self._stage(kind, tp, services[0])]) * first.kv_bytes_per_token)
             found -= sum(self.services[each].model.weight_bytes for each in services[1:])
             self._rooms[key] = found
+        return found
+
+    def execution_s(self, kind: GroupKind, tp: int, service: int) -> tuple[float, float]:
+        """`L_s` and `sd_s` of a service on so many cards, as an engine's own profile has them: of requests of the
+        period, each alone there."""
+        key = (kind, tp, service)
+        found = self._executions.get(key)
+        if found is None:
+            times, rows = self.times(kind, tp, service), np.flatnonzero(self.period.service == service)
+            rows = rows[:: -(-len(rows) // PROFILED)] if len(rows) else rows
+            pairs = zip(self.period.prompt[rows].tolist(), self.period.output[rows].tolist(), strict=True)
+            alone = [lone_execution_s(times, prompt, output) for prompt, output in pairs] or [1.0]
+            found = self._executions[key] = float(np.mean(alone)), float(np.std(alone))
         return found
 
     def can_host(self, box: int, tp: int, services: tuple[int, ...]) -> bool:
@@ -219,11 +249,6 @@ class PlacementProblem:
     def usual_s(self) -> tuple[float, ...]:
         """`L_s` of each service: the mean of `alone_s`; of one that nobody asked, 1."""
         return tuple(float(self._alone_of(service).mean()) for service in range(len(self.services)))
-
-    @cached_property
-    def deviation_s(self) -> tuple[float, ...]:
-        """Of `alone_s`, likewise."""
-        return tuple(float(self._alone_of(service).std()) for service in range(len(self.services)))
 
     @cached_property
     def counts(self) -> tuple[int, ...]:

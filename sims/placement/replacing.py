@@ -28,8 +28,8 @@ from .fleet import Fleet, host_group, join_periods, period_of
 Placer = Callable[[PeriodReplay, Groups], Groups]
 """A policy: what it places, where these groups are there now."""
 
-LOOKED_BACK: Final = 24_000
-"""Latest requests that placements are judged by at most."""
+LOOKED_BACK: Final = 6000
+"""Requests that placements are judged by: a sample, where there are more."""
 
 UNKNOWN_TOKENS: Final = 128
 """Of an answer, where none has ended."""
@@ -147,9 +147,9 @@ class Replacing:
         not ended are taken to be as long as those that have on average. Of a service that nobody has asked its latest
         request stands for it."""
         began = max(0.0, min(self._since, now - self._looks_back_s))
-        period, before = self._period.between(began, now), self.problem.period
-        rows = period.latest(LOOKED_BACK) if period is not None else None
-        parts = [] if rows is None else [replace(rows, output=self._known_outputs(fleet, rows, now))]
+        rows, before = self._period.between(began, now), self.problem.period
+        known = None if rows is None else replace(rows, output=self._known_outputs(fleet, rows, now))
+        parts = [] if known is None else [known.sampled(LOOKED_BACK)]
         asked = set() if rows is None else set(rows.service.tolist())
         for number in self._traces:
             old = np.flatnonzero(before.service == number)[-1:]

@@ -15,8 +15,11 @@ from ..page import Curves, Page, PageTable, Picture, ResultRow
 from ..setting import Scope
 from .sharing_runs import (
     DEDICATED,
+    MAIN_SYSTEMS,
     OTHER_SEEDS,
+    SHIFT_RATE,
     SHIFT_S,
+    SHIFTS,
     SYSTEMS,
     ServedServices,
     SharingCase,
@@ -26,6 +29,7 @@ from .sharing_runs import (
 from .sharing_systems import (
     DEFAULT,
     FEW,
+    GPUS,
     GROUPS,
     HISTORY_S,
     SEALLM,
@@ -127,9 +131,9 @@ class SystemsRow(ResultRow, frozen=True):
     dedicated: float
     fcfs: float
     round_robin: float
-    mlfq: float
+    mlfq: float | None
     doubling_budget: float
-    as_printed: float
+    as_printed: float | None
     seallm: float
     default: float
 
@@ -168,9 +172,13 @@ def sharing(scope: Scope) -> Page:
     rows = [_rate_row(rate, system, one) for rate, systems in served.items() for system, one in systems.items()]
     by_noise = {noise: serve_all(middle._replace(noise=noise)) if noise else served[MIDDLE] for noise in NOISES}
     by_skew = {skew: serve_all(middle._replace(skew=skew)) if skew != SKEW else served[MIDDLE] for skew in SKEWS}
-    by_run = {run: serve_all(knee._replace(run=run)) if run > 1 else served[KNEE] for run in IN_A_ROW}
-    dense = {density: serve_all(middle._replace(gpus=gpus)) for density, gpus in DENSITIES.items()}
-    many = serve_all(middle._replace(services=MANY))
+    main = {rate: {system: served[rate][system] for system in MAIN_SYSTEMS} for rate in (MIDDLE, KNEE)}
+    by_run = {run: serve_all(knee._replace(run=run), MAIN_SYSTEMS) if run > 1 else main[KNEE] for run in IN_A_ROW}
+    dense = {
+        density: serve_all(middle._replace(gpus=gpus), MAIN_SYSTEMS) if gpus != GPUS else main[MIDDLE]
+        for density, gpus in DENSITIES.items()
+    }
+    many = serve_all(middle._replace(services=MANY), MAIN_SYSTEMS)
     return Page(
         name="sharing",
         title="Several models on the same GPUs (SeaLLM)",
@@ -240,9 +248,10 @@ def sharing(scope: Scope) -> Page:
                 "Eight more with the same models and lengths, 2 GPUs for each where they are dedicated.",
             ),
             PageTable(
-                f"Figure 8: replacement, at {KNEE:g} requests/s",
+                f"Figure 8: replacement, at {SHIFT_RATE:g} requests/s",
                 _replacement_rows(scope),
-                f"Every {SHIFT_S:g} s the other service of each pair becomes the popular one.",
+                f"After {SHIFT_S:g} of {SHIFTS * SHIFT_S:g} s the other service of each pair becomes the popular one. "
+                "Rates vary half as much as above.",
             ),
         ),
         remarks=REMARKS,
@@ -306,7 +315,7 @@ def _placement_rows(rate: float, policy: str) -> list[PlacementRow]:
 def _replacement_rows(scope: Scope) -> list[ReplacementRow]:
     rows = []
     for policy, is_replaced in ((DEDICATED, False), (SEALLM, False), (SEALLM, True), (DEFAULT, False), (DEFAULT, True)):
-        run = serve_shifts(policy, KNEE, scope.seeds, is_replaced=is_replaced)
+        run = serve_shifts(policy, SHIFT_RATE, scope.seeds, is_replaced=is_replaced)
         one, runs = run.served, len(run.counts)
         intervals = sorted(each for counts in run.counts for each in counts.interval_s)
         thousands = len(one.latencies()) / 1000.0
@@ -368,8 +377,8 @@ def _systems_row(
     systems: Mapping[str, ServedServices],
     figure: Callable[[ServedServices], float] = ServedServices.normalized,
 ) -> SystemsRow:
-    found = [figure(systems[system]) for system in SYSTEMS]
-    return SystemsRow(of=of, **dict(zip(SystemsRow.__struct_fields__[1:], found, strict=True)))
+    found = [figure(systems[system]) if system in systems else None for system in SYSTEMS]
+    return SystemsRow(of=of, **dict(zip(SystemsRow.__struct_fields__[1:], found, strict=True)))  # type: ignore[arg-type]
 
 
 def _draw_rates(rows: Sequence[SharingRateRow]) -> Picture:
@@ -390,12 +399,17 @@ def _draw_rates(rows: Sequence[SharingRateRow]) -> Picture:
     )
 
 
-ASSUMES: Final = """SeaLLM (Zhao et al.) shares each GPU group between two models that step one at a time. Here its
-    scheduler, the doubling budget of its section 4.2, beside those that it is compared with, on the same 32 A100 (80
-    GB; the paper's A800 computes as much). The scheduling code is the network's own (`coordinator/sharing`),
-    engines and times are the simulator's; nothing here was run on a GPU. Placement and replacement, the paper's
-    other two parts, are left out: two services of like size share 8 GPUs, each pair fixed; dedicated services
-    have 4 GPUs each.
+ASSUMES: Final = """SeaLLM (Zhao et al.) places services on GPU groups, of which two may share one; these step one at a
+    time. Here its scheduler, the doubling budget of its section 4.2, its placement (4.1) and its replacement (4.3),
+    beside what it is compared with, on the same 32 A100 (80 GB; the paper's A800 computes as much), 8 in a box. What
+    decides is the network's own code (`coordinator/sharing`, `coordinator/placement`), engines and times are the
+    simulator's; nothing here was run on a GPU.
+
+    - `dedicated`: every service has as many GPUs of its own (vLLM in the paper).
+    - `FCFS`, `round robin`, `skip-join MLFQ`, `doubling budget`, `as printed`: without placement. Two services of like
+      size share 8 GPUs, each pair fixed; they differ in who steps.
+    - `SeaLLM's placement`: its algorithm 1. `default placement`: our search. Both place by {history:g} s of requests
+      that came before those that are served, with other bursts; shared engines use the doubling budget.
 
     The paper's arrivals (Azure functions) and its requests are not at hand. Arrivals are Poisson with a rate
     that changes every 30 s (gamma-distributed, its deviation as large as its mean), for {seconds:g} s, {seeds}
@@ -405,8 +419,9 @@ ASSUMES: Final = """SeaLLM (Zhao et al.) shares each GPU group between two model
 
     Dedicated services run vLLM's rules of today: prompts in chunks beside decodes. Shared engines prefill or
     decode one service in a step, of at most 2,048 tokens of prompts and 256 requests; changing models costs
-    nothing, KV memory is one budget of bytes, and KV that has to go is computed again. Every system has the
-    degree of tensor parallelism that serves it best at each rate and seed. MuxServe's fixed parts of a GPU are
+    nothing, KV memory is one budget of bytes, and KV that has to go is computed again. Every system without
+    placement has the degree of tensor parallelism that serves it best at each rate and seed, chosen with
+    hindsight. MuxServe's fixed parts of a GPU are
     quotas of time here (100 ms for both services), which a service that is idle leaves to the other.
 
     Normalized latency is latency over the mean execution time of the service's requests alone, on the fewest GPUs that

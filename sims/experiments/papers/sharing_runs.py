@@ -52,14 +52,18 @@ SYSTEMS: Final[Mapping[str, str]] = {
     SEALLM: "SeaLLM's placement",
     DEFAULT: "default placement",
 }
+MAIN_SYSTEMS: Final = (DEDICATED, FCFS, ROUND_ROBIN, DOUBLING_BUDGET, SEALLM, DEFAULT)
 OTHER_SEEDS: Final = 1000
 """Added to a seed for the requests before those that are served."""
 
-SHIFT_S: Final = 600.0
+SHIFT_S: Final = 400.0
 """For how long the same services are popular, where that changes."""
 
 SHIFTS: Final = 2
-LOOKS_BACK_S: Final = 300.0
+SHIFT_RATE: Final = 110.0
+"""More than as many GPUs for each service carry."""
+
+LOOKS_BACK_S: Final = 150.0
 """The default placement is judged by so much at least. The rate of a service changes every 30 s by chance here: what is
 seen in an interval alone is not what comes."""
 

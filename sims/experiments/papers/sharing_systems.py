@@ -303,7 +303,9 @@ def draw_shifts(rate: float, seconds: float, seed: int, shifts: int, shape: floa
 
 def _join(parts: Sequence[Trace], seconds: float) -> Trace:
     """One behind the other."""
-    arrival = np.concatenate([part.arrival_s + place * seconds for place, part in enumerate(parts)])
+    arrival = np.concatenate(
+        [np.minimum(part.arrival_s, seconds) + place * seconds for place, part in enumerate(parts)]
+    )
     return Trace(
         ids=np.arange(len(arrival)),
         arrival_s=arrival,

@@ -47,5 +47,5 @@ def problem(
     return PlacementProblem(
         boxes=[box()] if boxes is None else boxes,
         services=[PlacementService(name=f"s{number}", model=model_shape(model)) for number, model in enumerate(models)],
-        period=period(rates, **lengths),  # type: ignore[arg-type]
+        period=period(rates, **lengths),
     )

@@ -112,4 +112,12 @@ def test_parts_of_a_period() -> None:
     assert part is not None
     assert 10.0 <= part.arrival_s[0] <= part.arrival_s[-1] < 20.0
     assert whole.between(40.0, 50.0) is None
-    assert whole.latest(5).arrival_s.tolist() == whole.arrival_s[-5:].tolist()
+
+
+def test_a_sample_keeps_rate_and_order() -> None:
+    whole = problem(rates=[20.0, 5.0]).period
+    sample = whole.sampled(len(whole) // 3)
+    assert len(whole) / 4 < len(sample) < len(whole) / 2
+    rates = [len(each) / (each.arrival_s[-1] - each.arrival_s[0]) for each in (whole, sample)]
+    assert rates[1] == pytest.approx(rates[0], rel=0.2)
+    assert whole.sampled(len(whole)) is whole

@@ -5,9 +5,12 @@ import pytest
 
 from p2pserve.sims.engine.shared_engine import SharedEngine
 from p2pserve.sims.experiments.papers import sharing as page_module
-from p2pserve.sims.experiments.papers.sharing import PAPER, SYSTEMS, ServedServices, sharing
+from p2pserve.sims.experiments.papers import sharing_runs
+from p2pserve.sims.experiments.papers.sharing import PAPER, sharing
+from p2pserve.sims.experiments.papers.sharing_runs import DEFAULT, SEALLM, SYSTEMS, ServedServices
 from p2pserve.sims.experiments.papers.sharing_systems import (
     DEGREES,
+    FEW,
     GPUS_OF_A_GROUP,
     GROUPS,
     LONGBENCH,
@@ -15,6 +18,7 @@ from p2pserve.sims.experiments.papers.sharing_systems import (
     cluster_lengths,
     draw_bursts,
     draw_lengths,
+    draw_shifts,
     draw_traces,
     execution_s,
     fewest_gpus,
@@ -27,6 +31,7 @@ from p2pserve.sims.experiments.papers.sharing_systems import (
     traffic_shares,
 )
 from p2pserve.sims.experiments.setting import Scope, lengths
+from p2pserve.sims.placement.fleet import period_of
 from p2pserve.sims.records import Outcomes, Trace
 
 
@@ -63,9 +68,33 @@ def test_lengths_of_which_the_mean_is_known_have_it() -> None:
 def test_traffic_of_groups_is_alike_and_the_popular_service_asks_for_more() -> None:
     shares, even = traffic_shares(9.0), traffic_shares(1.0)
     assert sum(shares) == pytest.approx(1.0)
-    for group in GROUPS:
+    for group in GROUPS[: FEW // 2]:
         popular, other = sorted((group.one, group.two), key=lambda number: -SERVICES[number].is_popular)
         assert shares[popular] / shares[other] == pytest.approx(9.0 * even[popular] / even[other])
+
+
+def test_traffic_turns_to_the_other_service_of_each_pair() -> None:
+    shares, turned = traffic_shares(9.0), traffic_shares(9.0, turned=True)
+    for group in GROUPS[: FEW // 2]:
+        ratios = [turned[number] / shares[number] for number in (group.one, group.two)]
+        assert max(ratios) / min(ratios) == pytest.approx(81.0)
+    shifted = draw_shifts(2.0, 600.0, 0, 2)
+    for group in GROUPS[2:3]:
+        popular = group.one if SERVICES[group.one].is_popular else group.two
+        first, second = (
+            int(np.diff(np.searchsorted(shifted[popular].arrival_s, span))[0]) for span in ((0, 600), (600, 1200))
+        )
+        assert first > 2 * second
+
+
+@pytest.mark.parametrize("run", [4, 50])
+def test_requests_of_a_service_come_in_a_row(run: int) -> None:
+    plain, skewed = draw_traces(20.0, 30.0, 0), draw_traces(20.0, 30.0, 0, run=run)
+    changes = [np.count_nonzero(np.diff(period_of(traces).service)) for traces in (plain, skewed)]
+    assert changes[1] < 4 * changes[0] / run
+    assert sorted(period_of(plain).arrival_s) == sorted(period_of(skewed).arrival_s)
+    for number, trace in plain.items():
+        assert trace.output.tolist() == skewed[number].output.tolist()
 
 
 def test_bursts_keep_the_mean_rate_and_are_burstier_than_poisson() -> None:
@@ -83,7 +112,7 @@ def test_wrong_profiles_change_answers_alone() -> None:
     assert any(plain[number].output.tolist() != wrong[number].output.tolist() for number in plain)
 
 
-@pytest.mark.parametrize("order", [system for system in SYSTEMS if system != "dedicated"])
+@pytest.mark.parametrize("order", [system for system in SYSTEMS if system not in ("dedicated", SEALLM, DEFAULT)])
 def test_every_request_of_both_services_is_answered(order: str) -> None:
     traces = draw_traces(10.0, 30.0, 1)
     served = serve_shared(GROUPS[2], order, traces)
@@ -130,13 +159,16 @@ def test_figures_are_those_of_all_runs_together() -> None:
 def test_the_page_has_a_row_of_every_system_at_every_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RATES": (1.0, 2.0), "MIDDLE": 1.0, "KNEE": 2.0}.items():
         monkeypatch.setattr(page_module, name, value)
-    monkeypatch.setattr(page_module, "SKEWS", (9.0,))
-    monkeypatch.setattr(page_module, "NOISES", (0.0,))
+    for name, few in {"SKEWS": (9.0,), "NOISES": (0.0,), "IN_A_ROW": (1,), "DENSITIES": {1.0: 32}}.items():
+        monkeypatch.setattr(page_module, name, few)
+    for name, seconds in {"SHIFT_S": 10.0, "HISTORY_S": 10.0, "SHIFT_RATE": 2.0}.items():
+        monkeypatch.setattr(sharing_runs, name, seconds)
+        monkeypatch.setattr(page_module, name, seconds)
     page = sharing(Scope(seeds=(0,), seconds=5.0))
     by_title = {table.title: table.rows for table in page.tables}
     assert len(by_title["Figures 6 and 7: over the rate"]) == 2 * len(SYSTEMS)
     assert len(by_title["The services"]) == len(SERVICES)
-    assert [row.than for row in by_title["By how much the doubling budget is better"]] == [  # type: ignore[attr-defined]
+    assert [row.than for row in by_title["By how much it is better"]] == [  # type: ignore[attr-defined]
         SYSTEMS[system] for system in PAPER
-    ]
+    ] * 3
     assert "fixed parts of a GPU are quotas of time" in " ".join(page.markdown().split())
