@@ -24,6 +24,7 @@ from .load.overload import overload
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
 from .papers.hetero import hetero
+from .papers.placement import placement
 from .papers.policies import policies
 from .papers.prefixes import prefixes
 from .papers.sharing import sharing
@@ -58,6 +59,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         overload,
         kv_memory,
         sharing,
+        placement,
     )
 }
 SUMMARY: Final = "headline"

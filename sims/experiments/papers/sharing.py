@@ -7,57 +7,20 @@ from typing import Final
 
 import numpy as np
 
-from ....coordinator.placement.replay import PeriodReplay
-from ....coordinator.placement.values import describe_groups
 from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, MLFQ, ROUND_ROBIN
-from ...placement.fleet import period_of
 from ..page import Curves, Page, PageTable, Picture, ResultRow
 from ..setting import Scope
-from .sharing_runs import (
-    DEDICATED,
-    MAIN_SYSTEMS,
-    OTHER_SEEDS,
-    SHIFT_RATE,
-    SHIFT_S,
-    SHIFTS,
-    SYSTEMS,
-    ServedServices,
-    SharingCase,
-    serve_all,
-    serve_shifts,
-)
-from .sharing_systems import (
-    DEFAULT,
-    FEW,
-    GPUS,
-    GROUPS,
-    HISTORY_S,
-    SEALLM,
-    SERVICES,
-    SKEW,
-    draw_traces,
-    lone_latencies,
-    place_by,
-    placement_problem,
-    traffic_shares,
-)
+from .sharing_runs import DEDICATED, UNPLACED, ServedServices, SharingCase, serve_all
+from .sharing_systems import FEW, GROUPS, SERVICES, SKEW, lone_latencies, traffic_shares
 
-RATES: Final = (5.0, 10.0, 20.0, 35.0, 50.0, 80.0)
+SYSTEMS: Final = UNPLACED
+RATES: Final = (5.0, 10.0, 20.0, 35.0, 50.0)
 KNEE: Final = 50.0
 SLO_SCALE: Final = 5.0
 SCALES: Final = (2.0, 3.0, 5.0, 10.0)
 NOISES: Final = (0.0, 1.0, 4.0)
 MIDDLE: Final = 20.0
 SKEWS: Final = (1.0, 3.0, 9.0)
-DENSITIES: Final[Mapping[float, int]] = {0.5: 64, 0.75: 48, 1.0: 32, 2.0: 16}
-"""GPUs by density: figure 11."""
-
-IN_A_ROW: Final = (1, 8, 64)
-"""Requests of a service: figure 12."""
-
-MANY: Final = 16
-"""Services."""
-
 
 PAPER: Final[Mapping[str, tuple[float, float | None, float]]] = {
     DEDICATED: (10.38, 12.13, 1.82),
@@ -96,9 +59,8 @@ class SharingRateRow(ResultRow, frozen=True):
 
 
 class FactorRow(ResultRow, frozen=True):
-    """By how much a system is better at most, beside SeaLLM's in the paper."""
+    """By how much the doubling budget is better at most, beside the paper's."""
 
-    system: str
     than: str
     paper_latency_up_to: float
     latency_up_to: float
@@ -120,8 +82,6 @@ class ByServiceRow(ResultRow, frozen=True):
     mlfq: str
     doubling_budget: str
     as_printed: str
-    seallm: str
-    default: str
 
 
 class SystemsRow(ResultRow, frozen=True):
@@ -131,58 +91,19 @@ class SystemsRow(ResultRow, frozen=True):
     dedicated: float
     fcfs: float
     round_robin: float
-    mlfq: float | None
+    mlfq: float
     doubling_budget: float
-    as_printed: float | None
-    seallm: float
-    default: float
-
-
-class PlacementRow(ResultRow, frozen=True):
-    """What a box hosts: GPUs of each engine, and its services."""
-
-    rate: float
-    policy: str
-    engines: str
-
-
-class ReplacementRow(ResultRow, frozen=True):
-    """While who is popular changes. `moves`: times that services moved, in each run; `engines`: that came by that, and
-    `beside`: those of them loaded while others served on their GPUs. `replayed`, `waited`: of 1,000 requests, those
-    that went on in another engine, and those that came when none had their service."""
-
-    system: str
-    normalized_latency: float
-    of_services: float
-    p99_s: float
-    attainment: float
-    least_attainment: float
-    moves: float
-    engines: float
-    beside: float
-    interval_s: str
-    replayed: float
-    waited: float
+    as_printed: float
 
 
 def sharing(scope: Scope) -> Page:
     """All tables, with the scope's seeds and seconds."""
-    middle, knee = (SharingCase(rate, scope.seconds, scope.seeds) for rate in (MIDDLE, KNEE))
-    served = {rate: serve_all(middle._replace(rate=rate)) for rate in RATES}
+    served = {rate: _serve_all(scope, rate) for rate in RATES}
     rows = [_rate_row(rate, system, one) for rate, systems in served.items() for system, one in systems.items()]
-    by_noise = {noise: serve_all(middle._replace(noise=noise)) if noise else served[MIDDLE] for noise in NOISES}
-    by_skew = {skew: serve_all(middle._replace(skew=skew)) if skew != SKEW else served[MIDDLE] for skew in SKEWS}
-    main = {rate: {system: served[rate][system] for system in MAIN_SYSTEMS} for rate in (MIDDLE, KNEE)}
-    by_run = {run: serve_all(knee._replace(run=run), MAIN_SYSTEMS) if run > 1 else main[KNEE] for run in IN_A_ROW}
-    dense = {
-        density: serve_all(middle._replace(gpus=gpus), MAIN_SYSTEMS) if gpus != GPUS else main[MIDDLE]
-        for density, gpus in DENSITIES.items()
-    }
-    many = serve_all(middle._replace(services=MANY), MAIN_SYSTEMS)
     return Page(
         name="sharing",
-        title="Several models on the same GPUs (SeaLLM)",
-        assumes=ASSUMES.format(seeds=len(scope.seeds), seconds=scope.seconds, history=HISTORY_S),
+        title="Two models on the same GPUs, one step at a time (SeaLLM)",
+        assumes=ASSUMES.format(seeds=len(scope.seeds), seconds=scope.seconds),
         tables=(
             PageTable("The services", _service_rows()),
             PageTable(
@@ -191,10 +112,9 @@ def sharing(scope: Scope) -> Page:
                 "`of services`: the mean of the services' own normalized latencies. `least`: that of a service.",
             ),
             PageTable(
-                "By how much it is better",
-                [row for system in (DOUBLING_BUDGET, SEALLM, DEFAULT) for row in _factor_rows(system, served)],
-                "At most, over these rates: times lower (attainment: higher). `of services` as above. The paper's are "
-                "of its placement and its doubling budget together.",
+                "By how much the doubling budget is better",
+                _factor_rows(served),
+                "At most, over these rates: times lower (attainment: higher). `of services` as above.",
             ),
             PageTable(
                 f"Each service at {KNEE:g} requests/s",
@@ -202,61 +122,36 @@ def sharing(scope: Scope) -> Page:
                 "Normalized latency, and in brackets the attainment.",
             ),
             PageTable(
-                "Where services are placed",
-                [
-                    row
-                    for rate in (MIDDLE, KNEE)
-                    for policy in (SEALLM, DEFAULT)
-                    for row in _placement_rows(rate, policy)
-                ],
-                "By requests of the first seed. GPUs of an engine, and the services that it has.",
-            ),
-            PageTable(
                 f"Figure 10: attainment by SLO scale, at {KNEE:g} requests/s",
                 [_systems_row(f"{scale:g} x", served[KNEE], _attainment_at(scale)) for scale in SCALES],
             ),
             PageTable(
-                f"Figure 11: normalized latency by density, at {MIDDLE:g} requests/s",
-                [_systems_row(f"{density:g}: {DENSITIES[density]} GPUs", one) for density, one in dense.items()],
-                "The same requests on more GPUs or fewer.",
-            ),
-            PageTable(
-                f"Figure 11: attainment by density, at {MIDDLE:g} requests/s",
-                [
-                    _systems_row(f"{density:g}: {DENSITIES[density]} GPUs", one, _attainment_at(SLO_SCALE))
-                    for density, one in dense.items()
-                ],
-            ),
-            PageTable(
-                f"Figure 12: normalized latency by requests of a service in a row, at {KNEE:g} requests/s",
-                [_systems_row(str(run), one) for run, one in by_run.items()],
-                "The same requests at the same moments; only which of them comes when is changed.",
-            ),
-            PageTable(
                 f"Popularity: normalized latency at {MIDDLE:g} requests/s",
-                [_systems_row(f"{skew:g}:1", one) for skew, one in by_skew.items()],
+                [
+                    _systems_row(
+                        f"{skew:g}:1", served[MIDDLE] if skew == SKEW else _serve_all(scope, MIDDLE, skew=skew)
+                    )
+                    for skew in SKEWS
+                ],
                 "GPU time that the popular service of each group asks for, over that of the other.",
             ),
             PageTable(
                 f"Figure 13: wrong profiles, normalized latency at {MIDDLE:g} requests/s",
-                [_systems_row(f"{noise:g} x", one) for noise, one in by_noise.items()],
+                [
+                    _systems_row(f"{noise:g} x", _serve_all(scope, MIDDLE, noise=noise) if noise else served[MIDDLE])
+                    for noise in NOISES
+                ],
                 "Answers' lengths are off by a normal deviation of so many times their length, at least 1 token.",
-            ),
-            PageTable(
-                f"{MANY} services at {MIDDLE:g} requests/s",
-                [_rate_row(MIDDLE, system, one) for system, one in many.items()],
-                "Eight more with the same models and lengths, 2 GPUs for each where they are dedicated.",
-            ),
-            PageTable(
-                f"Figure 8: replacement, at {SHIFT_RATE:g} requests/s",
-                _replacement_rows(scope),
-                f"After {SHIFT_S:g} of {SHIFTS * SHIFT_S:g} s the other service of each pair becomes the popular one. "
-                "Rates vary half as much as above.",
             ),
         ),
         remarks=REMARKS,
         pictures=(_draw_rates(rows),),
     )
+
+
+def _serve_all(scope: Scope, rate: float, *, noise: float = 0.0, skew: float = SKEW) -> dict[str, ServedServices]:
+    """Every system, with the same requests."""
+    return serve_all(SharingCase(rate, scope.seconds, scope.seeds, noise=noise, skew=skew), SYSTEMS)
 
 
 def _service_rows() -> list[ServiceRow]:
@@ -280,12 +175,12 @@ def _service_rows() -> list[ServiceRow]:
     return rows
 
 
+def _by_service(figure: Callable[[int], float]) -> list[float]:
+    return [figure(number) for number in range(FEW)]
+
+
 def _of_services(one: ServedServices) -> float:
-    return float(np.mean([one.normalized(number) for number in one.numbers]))
-
-
-def _least_attainment(one: ServedServices) -> float:
-    return min(one.attainment(SLO_SCALE, number) for number in one.numbers)
+    return float(np.mean(_by_service(one.normalized)))
 
 
 def _p99_s(one: ServedServices) -> float:
@@ -300,52 +195,19 @@ def _rate_row(rate: float, system: str, one: ServedServices) -> SharingRateRow:
         of_services=_of_services(one),
         p99_s=_p99_s(one),
         attainment=one.attainment(SLO_SCALE),
-        least_attainment=_least_attainment(one),
+        least_attainment=min(_by_service(lambda number: one.attainment(SLO_SCALE, number))),
         ttft_s=one.ttft_s,
         tpot_ms=one.tpot_ms,
     )
 
 
-def _placement_rows(rate: float, policy: str) -> list[PlacementRow]:
-    problem = placement_problem(period_of(draw_traces(rate, HISTORY_S, OTHER_SEEDS)))
-    groups = place_by(policy, PeriodReplay(problem))
-    return [PlacementRow(rate=rate, policy=SYSTEMS[policy], engines=line) for line in describe_groups(problem, groups)]
-
-
-def _replacement_rows(scope: Scope) -> list[ReplacementRow]:
-    rows = []
-    for policy, is_replaced in ((DEDICATED, False), (SEALLM, False), (SEALLM, True), (DEFAULT, False), (DEFAULT, True)):
-        run = serve_shifts(policy, SHIFT_RATE, scope.seeds, is_replaced=is_replaced)
-        one, runs = run.served, len(run.counts)
-        intervals = sorted(each for counts in run.counts for each in counts.interval_s)
-        thousands = len(one.latencies()) / 1000.0
-        rows.append(
-            ReplacementRow(
-                system=SYSTEMS[policy] + (", replaced" if is_replaced else ""),
-                normalized_latency=one.normalized(),
-                of_services=_of_services(one),
-                p99_s=_p99_s(one),
-                attainment=one.attainment(SLO_SCALE),
-                least_attainment=_least_attainment(one),
-                moves=sum(counts.moves for counts in run.counts) / runs,
-                engines=sum(counts.engines for counts in run.counts) / runs,
-                beside=sum(counts.beside for counts in run.counts) / runs,
-                interval_s=f"{intervals[0]:.0f} to {intervals[-1]:.0f}" if intervals else "",
-                replayed=run.replayed / thousands,
-                waited=run.waited / thousands,
-            )
-        )
-    return rows
-
-
-def _factor_rows(ours: str, served: Mapping[float, Mapping[str, ServedServices]]) -> list[FactorRow]:
+def _factor_rows(served: Mapping[float, Mapping[str, ServedServices]]) -> list[FactorRow]:
     def most(figure: Callable[[ServedServices], float], system: str, *, lower: bool = True) -> float:
-        pairs = [(figure(systems[system]), figure(systems[ours])) for systems in served.values()]
-        return max(other / mine if lower else mine / other for other, mine in pairs)
+        pairs = [(figure(systems[system]), figure(systems[DOUBLING_BUDGET])) for systems in served.values()]
+        return max(other / ours if lower else ours / other for other, ours in pairs)
 
     return [
         FactorRow(
-            system=SYSTEMS[ours],
             than=SYSTEMS[system],
             paper_latency_up_to=latency,
             latency_up_to=most(ServedServices.normalized, system),
@@ -377,8 +239,8 @@ def _systems_row(
     systems: Mapping[str, ServedServices],
     figure: Callable[[ServedServices], float] = ServedServices.normalized,
 ) -> SystemsRow:
-    found = [figure(systems[system]) if system in systems else None for system in SYSTEMS]
-    return SystemsRow(of=of, **dict(zip(SystemsRow.__struct_fields__[1:], found, strict=True)))  # type: ignore[arg-type]
+    found = [figure(systems[system]) for system in SYSTEMS]
+    return SystemsRow(of=of, **dict(zip(SystemsRow.__struct_fields__[1:], found, strict=True)))
 
 
 def _draw_rates(rows: Sequence[SharingRateRow]) -> Picture:
@@ -399,17 +261,12 @@ def _draw_rates(rows: Sequence[SharingRateRow]) -> Picture:
     )
 
 
-ASSUMES: Final = """SeaLLM (Zhao et al.) places services on GPU groups, of which two may share one; these step one at a
-    time. Here its scheduler, the doubling budget of its section 4.2, its placement (4.1) and its replacement (4.3),
-    beside what it is compared with, on the same 32 A100 (80 GB; the paper's A800 computes as much), 8 in a box. What
-    decides is the network's own code (`coordinator/sharing`, `coordinator/placement`), engines and times are the
-    simulator's; nothing here was run on a GPU.
-
-    - `dedicated`: every service has as many GPUs of its own (vLLM in the paper).
-    - `FCFS`, `round robin`, `skip-join MLFQ`, `doubling budget`, `as printed`: without placement. Two services of like
-      size share 8 GPUs, each pair fixed; they differ in who steps.
-    - `SeaLLM's placement`: its algorithm 1. `default placement`: our search. Both place by {history:g} s of requests
-      that came before those that are served, with other bursts; shared engines use the doubling budget.
+ASSUMES: Final = """SeaLLM (Zhao et al.) shares each GPU group between two models that step one at a time. Here its
+    scheduler, the doubling budget of its section 4.2, beside those that it is compared with, on the same 32 A100 (80
+    GB; the paper's A800 computes as much). The scheduling code is the network's own (`coordinator/sharing`),
+    engines and times are the simulator's; nothing here was run on a GPU. Placement and replacement, the paper's
+    other two parts, are left out: two services of like size share 8 GPUs, each pair fixed; dedicated services
+    have 4 GPUs each.
 
     The paper's arrivals (Azure functions) and its requests are not at hand. Arrivals are Poisson with a rate
     that changes every 30 s (gamma-distributed, its deviation as large as its mean), for {seconds:g} s, {seeds}
@@ -419,9 +276,8 @@ ASSUMES: Final = """SeaLLM (Zhao et al.) places services on GPU groups, of which
 
     Dedicated services run vLLM's rules of today: prompts in chunks beside decodes. Shared engines prefill or
     decode one service in a step, of at most 2,048 tokens of prompts and 256 requests; changing models costs
-    nothing, KV memory is one budget of bytes, and KV that has to go is computed again. Every system without
-    placement has the degree of tensor parallelism that serves it best at each rate and seed, chosen with
-    hindsight. MuxServe's fixed parts of a GPU are
+    nothing, KV memory is one budget of bytes, and KV that has to go is computed again. Every system has the
+    degree of tensor parallelism that serves it best at each rate and seed. MuxServe's fixed parts of a GPU are
     quotas of time here (100 ms for both services), which a service that is idle leaves to the other.
 
     Normalized latency is latency over the mean execution time of the service's requests alone, on the fewest GPUs that

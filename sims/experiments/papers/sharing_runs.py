@@ -42,17 +42,16 @@ from .sharing_systems import (
 Floats = NDArray[np.float64]
 
 DEDICATED: Final = "dedicated"
-SYSTEMS: Final[Mapping[str, str]] = {
+UNPLACED: Final[Mapping[str, str]] = {
     DEDICATED: "dedicated",
     FCFS: "FCFS",
     ROUND_ROBIN: "round robin",
     MLFQ: "skip-join MLFQ",
     DOUBLING_BUDGET: "doubling budget",
     DOUBLING_BUDGET_PRINTED: "as printed",
-    SEALLM: "SeaLLM's placement",
-    DEFAULT: "default placement",
 }
-MAIN_SYSTEMS: Final = (DEDICATED, FCFS, ROUND_ROBIN, DOUBLING_BUDGET, SEALLM, DEFAULT)
+"""Systems without placement, and what pages call them."""
+
 OTHER_SEEDS: Final = 1000
 """Added to a seed for the requests before those that are served."""
 
@@ -125,16 +124,15 @@ class ServedServices:
         return [(each, one) for run in self.runs for each, one in run.items() if number is None or each == number]
 
 
-def serve_all(case: SharingCase, systems: Iterable[str] = SYSTEMS) -> dict[str, ServedServices]:
+def serve_all(case: SharingCase, systems: Iterable[str]) -> dict[str, ServedServices]:
     """Every system, with the same requests."""
-    traces = [(case.draw(case.seconds, seed), case.draw(HISTORY_S, seed + OTHER_SEEDS)) for seed in case.seeds]
+    traces = [(seed, case.draw(case.seconds, seed)) for seed in case.seeds]
     return {system: ServedServices([_serve(case, system, *each) for each in traces]) for system in systems}
 
 
-def _serve(
-    case: SharingCase, system: str, traces: Mapping[int, Trace], history: Mapping[int, Trace]
-) -> Mapping[int, Outcomes]:
+def _serve(case: SharingCase, system: str, seed: int, traces: Mapping[int, Trace]) -> Mapping[int, Outcomes]:
     if system in (SEALLM, DEFAULT):
+        history = case.draw(HISTORY_S, seed + OTHER_SEEDS)
         return serve_placed(system, history, traces, services=case.services, gpus=case.gpus)
     served: dict[int, Outcomes] = {}
     if system == DEDICATED:

@@ -129,6 +129,9 @@ GPUS_OF_A_BOX: Final = 8
 GPUS_OF_A_GROUP: Final = 8
 SEALLM: Final = "seallm"
 DEFAULT: Final = "default"
+LOOKED_BACK: Final = 6000
+"""Requests of it, at most."""
+
 HISTORY_S: Final = 180.0
 """Of requests by which services are placed: before those that are served, with other bursts."""
 
@@ -416,5 +419,5 @@ def serve_placed(
     policy: str, history: Mapping[int, Trace], traces: Mapping[int, Trace], *, services: int = FEW, gpus: int = GPUS
 ) -> dict[int, Outcomes]:
     """Services placed by what was asked before, shared engines by the doubling budget."""
-    problem = placement_problem(period_of(history), services=services, gpus=gpus)
+    problem = placement_problem(period_of(history).sampled(LOOKED_BACK), services=services, gpus=gpus)
     return serve_groups(problem, place_by(policy, PeriodReplay(problem)), DOUBLING_BUDGET, traces)

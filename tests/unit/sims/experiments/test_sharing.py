@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from p2pserve.sims.engine.shared_engine import SharedEngine
+from p2pserve.sims.experiments.papers import placement as placement_module
 from p2pserve.sims.experiments.papers import sharing as page_module
 from p2pserve.sims.experiments.papers import sharing_runs
 from p2pserve.sims.experiments.papers.sharing import PAPER, sharing
-from p2pserve.sims.experiments.papers.sharing_runs import DEFAULT, SEALLM, SYSTEMS, ServedServices
+from p2pserve.sims.experiments.papers.sharing_runs import UNPLACED, ServedServices
 from p2pserve.sims.experiments.papers.sharing_systems import (
     DEGREES,
     FEW,
@@ -112,7 +113,7 @@ def test_wrong_profiles_change_answers_alone() -> None:
     assert any(plain[number].output.tolist() != wrong[number].output.tolist() for number in plain)
 
 
-@pytest.mark.parametrize("order", [system for system in SYSTEMS if system not in ("dedicated", SEALLM, DEFAULT)])
+@pytest.mark.parametrize("order", [system for system in UNPLACED if system != "dedicated"])
 def test_every_request_of_both_services_is_answered(order: str) -> None:
     traces = draw_traces(10.0, 30.0, 1)
     served = serve_shared(GROUPS[2], order, traces)
@@ -159,16 +160,33 @@ def test_figures_are_those_of_all_runs_together() -> None:
 def test_the_page_has_a_row_of_every_system_at_every_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RATES": (1.0, 2.0), "MIDDLE": 1.0, "KNEE": 2.0}.items():
         monkeypatch.setattr(page_module, name, value)
-    for name, few in {"SKEWS": (9.0,), "NOISES": (0.0,), "IN_A_ROW": (1,), "DENSITIES": {1.0: 32}}.items():
-        monkeypatch.setattr(page_module, name, few)
-    for name, seconds in {"SHIFT_S": 10.0, "HISTORY_S": 10.0, "SHIFT_RATE": 2.0}.items():
-        monkeypatch.setattr(sharing_runs, name, seconds)
-        monkeypatch.setattr(page_module, name, seconds)
+    monkeypatch.setattr(page_module, "SKEWS", (9.0,))
+    monkeypatch.setattr(page_module, "NOISES", (0.0,))
     page = sharing(Scope(seeds=(0,), seconds=5.0))
     by_title = {table.title: table.rows for table in page.tables}
-    assert len(by_title["Figures 6 and 7: over the rate"]) == 2 * len(SYSTEMS)
-    assert len(by_title["The services"]) == len(SERVICES)
-    assert [row.than for row in by_title["By how much it is better"]] == [  # type: ignore[attr-defined]
-        SYSTEMS[system] for system in PAPER
-    ] * 3
+    assert len(by_title["Figures 6 and 7: over the rate"]) == 2 * len(UNPLACED)
+    assert len(by_title["The services"]) == FEW
+    assert [row.than for row in by_title["By how much the doubling budget is better"]] == [  # type: ignore[attr-defined]
+        UNPLACED[system] for system in PAPER
+    ]
     assert "fixed parts of a GPU are quotas of time" in " ".join(page.markdown().split())
+
+
+def test_the_page_of_placement_has_a_row_of_every_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {
+        "RATES": (1.0, 2.0, 2.5, 3.0), "MIDDLE": 1.0, "KNEE": 2.0, "NOISES": (0.0,), "IN_A_ROW": (1,),
+        "DENSITIES": {1.0: 32}, "SHIFT_RATE": 2.0, "MANY": 16,
+    }  # fmt: skip
+    for name, value in few.items():
+        monkeypatch.setattr(placement_module, name, value)
+    for name in ("SHIFT_S", "HISTORY_S"):
+        monkeypatch.setattr(sharing_runs, name, 10.0)
+    page = placement_module.placement(Scope(seeds=(0,), seconds=5.0))
+    by_title = {table.title: table.rows for table in page.tables}
+    systems = len(placement_module.SYSTEMS)
+    assert len(by_title["Figures 6 and 7: over the rate"]) == 4 * systems
+    assert len(by_title["16 services at 1 requests/s"]) == systems
+    assert len(by_title["By how much placement is better"]) == 2 * len(placement_module.PAPER)
+    replaced = by_title["Figure 8: replacement, at 2 requests/s"]
+    assert [row.moves for row in replaced][:2] == [0.0, 0.0]  # type: ignore[attr-defined]
+    assert all(0.0 < row.attainment <= 1.0 for row in replaced)  # type: ignore[attr-defined]
