@@ -32,7 +32,7 @@ from typing import Final
 import numpy as np
 
 from .replay import Judged, PeriodReplay
-from .values import SHARED_BY, GpuGroup, Groups, PlacementError, PlacementProblem
+from .values import SHARED_BY, GpuGroup, Groups, PlacementError, PlacementProblem, name_all
 
 ALPHA: Final = 1e-4
 """Of equation 6: as in section 6.1."""
@@ -56,7 +56,7 @@ def place_seallm(replay: PeriodReplay, *, alpha: float = ALPHA, attainment: floa
         if best is None or figures > best_figures:
             best, best_figures = groups, figures
     if best is None:
-        raise PlacementError(f"{len(problem.services)} services have no room together on {problem.gpus} GPUs")
+        raise PlacementError(f"{name_all(problem)} have no room together on {problem.gpus} GPUs")
     return best
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from ..costs.loading import LoadRates
 from .replay import Judged, PeriodReplay
 from .seallm import ATTAINMENT, place_seallm
-from .values import SHARED_BY, GpuGroup, Groups, PlacementError, PlacementProblem, find_fault
+from .values import SHARED_BY, GpuGroup, Groups, PlacementError, PlacementProblem, find_fault, name_all
 
 Trial = Callable[[Groups], float]
 """What a placement costs, by a simulation of its engines: lower is better."""
@@ -113,7 +113,7 @@ def search_placement(
     if before and not find_fault(replay.problem, before):
         starts["before"] = before
     if not starts:
-        raise PlacementError(f"{len(replay.problem.services)} services have no room on {replay.problem.gpus} GPUs")
+        raise PlacementError(f"{name_all(replay.problem)} have no room together on {replay.problem.gpus} GPUs")
 
     def cost_of(groups: Groups) -> float:
         return placement_cost(replay, groups, aims, before)

@@ -296,6 +296,11 @@ def find_fault(problem: PlacementProblem, groups: Groups) -> str:
     return ""
 
 
+def name_all(problem: PlacementProblem) -> str:
+    """Its services, for people."""
+    return ", ".join(service.name for service in problem.services)
+
+
 def describe_groups(problem: PlacementProblem, groups: Groups) -> list[str]:
     """A line for each box: `a100-0: 4 x chat+code, 4 x talk`."""
     lines = []

@@ -39,7 +39,7 @@ def test_at_most_two_services_share_an_engine() -> None:
 
 
 def test_services_without_room_together_are_refused() -> None:
-    with pytest.raises(PlacementError, match="5 services have no room together on 2 GPUs"):
+    with pytest.raises(PlacementError, match="s0, s1, s2, s3, s4 have no room together on 2 GPUs"):
         place_seallm(PeriodReplay(problem(["llama2-7b"] * 5, [1.0] * 5, boxes=[box(gpus=2)])))
 
 

@@ -1,12 +1,15 @@
 """What the comparison of turn orders is made of: services, traffic, engines, figures added up by hand."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from p2pserve.coordinator.placement.search import search_placement
 from p2pserve.sims.engine.shared_engine import SharedEngine
 from p2pserve.sims.experiments.papers import placement as placement_module
 from p2pserve.sims.experiments.papers import sharing as page_module
-from p2pserve.sims.experiments.papers import sharing_runs
+from p2pserve.sims.experiments.papers import sharing_runs, sharing_systems
 from p2pserve.sims.experiments.papers.sharing import PAPER, sharing
 from p2pserve.sims.experiments.papers.sharing_runs import UNPLACED, ServedServices
 from p2pserve.sims.experiments.papers.sharing_systems import (
@@ -181,6 +184,7 @@ def test_the_page_of_placement_has_a_row_of_every_system(monkeypatch: pytest.Mon
         monkeypatch.setattr(placement_module, name, value)
     for name in ("SHIFT_S", "HISTORY_S"):
         monkeypatch.setattr(sharing_runs, name, 10.0)
+    monkeypatch.setattr(sharing_systems, "search_placement", partial(search_placement, rounds=5))
     page = placement_module.placement(Scope(seeds=(0,), seconds=5.0))
     by_title = {table.title: table.rows for table in page.tables}
     systems = len(placement_module.SYSTEMS)
