@@ -25,6 +25,7 @@ What the paper leaves open or contradicts, and what is done here:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import product
 from typing import Final
@@ -58,6 +59,40 @@ def place_seallm(replay: PeriodReplay, *, alpha: float = ALPHA, attainment: floa
     if best is None:
         raise PlacementError(f"{name_all(problem)} have no room together on {problem.gpus} GPUs")
     return best
+
+
+def place_new(problem: PlacementProblem, groups: Groups, service: int) -> Groups:
+    """With a service of which nothing is known yet: it gets the fewest GPUs that it fits on for itself, until services
+    are placed anew (section 3). Free ones, else those of the group with the lowest request rate whose services have
+    others. Raises PlacementError where there are none."""
+    used = Counter[int]()
+    for group in groups:
+        used[group.box] += group.tp
+    spots: list[tuple[int, float, int, GpuGroup | None]] = [  # GPUs, rate, box, and the group that they are of
+        (tp, 0.0, number, None)
+        for number, box in enumerate(problem.boxes)
+        if (tp := _fewest(problem, number, box.gpus - used[number], service))
+    ]
+    if not spots:
+        copies = Counter(each for group in groups for each in group.services)
+        spots = [
+            (tp, sum(problem.counts[each] / copies[each] for each in group.services), group.box, group)
+            for group in groups
+            if all(copies[each] > 1 for each in group.services)
+            and (tp := _fewest(problem, group.box, group.tp, service))
+        ]
+    if not spots:
+        raise PlacementError(f"{problem.services[service].name} has no room beside the others on {problem.gpus} GPUs")
+    tp, _, box, taken = min(spots, key=lambda spot: spot[:3])
+    left = list(groups)
+    if taken is not None:
+        left.remove(taken)
+    return tuple(sorted([*left, GpuGroup(box, tp, (service,))]))
+
+
+def _fewest(problem: PlacementProblem, box: int, free: int, service: int) -> int:
+    """Of so many GPUs of a box; 0: it does not fit."""
+    return next((tp for tp in problem.degrees if tp <= free and problem.can_host(box, tp, (service,))), 0)
 
 
 def partition_gpus(problem: PlacementProblem, tp: int, most: int) -> Groups | None:

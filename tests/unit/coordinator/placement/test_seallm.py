@@ -3,7 +3,7 @@
 import pytest
 
 from p2pserve.coordinator.placement.replay import PeriodReplay
-from p2pserve.coordinator.placement.seallm import partition_gpus, place_seallm
+from p2pserve.coordinator.placement.seallm import partition_gpus, place_new, place_seallm
 from p2pserve.coordinator.placement.values import GpuGroup, PlacementError, find_fault
 
 from .placed_services import A6000, box, problem
@@ -55,3 +55,14 @@ def test_disks_bound_what_a_box_hosts() -> None:
     groups = place_seallm(PeriodReplay(narrow))
     assert find_fault(narrow, groups) == ""
     assert {group.services for group in groups} == {(0,), (1,)}
+
+
+def test_a_new_service_gets_the_fewest_gpus_for_itself() -> None:
+    some = problem(["llama2-7b", "llama2-7b", "llama2-70b"], [5.0, 1.0, 0.0], boxes=[box(0, 4), box(1, 4)])
+    placed = (GpuGroup(0, 4, (0, 1)), GpuGroup(1, 1, (1,)))
+    assert place_new(some, placed, 2) == (*placed, GpuGroup(1, 2, (2,)))
+    full = (GpuGroup(0, 2, (0,)), GpuGroup(0, 2, (1,)), GpuGroup(1, 2, (0,)), GpuGroup(1, 2, (1,)))
+    # One of those of the quieter service, which has another one.
+    assert place_new(some, full, 2) == (GpuGroup(0, 2, (0,)), GpuGroup(0, 2, (2,)), GpuGroup(1, 2, (0,)), full[3])
+    with pytest.raises(PlacementError, match="s2 has no room beside the others on 8 GPUs"):
+        place_new(some, (GpuGroup(0, 4, (0,)), GpuGroup(1, 4, (1,))), 2)
