@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...coordinator.placement.replacement import (
+    FIRST_S,
     EngineSwitch,
     ReplacementPace,
     is_worth_it,
@@ -35,6 +36,17 @@ UNKNOWN_TOKENS: Final = 128
 """Of an answer, where none has ended."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplacingSettings:
+    """What a placement is to be good for, the first interval in seconds, by how much is looked back at least where that
+    is longer than an interval, and the last arrival, after which nothing is moved."""
+
+    goals: PlacementGoals = field(default_factory=PlacementGoals)
+    interval_s: float = FIRST_S
+    looks_back_s: float = 0.0
+    until_s: float = inf
+
+
 @dataclass(slots=True)
 class ReplacementCounts:
     """What replacing has come to: intervals that ended, those after which services moved, engines that came, those of
@@ -49,9 +61,7 @@ class ReplacementCounts:
 
 @final
 class Replacing:
-    """See the module; a `FleetChanges`. `problem` has the period that the first placement was made by;
-    `looks_back_s`: placements are judged by the last interval and at least so much; `until_s`: the last arrival, after
-    which nothing is moved."""
+    """See the module; a `FleetChanges`. `problem` has the period that the first placement was made by."""
 
     def __init__(
         self,
@@ -61,10 +71,7 @@ class Replacing:
         traces: Mapping[int, Trace],
         *,
         place: Placer,
-        goals: PlacementGoals | None = None,
-        pace: ReplacementPace | None = None,
-        looks_back_s: float = 0.0,
-        until_s: float = inf,
+        settings: ReplacingSettings | None = None,
     ) -> None:
         self.counts = ReplacementCounts()
         self.problem = problem
@@ -74,10 +81,8 @@ class Replacing:
         self._traces = traces
         self._period = period_of(traces)
         self._place = place
-        self._goals = goals or PlacementGoals()
-        self._pace = pace or ReplacementPace(now=0.0)
-        self._looks_back_s = looks_back_s
-        self._until_s = until_s
+        self._settings = settings or ReplacingSettings()
+        self._pace = ReplacementPace(now=0.0, interval_s=self._settings.interval_s)
         self._since = 0.0
         self._steps: list[tuple[float, int, int, EngineSwitch]] = []  # heap: when, in order, 0 ends or 1 begins
         self._order_of_steps = count()
@@ -87,7 +92,7 @@ class Replacing:
     def wake_at(self) -> float:
         """See `FleetChanges`."""
         step = self._steps[0][0] if self._steps else inf
-        return min(step, self._pace.next_at if self._pace.next_at <= self._until_s else inf)
+        return min(step, self._pace.next_at if self._pace.next_at <= self._settings.until_s else inf)
 
     def begin(self, fleet: Fleet) -> None:
         """The first engines, ready at once."""
@@ -117,7 +122,8 @@ class Replacing:
             return
         running = tuple(sorted(engine.group for engine in self._engines))
         replay = PeriodReplay(self.problem)
-        goals = replace(self._goals, serves_s=max(self._goals.serves_s, self._pace.interval_s))
+        goals = self._settings.goals
+        goals = replace(goals, serves_s=max(goals.serves_s, self._pace.interval_s))
         try:
             found = self._place(replay, running)
         except PlacementError:
@@ -146,7 +152,7 @@ class Replacing:
         """Requests of the last interval, and of what is looked back to before it, as they are known: answers that have
         not ended are taken to be as long as those that have on average. Of a service that nobody has asked its latest
         request stands for it."""
-        began = max(0.0, min(self._since, now - self._looks_back_s))
+        began = max(0.0, min(self._since, now - self._settings.looks_back_s))
         rows, before = self._period.between(began, now), self.problem.period
         known = None if rows is None else replace(rows, output=self._known_outputs(fleet, rows, now))
         parts = [] if known is None else [known.sampled(LOOKED_BACK)]

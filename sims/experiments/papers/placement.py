@@ -325,12 +325,13 @@ ASSUMES: Final = """SeaLLM (Zhao et al.) places services on GPU groups, of which
     are the simulator's, and nothing here was run on a GPU. Services, requests, arrivals, engines and measures are
     those of [two models on the same GPUs](sharing.md), which compares who steps: {seconds:g} s, {seeds} seeds.
 
-    - `dedicated`: every service has as many GPUs of its own (vLLM in the paper).
-    - `FCFS`, `round robin`, `doubling budget`: without placement. Two services of like size share 8 GPUs, each pair
-      fixed; they differ in who steps. These four have the degree of tensor parallelism that serves each service or
-      pair best at each rate and seed, chosen with hindsight.
-    - `SeaLLM's placement`: its algorithm 1. `default placement`: our search. Both see {history:g} s of requests from
-      before those that are served, with other bursts, and nothing else; shared engines use the doubling budget."""
+    `dedicated`: every service has as many GPUs of its own (vLLM in the paper). `FCFS`, `round robin`, `doubling
+    budget`: without placement; two services of like size share 8 GPUs, each pair fixed, and they differ in who steps.
+    These four have the degree of tensor parallelism that serves each service or pair best at each rate and seed, chosen
+    with hindsight.
+
+    `SeaLLM's placement`: its algorithm 1. `default placement`: our search. Both see {history:g} s of requests from
+    before those that are served, with other bursts, and nothing else. Their shared engines use the doubling budget."""
 
 REMARKS: Final = """\
 - To be written.

@@ -15,7 +15,7 @@ from ....coordinator.placement.search import PlacementGoals, place_apart
 from ....coordinator.placement.values import Groups
 from ....coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, FCFS, MLFQ, ROUND_ROBIN
 from ...placement.fleet import Fleet, period_of
-from ...placement.replacing import ReplacementCounts, Replacing
+from ...placement.replacing import ReplacementCounts, Replacing, ReplacingSettings
 from ...records import Outcomes, Trace
 from .sharing_systems import (
     DEFAULT,
@@ -166,10 +166,11 @@ def serve_shifts(policy: str, rate: float, seeds: Iterable[int], *, is_replaced:
         traces = draw_shifts(rate, SHIFT_S, seed, SHIFTS)
         problem = placement_problem(period_of(history))
         place = _place_evenly if policy == DEDICATED else partial(place_by, policy)
-        changes = Replacing(
-            problem, place(PeriodReplay(problem), ()), DOUBLING_BUDGET, traces, place=place,
-            looks_back_s=LOOKS_BACK_S if policy == DEFAULT else 0.0, until_s=SHIFTS * SHIFT_S if is_replaced else 0.0,
-        )  # fmt: skip
+        settings = ReplacingSettings(
+            looks_back_s=LOOKS_BACK_S if policy == DEFAULT else 0.0, until_s=SHIFTS * SHIFT_S if is_replaced else 0.0
+        )
+        groups = place(PeriodReplay(problem), ())
+        changes = Replacing(problem, groups, DOUBLING_BUDGET, traces, place=place, settings=settings)
         fleet = Fleet(traces)
         changes.begin(fleet)
         runs.append(fleet.run(changes))

@@ -7,12 +7,11 @@ import pytest
 
 from p2pserve.coordinator.costs.gpus import Specs, gpu_table
 from p2pserve.coordinator.costs.model_shape import model_shape
-from p2pserve.coordinator.placement.replacement import ReplacementPace
 from p2pserve.coordinator.placement.replay import PeriodReplay
 from p2pserve.coordinator.placement.search import search_placement
 from p2pserve.coordinator.placement.values import GpuGroup, Groups, PlacementBox, PlacementProblem, PlacementService
 from p2pserve.sims.placement.fleet import Fleet, host_group, period_of, serve_groups
-from p2pserve.sims.placement.replacing import Replacing
+from p2pserve.sims.placement.replacing import Replacing, ReplacingSettings
 from p2pserve.sims.records import Outcomes, Trace
 
 MODELS = ("llama2-13b", "llama2-7b", "opt-6.7b")
@@ -139,7 +138,7 @@ def test_services_follow_popularity_and_no_request_is_lost() -> None:
 
     def run(until_s: float) -> tuple[Replacing, Fleet, dict[int, Outcomes]]:
         changes = Replacing(
-            problem, first, "db", traces, until_s=until_s, pace=ReplacementPace(now=0.0, interval_s=40.0),
+            problem, first, "db", traces, settings=ReplacingSettings(interval_s=40.0, until_s=until_s),
             place=lambda replay, running: search_placement(
                 replay, rng=np.random.default_rng(0), before=running, rounds=20
             ).groups,
