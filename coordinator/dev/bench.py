@@ -1,6 +1,6 @@
 """How long planning takes, and how good the plans are.
 
-    python -m p2pserve.coordinator.bench [--parts plan,light,repair,route,turn] [--sizes 16,24,32,128,1024]
+    python -m p2pserve.coordinator.bench [--parts plan,light,repair,route,turn,place] [--sizes 16,24,32,128,1024]
         [--format json] [--plot PNG] [--long JSON]
 
 Seconds are those of the processor, on one core. Up to 32 GPUs, where chance decides much, objective
@@ -19,6 +19,9 @@ that prefill and 50 that decode, all of them paired; medians of rounds.
 
 `turn`: microseconds of the processor for deciding who steps next in an engine process that four services share, with
 1,000 requests waiting, by each turn order, and for charging the turn; `turn_us_1000` is the slowest order's decision.
+
+`place`: seconds of the processor for placing 16 services of four models on 32 GPUs, by SeaLLM's policy and by the
+default one, each with the replays of a minute of 30 requests/s that it takes, and what they come to.
 
 This is the one module of the coordinator that reads a clock and prints.
 """
@@ -56,11 +59,12 @@ from ..planning.upper.settings import SearchSettings
 from ..repair.urgency import REPAIR_S, PlanFigures, find_urgent_news
 from ..routing.policies import NETWORK_POLICIES
 from .bench_clusters import bench_problem
+from .placement_cases import placement_rows
 from .repair_cases import RepairCase, repair_cases, running_network
 from .route_cases import REPLICAS, make_plan, make_router
 from .turn_cases import turn_rows
 
-PARTS: Final = ("plan", "light", "repair", "route", "turn")
+PARTS: Final = ("plan", "light", "repair", "route", "turn", "place")
 SIZES: Final = (16, 24, 32, 128, 1024)
 WORKLOADS: Final = ("conversation", "coding")
 LOST_BOX: Final = "a6000-0"
@@ -95,6 +99,7 @@ TARGETS: Final = {
     "repair, s": 1.0,
     "route, us": 200.0,
     "turn, us": 50.0,
+    "place, s": 10.0,
 }
 """Seconds at most, the others at least."""
 
@@ -122,6 +127,9 @@ def run(sizes: Sequence[int], tell: Callable[[str], None], parts: Sequence[str] 
         tell("deciding whose turn it is")
         report["turn"] = turn_rows(TURN_WAITING, time.process_time)
         report[f"turn_us_{TURN_WAITING}"] = max(row["choose_us"] for row in report["turn"])
+    if "place" in parts:
+        tell("placing services")
+        report["place"] = placement_rows(time.process_time)
     return report
 
 
@@ -338,6 +346,11 @@ def _text(report: Row) -> str:
         f"a turn by {row['order']:<18} {row['waiting']} requests wait: {row['choose_us']:.1f} us, charged in "
         f"{row['charge_us']:.1f} us"
         for row in report.get("turn", ())
+    ]
+    lines += [
+        f"placing {row['services']} services on {row['gpus']} GPUs by {row['policy']:<8} {row['seconds']:.2f} s: "
+        f"attainment {row['attainment']:.3f}, normalized latency {row['normalized']:.3f}"
+        for row in report.get("place", ())
     ]
     return "\n".join(lines) + "\n"
 

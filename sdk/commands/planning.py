@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 from ..errors import UsageError
 from ..options.command import combine, command
-from ..options.planning import apply_option, explain_option, live_option, plan_options, sim_options, trials_option
+from ..options.planning import (
+    apply_option,
+    explain_option,
+    live_option,
+    placement_option,
+    plan_options,
+    sim_options,
+    trials_option,
+)
 from ..options.provision import provision_options
 from ..options.shared import network_options, timeout_option
 
@@ -20,10 +28,17 @@ from ..options.shared import network_options, timeout_option
     formats=("table", "json"),
 )
 @combine(
-    plan_options, trials_option, explain_option, live_option, apply_option, network_options("p2p_client_..."),
+    plan_options, placement_option, trials_option, explain_option, live_option, apply_option,
+    network_options("p2p_client_..."),
     timeout_option,
 )  # fmt: skip
 def plan(arguments: SimpleNamespace) -> int:
+    if arguments.placement is not None:
+        if arguments.live:
+            raise UsageError("placement: it is for a described cluster; the running network shares no GPU yet")
+        from ..simulating.placement import run_placement
+
+        return run_placement(arguments)
     if arguments.live:
         from ..live.plan import run_live_plan
 

@@ -19,6 +19,8 @@ ADMISSIONS: Final = ("none", "network", "deadline")
 
 KV_CHOICES: Final = ("auto", "fp8", "choose")
 
+PLACEMENTS: Final = ("default", "seallm")
+
 SPECS: Final = ("measured", "dense", "thunderserve-table1")
 
 
@@ -91,6 +93,14 @@ trials_option: Final = option(
     "by the estimate alone (default: 4 for up to 32 GPUs, 2 for up to 128, else 0, and 0 with --budget-s)",
 )
 """Whether `p2pserve plan` chooses among simulated plans."""
+
+placement_option: Final = option(
+    "--placement",
+    type=click.Choice(PLACEMENTS),
+    help="with --services: instead of replicas for each service, engines that two services may share, each within a "
+    "box; default: a search; seallm: as that paper places",
+)
+"""Whether `p2pserve plan` has services share GPUs."""
 
 explain_option: Final = option(
     "--explain",

@@ -25,6 +25,7 @@ from .load.promises import promises
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
 from .papers.hetero import hetero
+from .papers.placement import placement
 from .papers.policies import policies
 from .papers.prefixes import prefixes
 from .papers.sharing import sharing
@@ -60,6 +61,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         kv_memory,
         promises,
         sharing,
+        placement,
     )
 }
 SUMMARY: Final = "headline"

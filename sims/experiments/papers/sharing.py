@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ....coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, FCFS, MLFQ, ROUND_ROBIN
-from ...records import Outcomes, Trace
+from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, MLFQ, ROUND_ROBIN
 from ..page import Curves, Page, PageTable, Picture, ResultRow
 from ..setting import Scope
-from .sharing_systems import (
-    GROUPS,
-    SERVICES,
-    SKEW,
-    draw_traces,
-    execution_s,
-    fewest_gpus,
-    lone_latencies,
-    lone_latency_s,
-    serve_dedicated,
-    serve_shared,
-    times_at,
-    traffic_shares,
-)
+from .sharing_runs import DEDICATED, UNPLACED, ServedServices, SharingCase, serve_all
+from .sharing_systems import FEW, GROUPS, SERVICES, SKEW, lone_latencies, traffic_shares
 
-Floats = NDArray[np.float64]
-
-DEDICATED: Final = "dedicated"
-SYSTEMS: Final[Mapping[str, str]] = {
-    DEDICATED: "dedicated",
-    FCFS: "FCFS",
-    ROUND_ROBIN: "round robin",
-    MLFQ: "skip-join MLFQ",
-    DOUBLING_BUDGET: "doubling budget",
-    DOUBLING_BUDGET_PRINTED: "as printed",
-}
+SYSTEMS: Final = UNPLACED
 RATES: Final = (5.0, 10.0, 20.0, 35.0, 50.0)
 KNEE: Final = 50.0
 SLO_SCALE: Final = 5.0
@@ -55,39 +30,6 @@ PAPER: Final[Mapping[str, tuple[float, float | None, float]]] = {
 }
 """Up to how many times SeaLLM's normalized latency and 99th percentile are lower, and its attainment higher. Of the
 MLFQ, with placement and replacement as in SeaLLM (its figure 8, where FCFS is in the same figures)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ServedServices:
-    """What became of every service's requests under one system, by the service's number; several runs in a row."""
-
-    runs: Sequence[Mapping[int, Outcomes]]
-
-    def latencies(self, number: int | None = None) -> Floats:
-        """Seconds from arrival to the last token."""
-        return np.concatenate([outcomes.e2e_s for _, outcomes in self._of(number)])
-
-    def normalized(self, number: int | None = None) -> float:
-        """The average of latency over the service's average execution time (section 6.1)."""
-        return float(np.concatenate([run.e2e_s / execution_s(each) for each, run in self._of(number)]).mean())
-
-    def attainment(self, scale: float, number: int | None = None) -> float:
-        """The share of requests that took at most so many times what each takes alone."""
-        in_time = [run.e2e_s <= scale * _alone_s(each, run.trace) for each, run in self._of(number)]
-        return float(np.concatenate(in_time).mean())
-
-    @property
-    def ttft_s(self) -> float:
-        """On average."""
-        return float(np.concatenate([run.ttft_s for _, run in self._of(None)]).mean())
-
-    @property
-    def tpot_ms(self) -> float:
-        """On average, of answers of several tokens."""
-        return 1e3 * float(np.concatenate([run.tpot_s[run.trace.output > 1] for _, run in self._of(None)]).mean())
-
-    def _of(self, number: int | None) -> list[tuple[int, Outcomes]]:
-        return [(each, one) for run in self.runs for each, one in run.items() if number is None or each == number]
 
 
 class ServiceRow(ResultRow, frozen=True):
@@ -176,7 +118,7 @@ def sharing(scope: Scope) -> Page:
             ),
             PageTable(
                 f"Each service at {KNEE:g} requests/s",
-                [_by_service_row(number, served[KNEE]) for number in range(len(SERVICES))],
+                [_by_service_row(number, served[KNEE]) for number in range(FEW)],
                 "Normalized latency, and in brackets the attainment.",
             ),
             PageTable(
@@ -209,30 +151,15 @@ def sharing(scope: Scope) -> Page:
 
 def _serve_all(scope: Scope, rate: float, *, noise: float = 0.0, skew: float = SKEW) -> dict[str, ServedServices]:
     """Every system, with the same requests."""
-    traces = [draw_traces(rate, scope.seconds, seed, noise=noise, skew=skew) for seed in scope.seeds]
-    return {system: ServedServices([_serve(system, each) for each in traces]) for system in SYSTEMS}
-
-
-def _serve(system: str, traces: Mapping[int, Trace]) -> Mapping[int, Outcomes]:
-    served: dict[int, Outcomes] = {}
-    if system == DEDICATED:
-        for number, trace in traces.items():
-            served |= serve_dedicated(number, trace)
-    else:
-        for group in GROUPS:
-            served |= serve_shared(group, system, traces)
-    return served
-
-
-def _alone_s(number: int, trace: Trace) -> Floats:
-    model = SERVICES[number].model
-    return lone_latency_s(times_at(model, fewest_gpus(model)), trace.prompt, trace.output)
+    return serve_all(SharingCase(rate, scope.seconds, scope.seeds, noise=noise, skew=skew), SYSTEMS)
 
 
 def _service_rows() -> list[ServiceRow]:
-    partner = {one: two for group in GROUPS for one, two in ((group.one, group.two), (group.two, group.one))}
+    partner = {
+        one: two for group in GROUPS[: FEW // 2] for one, two in ((group.one, group.two), (group.two, group.one))
+    }
     rows = []
-    for number, service in enumerate(SERVICES):
+    for number, service in enumerate(SERVICES[:FEW]):
         prompts, outputs, alone = lone_latencies(service)
         rows.append(
             ServiceRow(
@@ -249,7 +176,7 @@ def _service_rows() -> list[ServiceRow]:
 
 
 def _by_service(figure: Callable[[int], float]) -> list[float]:
-    return [figure(number) for number in range(len(SERVICES))]
+    return [figure(number) for number in range(FEW)]
 
 
 def _of_services(one: ServedServices) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf, log
+from math import log
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -15,12 +15,15 @@ from ....coordinator.costs.gpus import Specs, gpu_table
 from ....coordinator.costs.model_shape import model_shape
 from ....coordinator.costs.replica import StageHardware, kv_capacity_tokens, replica_times
 from ....coordinator.costs.step_times import StepTimes, chunk_pairs
-from ....coordinator.sharing.orders import TURN_ORDERS
+from ....coordinator.placement.replay import PeriodReplay
+from ....coordinator.placement.seallm import place_seallm
+from ....coordinator.placement.search import search_placement
+from ....coordinator.placement.values import Groups, Period, PlacementBox, PlacementProblem, PlacementService
+from ....coordinator.sharing.orders import DOUBLING_BUDGET, TURN_ORDERS
 from ....coordinator.sharing.service_profile import ServiceProfile, expect_service, lone_execution_s
 from ...engine.engine import Engine
-from ...engine.sequence import Sequence as EngineSequence
 from ...engine.shared_engine import SharedEngine, SharedService
-from ...engine.values import SignalKind, SimEngineSettings
+from ...placement.fleet import ENGINE, Fleet, FleetEngine, period_of, serve_groups
 from ...records import Outcomes, Trace
 from ...workloads import Lengths
 from ..setting import lengths as azure_lengths
@@ -46,6 +49,9 @@ PEAK_S: Final = 30.0
 
 PEAK_SHAPE: Final = 1.0
 """Of the gamma distribution of those rates: their deviation is as large as their mean."""
+
+SHIFT_SHAPE: Final = 4.0
+"""Of those rates where it is popularity that changes: their deviation is half of their mean."""
 
 SKEW: Final = 9.0
 """How much more GPU time the popular service of a group needs than the other."""
@@ -91,7 +97,16 @@ SERVICES: Final = (
     ModelService("code", "opt-6.7b", HUMANEVAL),
     ModelService("coding-short", "llama2-7b", LengthsKind(azure="coding", cluster=0, clusters=2)),
     ModelService("talk-short", "opt-6.7b", LengthsKind(azure="conversation", cluster=0, clusters=3), is_popular=True),
+    ModelService("code-70b", "llama2-70b", HUMANEVAL),
+    ModelService("chat-70b", "llama2-70b", SHAREGPT, is_popular=True),
+    ModelService("chat-13b", "llama2-13b", SHAREGPT, is_popular=True),
+    ModelService("code-13b", "llama2-13b", HUMANEVAL),
+    ModelService("coding-7b", "llama2-7b", LengthsKind(azure="coding", cluster=1, clusters=2)),
+    ModelService("talk-7b", "llama2-7b", LengthsKind(azure="conversation", cluster=1, clusters=3), is_popular=True),
+    ModelService("chat-opt", "opt-6.7b", SHAREGPT, is_popular=True),
+    ModelService("coding-opt", "opt-6.7b", LengthsKind(azure="coding", cluster=0, clusters=2)),
 )
+"""As in the figures the first 8; all 16 where it says so."""
 
 
 class SharingGroup(NamedTuple):
@@ -102,12 +117,26 @@ class SharingGroup(NamedTuple):
     fewest: int
 
 
-GROUPS: Final = (SharingGroup(0, 1, 4), SharingGroup(2, 3, 2), SharingGroup(4, 5, 1), SharingGroup(6, 7, 1))
+GROUPS: Final = (
+    SharingGroup(0, 1, 4), SharingGroup(2, 3, 2), SharingGroup(4, 5, 1), SharingGroup(6, 7, 1),
+    SharingGroup(8, 9, 4), SharingGroup(10, 11, 2), SharingGroup(12, 13, 1), SharingGroup(14, 15, 1),
+)  # fmt: skip
+FEW: Final = 8
+"""Services of the figures: the first ones, in the first groups."""
+
+GPUS: Final = 32
+GPUS_OF_A_BOX: Final = 8
 GPUS_OF_A_GROUP: Final = 8
+SEALLM: Final = "seallm"
+DEFAULT: Final = "default"
+LOOKED_BACK: Final = 6000
+"""Requests of it, at most."""
+
+HISTORY_S: Final = 180.0
+"""Of requests by which services are placed: before those that are served, with other bursts."""
+
 DEGREES: Final = (1, 2, 4, 8)
 """Of tensor parallelism."""
-
-ENGINE: Final = SimEngineSettings(max_batched_tokens=2048, max_sequences=256)
 
 
 def draw_lengths(kind: LengthsKind, rng: np.random.Generator) -> Lengths:
@@ -142,10 +171,12 @@ def cluster_lengths(azure: str, clusters: int) -> tuple[Lengths, ...]:
     )
 
 
-def draw_bursts(lengths: Lengths, *, rate: float, seconds: float, rng: np.random.Generator) -> Trace:
-    """Poisson arrivals whose rate changes every PEAK_S, at least one of them."""
+def draw_bursts(
+    lengths: Lengths, *, rate: float, seconds: float, rng: np.random.Generator, shape: float = PEAK_SHAPE
+) -> Trace:
+    """Poisson arrivals whose rate changes every PEAK_S, at least one of them. `shape`: of those rates' distribution."""
     spans = int(np.ceil(seconds / PEAK_S))
-    rates = rate * rng.gamma(PEAK_SHAPE, 1.0 / PEAK_SHAPE, spans)
+    rates = rate * rng.gamma(shape, 1.0 / shape, spans)
     counts = rng.poisson(rates * PEAK_S)
     counts[0] = max(1, counts[0])
     arrival = np.sort(np.repeat(np.arange(spans) * PEAK_S, counts) + rng.uniform(0.0, PEAK_S, counts.sum()))
@@ -200,10 +231,10 @@ def lone_latency_s(times: StepTimes, prompts: Ints, outputs: Ints) -> Floats:
 
 
 @cache
-def traffic_shares(skew: float = SKEW) -> tuple[float, ...]:
+def traffic_shares(skew: float = SKEW, services: int = FEW, *, turned: bool = False) -> tuple[float, ...]:
     """Of all requests, by service: every group needs as much GPU time, by the cost model, and its popular service
-    `skew` times that of the other."""
-    wanted = [(skew if service.is_popular else 1.0) / _gpu_s(service) for service in SERVICES]
+    `skew` times that of the other; `turned`: the other is popular."""
+    wanted = [(skew if service.is_popular is not turned else 1.0) / _gpu_s(service) for service in SERVICES[:services]]
     return tuple(share / sum(wanted) for share in wanted)
 
 
@@ -217,52 +248,94 @@ def _gpu_s(service: ModelService) -> float:
     return gpus * (float(prefill_s) + float(outputs.mean()) * step_s / TYPICAL_BATCH)
 
 
-def draw_traces(rate: float, seconds: float, seed: int, *, noise: float = 0.0, skew: float = SKEW) -> dict[int, Trace]:
-    """Of all services, by number. `noise`: each answer's length is off by a normal deviation of so many times it."""
+def draw_traces(
+    rate: float,
+    seconds: float,
+    seed: int,
+    *,
+    noise: float = 0.0,
+    skew: float = SKEW,
+    services: int = FEW,
+    run: int = 1,
+) -> dict[int, Trace]:
+    """Of the first so many services, by number. `noise`: each answer's length is off by a normal deviation of so many
+    times it. `run`: requests of a service that come in a row (above 1: whose request comes when is changed)."""
     traces = {}
-    for number, service in enumerate(SERVICES):
+    for number, service in enumerate(SERVICES[:services]):
         rng = np.random.default_rng([5, seed, number])
         drawn = draw_lengths(service.kind, rng)
-        trace = draw_bursts(drawn, rate=rate * traffic_shares(skew)[number], seconds=seconds, rng=rng)
+        share = traffic_shares(skew, services)[number]
+        trace = draw_bursts(drawn, rate=rate * share, seconds=seconds, rng=rng)
         if noise:
             off = rng.normal(0.0, noise * trace.output)
             trace = replace(trace, output=np.maximum(1, np.rint(trace.output + off)).astype(np.int64))
         traces[number] = trace
-    return traces
+    return _line_up(traces, run) if run > 1 else traces
 
 
-@dataclass(frozen=True, slots=True)
-class ExperimentEngine:
-    """An engine of either kind."""
+def _line_up(traces: Mapping[int, Trace], run: int) -> dict[int, Trace]:
+    """The same requests at the same moments, but `run` of a service in a row: those of the service whose turn it would
+    have been."""
+    period = period_of(traces)
+    left = {number: len(trace) for number, trace in traces.items()}
+    order: list[int] = []
+    for number in period.service.tolist():
+        taken = min(run, left[number])
+        left[number] -= taken
+        order += [number] * taken
+    service = np.array(order)
+    return {number: replace(trace, arrival_s=period.arrival_s[service == number]) for number, trace in traces.items()}
 
-    engine: Engine | SharedEngine
-    names: Mapping[int, str]  # of the services that it has, by number
 
-    def submit(self, service: int, sequence: EngineSequence, now: float) -> None:
-        """Take it into the queue."""
-        if isinstance(self.engine, SharedEngine):
-            self.engine.submit(self.names[service], sequence, now)
-        else:
-            self.engine.submit(sequence, now)
+def draw_shifts(rate: float, seconds: float, seed: int, shifts: int, shape: float = SHIFT_SHAPE) -> dict[int, Trace]:
+    """Of the first services, in parts of as many seconds each: with every part the other service of each pair is the
+    popular one."""
+    parts = []
+    for part in range(shifts):
+        shares = traffic_shares(SKEW, FEW, turned=part % 2 == 1)
+        rngs = [np.random.default_rng([7, seed, part, number]) for number in range(FEW)]
+        parts.append([
+            draw_bursts(
+                draw_lengths(SERVICES[number].kind, rng), rate=rate * shares[number], seconds=seconds, rng=rng,
+                shape=shape,
+            )
+            for number, rng in enumerate(rngs)
+        ])  # fmt: skip
+    return {number: _join([part[number] for part in parts], seconds) for number in range(FEW)}
 
 
-def dedicated_engines(number: int, tp: int) -> list[ExperimentEngine]:
-    """Half of a group's GPUs for one service, as vLLM serves it: first come, first served, chunks beside decodes."""
+def _join(parts: Sequence[Trace], seconds: float) -> Trace:
+    """One behind the other."""
+    arrival = np.concatenate(
+        [np.minimum(part.arrival_s, seconds) + place * seconds for place, part in enumerate(parts)]
+    )
+    return Trace(
+        ids=np.arange(len(arrival)),
+        arrival_s=arrival,
+        prompt=np.concatenate([part.prompt for part in parts]),
+        output=np.concatenate([part.output for part in parts]),
+        lengths=parts[0].lengths,
+        arrivals=f"{parts[0].arrivals}, {len(parts)} parts",
+    )
+
+
+def dedicated_engines(number: int, tp: int, gpus: int = GPUS_OF_A_GROUP // 2) -> list[FleetEngine]:
+    """So many GPUs for one service, as vLLM serves it: first come, first served, chunks beside decodes."""
     model = SERVICES[number].model
     tokens = kv_bytes([model], tp) // model_shape(model).kv_bytes_per_token
     return [
-        ExperimentEngine(Engine(times_at(model, tp), ENGINE, kv_tokens=tokens), {number: SERVICES[number].name})
-        for _ in range(GPUS_OF_A_GROUP // 2 // tp)
+        FleetEngine(Engine(times_at(model, tp), ENGINE, kv_tokens=tokens), {number: SERVICES[number].name})
+        for _ in range(gpus // tp)
     ]
 
 
-def shared_engines(group: SharingGroup, tp: int, order: str) -> list[ExperimentEngine]:
-    """All of a group's GPUs for two services that step one at a time."""
+def shared_engines(group: SharingGroup, tp: int, order: str, gpus: int = GPUS_OF_A_GROUP) -> list[FleetEngine]:
+    """So many GPUs for two services that step one at a time."""
     members = {number: SERVICES[number] for number in group[:2]}
     room = kv_bytes([service.model for service in members.values()], tp)
     names = {number: service.name for number, service in members.items()}
     return [
-        ExperimentEngine(
+        FleetEngine(
             SharedEngine(
                 {service.name: _host(service, tp) for service in members.values()},
                 TURN_ORDERS[order],
@@ -271,7 +344,7 @@ def shared_engines(group: SharingGroup, tp: int, order: str) -> list[ExperimentE
             ),
             names,
         )
-        for _ in range(GPUS_OF_A_GROUP // tp)
+        for _ in range(gpus // tp)
     ]
 
 
@@ -283,18 +356,21 @@ def _host(service: ModelService, tp: int) -> SharedService:
     return SharedService(times, model_shape(service.model).kv_bytes_per_token, profile)
 
 
-def serve_dedicated(number: int, trace: Trace) -> dict[int, Outcomes]:
-    """One service on GPUs of its own, over as many at once as serve it best."""
-    degrees = [tp for tp in DEGREES if fewest_gpus(SERVICES[number].model) <= tp <= GPUS_OF_A_GROUP // 2]
-    runs = [serve(dedicated_engines(number, tp), {number: trace}) for tp in degrees]
-    return min(runs, key=sum_normalized)
+def serve_dedicated(number: int, trace: Trace, gpus: int = GPUS_OF_A_GROUP // 2) -> dict[int, Outcomes]:
+    """One service on GPUs of its own, over as many at once as serve it best; no result where it fits on none."""
+    degrees = [tp for tp in DEGREES if fewest_gpus(SERVICES[number].model) <= tp <= gpus]
+    runs = [serve(dedicated_engines(number, tp, gpus), {number: trace}) for tp in degrees]
+    return min(runs, key=sum_normalized, default=serve([], {number: trace}))
 
 
-def serve_shared(group: SharingGroup, order: str, traces: Mapping[int, Trace]) -> dict[int, Outcomes]:
-    """The two services of a group, over as many GPUs at once as serve them best."""
+def serve_shared(
+    group: SharingGroup, order: str, traces: Mapping[int, Trace], gpus: int = GPUS_OF_A_GROUP
+) -> dict[int, Outcomes]:
+    """The two services of a group, over as many GPUs at once as serve them best; no result where they fit on none."""
     own = {number: traces[number] for number in (group.one, group.two)}
-    degrees = [tp for tp in DEGREES if group.fewest <= tp <= GPUS_OF_A_GROUP]
-    return min((serve(shared_engines(group, tp, order), own) for tp in degrees), key=sum_normalized)
+    degrees = [tp for tp in DEGREES if group.fewest <= tp <= gpus]
+    return min((serve(shared_engines(group, tp, order, gpus), own) for tp in degrees), key=sum_normalized,
+               default=serve([], own))  # fmt: skip
 
 
 def sum_normalized(served: Mapping[int, Outcomes]) -> float:
@@ -307,38 +383,41 @@ def execution_s(number: int) -> float:
     return float(lone_latencies(SERVICES[number])[2].mean())
 
 
-def serve(handles: Sequence[ExperimentEngine], traces: Mapping[int, Trace]) -> dict[int, Outcomes]:
+def serve(engines: Sequence[FleetEngine], traces: Mapping[int, Trace]) -> dict[int, Outcomes]:
     """All requests, each at the engine with the fewest open ones that has its service; by the service's number."""
-    ttft = {number: np.full(len(trace), np.nan) for number, trace in traces.items()}
-    e2e = {number: np.full(len(trace), np.nan) for number, trace in traces.items()}
-    coming = sorted(
-        (float(at), number, row) for number, trace in traces.items() for row, at in enumerate(trace.arrival_s)
-    )
-    coming.reverse()
-    outstanding = [0] * len(handles)
-    owners: dict[EngineSequence, tuple[int, int]] = {}
-    while True:
-        place = min(range(len(handles)), key=lambda each: handles[each].engine.wake_at)
-        now = handles[place].engine.wake_at
-        if coming and coming[-1][0] <= now:
-            at, number, row = coming.pop()
-            chosen = min(
-                (each for each, handle in enumerate(handles) if number in handle.names), key=outstanding.__getitem__
-            )
-            trace = traces[number]
-            sequence = EngineSequence(row, int(trace.prompt[row]), int(trace.output[row]))
-            owners[sequence] = number, row
-            outstanding[chosen] += 1
-            handles[chosen].submit(number, sequence, at)
-            continue
-        if now == inf:
-            break
-        for signal in handles[place].engine.advance(now):
-            number, row = owners[signal.sequence]
-            if signal.kind is SignalKind.FIRST_TOKEN:
-                ttft[number][row] = signal.at - traces[number].arrival_s[row]
-            elif signal.kind is SignalKind.DONE:
-                e2e[number][row] = signal.at - traces[number].arrival_s[row]
-                outstanding[place] -= 1
-                del owners[signal.sequence]
-    return {number: Outcomes(trace=trace, ttft_s=ttft[number], e2e_s=e2e[number]) for number, trace in traces.items()}
+    fleet = Fleet(traces)
+    for number, engine in enumerate(engines):
+        fleet.add(number, engine)
+    return fleet.run()
+
+
+# --- placed
+
+
+def placement_problem(period: Period, *, services: int = FEW, gpus: int = GPUS) -> PlacementProblem:
+    """The first so many services on boxes of 8 GPUs, with all weights on their disks."""
+    card = gpu_table().find(CARD, Specs.MEASURED)
+    return PlacementProblem(
+        boxes=[
+            PlacementBox(id=f"box-{number}", gpu=card, gpus=GPUS_OF_A_BOX, link_gbps=NVLINK_GBPS,
+                         on_disk=frozenset(range(services)))
+            for number in range(gpus // GPUS_OF_A_BOX)
+        ],
+        services=[PlacementService(name=each.name, model=model_shape(each.model)) for each in SERVICES[:services]],
+        period=period,
+    )  # fmt: skip
+
+
+def place_by(policy: str, replay: PeriodReplay, before: Groups = ()) -> Groups:
+    """SEALLM's, or DEFAULT."""
+    if policy == SEALLM:
+        return place_seallm(replay)
+    return search_placement(replay, rng=np.random.default_rng(0), before=before).groups
+
+
+def serve_placed(
+    policy: str, history: Mapping[int, Trace], traces: Mapping[int, Trace], *, services: int = FEW, gpus: int = GPUS
+) -> dict[int, Outcomes]:
+    """Services placed by what was asked before, shared engines by the doubling budget."""
+    problem = placement_problem(period_of(history).sampled(LOOKED_BACK), services=services, gpus=gpus)
+    return serve_groups(problem, place_by(policy, PeriodReplay(problem)), DOUBLING_BUDGET, traces)

@@ -11,7 +11,7 @@ from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.node.models import BUNDLED
 from p2pserve.sdk.actions.plan import count_trials
 from p2pserve.sdk.cli import main
-from p2pserve.sdk.options.planning import SPECS
+from p2pserve.sdk.options.planning import PLACEMENTS, SPECS
 
 CLUSTER = ["--cluster", "thunderserve-8xa100"]
 SERVICE = ["--model", "llama-30b", "--workload", "conversation", "--rate", "2"]
@@ -259,3 +259,38 @@ def test_small_clusters_have_their_best_plans_simulated(
     asked: int | None, gpus: int, budget_s: float | None, tried: int
 ) -> None:
     assert count_trials(asked, gpus, budget_s) == tried
+
+
+@pytest.mark.parametrize("policy", PLACEMENTS)
+def test_services_are_placed_on_a_described_cluster(
+    policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    services = tmp_path / "services.json"
+    entries = [
+        {"name": "chat", "model": "llama-7b", "workload": "conversation", "rate": 2},
+        {"name": "code", "model": "llama-30b", "workload": "coding", "rate": 0.5},
+    ]
+    services.write_text(json.dumps(entries), encoding="utf-8")
+    wanted = ["plan", *CLUSTER, "--services", str(services), "--placement", policy, "--budget-s", "3"]
+    assert main([*wanted, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {name for engine in found["engines"] for name in engine["services"]} == {"chat", "code"}
+    assert sum(engine["gpus"] for engine in found["engines"]) <= 8
+    assert found["services"].keys() == {"chat", "code"}
+    assert found["attainment"] > 0.9
+    assert main(wanted) == 0
+    assert "latency / time alone" in capsys.readouterr().out
+
+
+def test_what_cannot_be_placed_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    services = tmp_path / "services.json"
+    entry = {"name": "large", "model": "bloom-176b", "workload": "coding", "rate": 1, "slo": "ttft=9,tpot=9,e2e=99"}
+    services.write_text(json.dumps([entry]), encoding="utf-8")
+    cluster = ["--cluster", "thunderserve-cloud-32"]
+    for arguments, fault in (
+        ([*CLUSTER, *SERVICE], "placement: it is about several services: give --services FILE"),
+        ([*cluster, "--services", str(services)], "services: large have no room together on 32 GPUs"),
+        (["--live"], "placement: it is for a described cluster"),
+    ):
+        assert main(["plan", *arguments, "--placement", "seallm"]) == 2
+        assert fault in capsys.readouterr().err

@@ -1,13 +1,20 @@
 """What the comparison of turn orders is made of: services, traffic, engines, figures added up by hand."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
+from p2pserve.coordinator.placement.search import search_placement
 from p2pserve.sims.engine.shared_engine import SharedEngine
+from p2pserve.sims.experiments.papers import placement as placement_module
 from p2pserve.sims.experiments.papers import sharing as page_module
-from p2pserve.sims.experiments.papers.sharing import PAPER, SYSTEMS, ServedServices, sharing
+from p2pserve.sims.experiments.papers import sharing_runs, sharing_systems
+from p2pserve.sims.experiments.papers.sharing import PAPER, sharing
+from p2pserve.sims.experiments.papers.sharing_runs import UNPLACED, ServedServices
 from p2pserve.sims.experiments.papers.sharing_systems import (
     DEGREES,
+    FEW,
     GPUS_OF_A_GROUP,
     GROUPS,
     LONGBENCH,
@@ -15,6 +22,7 @@ from p2pserve.sims.experiments.papers.sharing_systems import (
     cluster_lengths,
     draw_bursts,
     draw_lengths,
+    draw_shifts,
     draw_traces,
     execution_s,
     fewest_gpus,
@@ -27,6 +35,7 @@ from p2pserve.sims.experiments.papers.sharing_systems import (
     traffic_shares,
 )
 from p2pserve.sims.experiments.setting import Scope, lengths
+from p2pserve.sims.placement.fleet import period_of
 from p2pserve.sims.records import Outcomes, Trace
 
 
@@ -63,9 +72,33 @@ def test_lengths_of_which_the_mean_is_known_have_it() -> None:
 def test_traffic_of_groups_is_alike_and_the_popular_service_asks_for_more() -> None:
     shares, even = traffic_shares(9.0), traffic_shares(1.0)
     assert sum(shares) == pytest.approx(1.0)
-    for group in GROUPS:
+    for group in GROUPS[: FEW // 2]:
         popular, other = sorted((group.one, group.two), key=lambda number: -SERVICES[number].is_popular)
         assert shares[popular] / shares[other] == pytest.approx(9.0 * even[popular] / even[other])
+
+
+def test_traffic_turns_to_the_other_service_of_each_pair() -> None:
+    shares, turned = traffic_shares(9.0), traffic_shares(9.0, turned=True)
+    for group in GROUPS[: FEW // 2]:
+        ratios = [turned[number] / shares[number] for number in (group.one, group.two)]
+        assert max(ratios) / min(ratios) == pytest.approx(81.0)
+    shifted = draw_shifts(2.0, 600.0, 0, 2)
+    for group in GROUPS[2:3]:
+        popular = group.one if SERVICES[group.one].is_popular else group.two
+        first, second = (
+            int(np.diff(np.searchsorted(shifted[popular].arrival_s, span))[0]) for span in ((0, 600), (600, 1200))
+        )
+        assert first > 2 * second
+
+
+@pytest.mark.parametrize("run", [4, 50])
+def test_requests_of_a_service_come_in_a_row(run: int) -> None:
+    plain, skewed = draw_traces(20.0, 30.0, 0), draw_traces(20.0, 30.0, 0, run=run)
+    changes = [np.count_nonzero(np.diff(period_of(traces).service)) for traces in (plain, skewed)]
+    assert changes[1] < 4 * changes[0] / run
+    assert sorted(period_of(plain).arrival_s) == sorted(period_of(skewed).arrival_s)
+    for number, trace in plain.items():
+        assert trace.output.tolist() == skewed[number].output.tolist()
 
 
 def test_bursts_keep_the_mean_rate_and_are_burstier_than_poisson() -> None:
@@ -83,7 +116,7 @@ def test_wrong_profiles_change_answers_alone() -> None:
     assert any(plain[number].output.tolist() != wrong[number].output.tolist() for number in plain)
 
 
-@pytest.mark.parametrize("order", [system for system in SYSTEMS if system != "dedicated"])
+@pytest.mark.parametrize("order", [system for system in UNPLACED if system != "dedicated"])
 def test_every_request_of_both_services_is_answered(order: str) -> None:
     traces = draw_traces(10.0, 30.0, 1)
     served = serve_shared(GROUPS[2], order, traces)
@@ -134,9 +167,30 @@ def test_the_page_has_a_row_of_every_system_at_every_rate(monkeypatch: pytest.Mo
     monkeypatch.setattr(page_module, "NOISES", (0.0,))
     page = sharing(Scope(seeds=(0,), seconds=5.0))
     by_title = {table.title: table.rows for table in page.tables}
-    assert len(by_title["Figures 6 and 7: over the rate"]) == 2 * len(SYSTEMS)
-    assert len(by_title["The services"]) == len(SERVICES)
+    assert len(by_title["Figures 6 and 7: over the rate"]) == 2 * len(UNPLACED)
+    assert len(by_title["The services"]) == FEW
     assert [row.than for row in by_title["By how much the doubling budget is better"]] == [  # type: ignore[attr-defined]
-        SYSTEMS[system] for system in PAPER
+        UNPLACED[system] for system in PAPER
     ]
     assert "fixed parts of a GPU are quotas of time" in " ".join(page.markdown().split())
+
+
+def test_the_page_of_placement_has_a_row_of_every_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {
+        "RATES": (1.0, 2.0, 2.5, 3.0), "MIDDLE": 1.0, "KNEE": 2.0, "NOISES": (0.0,), "IN_A_ROW": (1,),
+        "DENSITIES": {1.0: 32}, "SHIFT_RATE": 2.0, "MANY": 16,
+    }  # fmt: skip
+    for name, value in few.items():
+        monkeypatch.setattr(placement_module, name, value)
+    for name in ("SHIFT_S", "HISTORY_S"):
+        monkeypatch.setattr(sharing_runs, name, 10.0)
+    monkeypatch.setattr(sharing_systems, "search_placement", partial(search_placement, rounds=5))
+    page = placement_module.placement(Scope(seeds=(0,), seconds=5.0))
+    by_title = {table.title: table.rows for table in page.tables}
+    systems = len(placement_module.SYSTEMS)
+    assert len(by_title["Figures 6 and 7: over the rate"]) == 4 * systems
+    assert len(by_title["16 services at 1 requests/s"]) == systems
+    assert len(by_title["By how much placement is better"]) == 2 * len(placement_module.PAPER)
+    replaced = by_title["Figure 8: replacement, at 2 requests/s"]
+    assert [row.moves for row in replaced][:2] == [0.0, 0.0]  # type: ignore[attr-defined]
+    assert all(0.0 < row.attainment <= 1.0 for row in replaced)  # type: ignore[attr-defined]

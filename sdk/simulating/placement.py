@@ -1,0 +1,129 @@
+"""`p2pserve plan --placement`: which of several services share which GPUs of a described cluster."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from math import inf
+from types import SimpleNamespace
+from typing import Any, Final
+
+import numpy as np
+from rich.table import Table
+
+from ...coordinator.placement.replay import Judged, PeriodReplay
+from ...coordinator.placement.seallm import place_seallm
+from ...coordinator.placement.search import PlacementGoals, search_placement
+from ...coordinator.placement.values import (
+    Groups,
+    PlacementBox,
+    PlacementError,
+    PlacementProblem,
+    PlacementService,
+    describe_groups,
+)
+from ...coordinator.planning.model.problem import Problem
+from ...sims.placement.fleet import period_of
+from ...sims.records import Trace
+from ...sims.workloads import Lengths, draw
+from ..actions.plan_options import problem_of
+from ..actions.status_view import open_console
+from ..errors import UsageError
+
+SECONDS: Final = 60.0
+"""Of requests that placements are judged by."""
+
+
+def run_placement(arguments: SimpleNamespace) -> int:
+    """Search, and print the placement. Returns the exit code."""
+    if arguments.services is None:
+        raise UsageError("placement: it is about several services: give --services FILE")
+    problem, started = problem_of(arguments), time.monotonic()
+    try:
+        placed = placement_problem(problem, arguments.seed)
+        replay = PeriodReplay(placed)
+        groups = _place(arguments, replay, started)
+    except PlacementError as error:
+        raise UsageError(f"services: {error}") from None
+    judged, seconds = replay.judge(groups), time.monotonic() - started
+    if arguments.format == "json":
+        print(json.dumps(placement_json(arguments.placement, placed, groups, judged, seconds)))
+    else:
+        _print(placed, groups, judged)
+        print(f"placed in {seconds:.2f} s, judged by {len(placed.period)} requests, seed {arguments.seed}")
+    sys.stdout.flush()
+    return 0
+
+
+def placement_problem(problem: Problem, seed: int) -> PlacementProblem:
+    """The cluster's boxes and services, with SECONDS of Poisson arrivals at the services' rates."""
+    traces: dict[int, Trace] = {}
+    for number, service in enumerate(problem.services):
+        workload = service.workload
+        traces[number] = draw(
+            Lengths(workload.prompts, workload.outputs, workload.name), rate=workload.rate,
+            rng=np.random.default_rng([31, seed, number]), cv=workload.arrival_cv, seconds=SECONDS,
+        )  # fmt: skip
+    return PlacementProblem(
+        boxes=[
+            PlacementBox(
+                id=box.id, gpu=box.gpu, gpus=box.gpus, link_gbps=box.gpu_link_gbps, usd_per_hour=box.usd_per_hour
+            )
+            for box in problem.cluster.boxes
+            if box.id not in problem.excluded
+        ],
+        services=[PlacementService(name=service.name, model=service.model) for service in problem.services],
+        period=period_of(traces),
+    )
+
+
+def placement_json(
+    policy: str, problem: PlacementProblem, groups: Groups, judged: Judged, seconds: float
+) -> dict[str, Any]:
+    """What `--format json` prints."""
+    return {
+        "policy": policy,
+        "seconds": round(seconds, 3),
+        "engines": [
+            {
+                "box": problem.boxes[group.box].id,
+                "gpus": group.tp,
+                "services": [problem.services[each].name for each in group.services],
+            }
+            for group in groups
+        ],
+        "services": {name: row for name, *row in _rows(problem, judged)},
+        "attainment": judged.attainment,
+        "normalized_latency": judged.normalized,
+    }
+
+
+def _place(arguments: SimpleNamespace, replay: PeriodReplay, started: float) -> Groups:
+    if arguments.placement == "seallm":
+        return place_seallm(replay)
+    until = started + (arguments.budget_s or inf)
+    return search_placement(
+        replay,
+        rng=np.random.default_rng(arguments.seed),
+        goals=PlacementGoals(usd_hour=arguments.price_weight),
+        spent=lambda: time.monotonic() > until,
+    ).groups
+
+
+def _rows(problem: PlacementProblem, judged: Judged) -> list[tuple[str, float, float]]:
+    """Each service's name, attainment and normalized latency."""
+    served = np.maximum(1, judged.requests - judged.unserved)
+    latencies = (judged.normalized_sum / served).tolist()
+    return list(zip([each.name for each in problem.services], judged.by_service.tolist(), latencies, strict=True))
+
+
+def _print(problem: PlacementProblem, groups: Groups, judged: Judged) -> None:
+    out = open_console()
+    for line in describe_groups(problem, groups):
+        out.print(line)
+    times = f"within {problem.slo_scale:g} x its time alone"
+    table = Table("service", times, "latency / time alone", box=None, pad_edge=False)
+    for name, attainment, latency in [*_rows(problem, judged), ("all", judged.attainment, judged.normalized)]:
+        table.add_row(name, f"{100.0 * attainment:.1f} %", f"{latency:.2f}")
+    out.print(table)

@@ -1,0 +1,1 @@
+"""Several services on one network in virtual time: engines that come and go as services are placed anew."""
