@@ -1,4 +1,4 @@
-"""What a second model in an engine's process costs the first one: `python -m p2pserve.node.engine.bench --sharing-only`.
+"""What a second model in an engine's process costs the first: `python -m p2pserve.node.engine.bench --sharing-only`.
 
 Three engines of one model take turns: one in a process of its own, one beside a second model that has no requests, and
 the same while that model has some all the time. The second is a tiny one with random weights, so that its turns come
@@ -6,8 +6,8 @@ often. Figures are medians over the pairs.
 
 - shared_idle_ratio: time per token of one request beside a second model without requests, over that of an engine in a
   process of its own.
-- shared_busy_ratio: time of the engine's own iterations while the second model decodes between them, over the time while
-  it has no requests. The other model's turns are not in it; what they do to caches is.
+- shared_busy_ratio: time of the engine's own iterations while the second model decodes between them, over the time
+  while it has no requests. The other model's turns are not in it; what they do to caches is.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OTHER_STREAMS: Final = 4
 
 
 class SharingTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Milliseconds of one round: per token alone and beside an idle model, and of an iteration beside an idle and a busy
+    """Milliseconds of one round: per token alone and beside an idle model, of an iteration beside an idle and a busy
     one."""
 
     alone: float

@@ -28,7 +28,7 @@ class SharingEngine(NamedTuple):
         return sharing.service
 
 
-class Ended(NamedTuple):
+class EndedProcess(NamedTuple):
     """What follows from the end of a process: what agents are to be told, and engines that it has not taken in any
     more, for which another one is to be made."""
 
@@ -94,7 +94,7 @@ class SharedChildren:
             if ends is not None:
                 ends.close()
 
-    def end(self, status: int) -> Ended:
+    def end(self, status: int) -> EndedProcess:
         """It has ended."""
         self.look()
         culprit, engines, unread = self._blame.get(), self._engines, self._unread
@@ -108,4 +108,4 @@ class SharedChildren:
             if number not in unread:
                 other = name if number != culprit else ""
                 exits.append((channel, protocol.EngineExited(engine=spawn.engine, status=status, culprit=other)))
-        return Ended(exits, [(engines[number], ends) for number, ends in unread.items()])
+        return EndedProcess(exits, [(engines[number], ends) for number, ends in unread.items()])

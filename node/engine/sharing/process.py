@@ -102,7 +102,7 @@ class Arrival(NamedTuple):
 
 
 @final
-class Member:
+class SharingMember:
     """One engine of the process."""
 
     def __init__(self, arrival: Arrival, engine: TurnEngine, outbox: Outbox, turns: ServiceTurns) -> None:
@@ -114,7 +114,7 @@ class Member:
         self.looked_at = 0.0
 
     def __repr__(self) -> str:
-        return f"<Member {self.turns}>"
+        return f"<SharingMember {self.turns}>"
 
     def hang_up(self) -> None:
         """The agent sees the engine as gone; threads that wait for it end."""
@@ -150,7 +150,7 @@ class SharedProcess:
         self._blame = blame
         self._make_program = make_program
         self._turns = ProcessTurns(sharing.order, time.monotonic)
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, SharingMember] = {}
         self._gone: set[int] = set()  # whose agents have hung up, by number
         self._news = threading.Event()
         self._armed_at = 0.0
@@ -211,13 +211,13 @@ class SharedProcess:
                 return
             turns = self._turns.open_service(sharing.service, engine.expect())
             engine.begin(turns)
-        self._members[sharing.service] = Member(arrival, engine, outbox, turns)
+        self._members[sharing.service] = SharingMember(arrival, engine, outbox, turns)
 
     def _on_gone(self, arrival: Arrival) -> None:
         self._gone.add(arrival.number)
         self._news.set()
 
-    def _dismiss(self, member: Member) -> None:
+    def _dismiss(self, member: SharingMember) -> None:
         del self._members[member.turns.service]
         with self._blamed(member.number):
             member.turns.clear()

@@ -108,6 +108,7 @@ def test_requests_that_lose_their_kv_are_answered(
                 assert len(engine.results[request].tokens) == BLOCK * 3
             for name, engine in shared.items():
                 await await_idle(engine, free[name])
+            assert sum(each.preemptions for each in shared["one"].iterations) > 0
 
     trio.run(main)
 
