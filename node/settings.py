@@ -277,5 +277,6 @@ class NodeSettings:
     phase: Phase | None = None  # what the box is to do, whatever would be best
     usd_per_hour: float = 0.0
     engine_channel: int | None = None  # of a fork server that several nodes of one machine share
+    engine_socket: Path | None = None  # of one that nodes of this box dial, so that their engines share a process
     hosting: HostingSettings | None = None  # it hosts what the coordinator gives it; `model` is None then
     divided: DividedBox | None = None  # the machine, where several nodes share it and the network may divide it anew

@@ -130,6 +130,8 @@ class MemoryEngine:
     What it would say, a test says for it: `worker.on_engine_message(...)`.
     """
 
+    ended_by_other = False
+
     def __init__(self, ready: protocol.EngineReady | None = READY, config: protocol.EngineConfig | None = None) -> None:
         self.ready = ready
         self.config = config  # what it was started with

@@ -156,6 +156,12 @@ class TurnQueue:
                            for (service, phase), line in self._lines.items() if line.requests)  # fmt: skip
         return f"<TurnQueue {counts or 'empty'}>"
 
+    def open_service(self, service: str) -> None:
+        """A service joins the others, or comes back; `profiles` has it by now. Its order must be one that takes any."""
+        for phase in PHASES:
+            self._lines.setdefault((service, phase), _Line())
+        self._waits.setdefault(service, [])
+
     def add(self, key: Hashable, service: str, prompt_tokens: int, now: float) -> SharedRequest:
         """A request has come. Raises SharingError for a service that is not here, or a key that is."""
         if service not in self.profiles:

@@ -7,7 +7,9 @@ import what they need themselves, and so does an API process where it was not ex
 
 Each FD is one end of a `SOCK_SEQPACKET` pair; an agent at the other end sends `Spawn` with the two sockets of the new
 engine and hears of `Preloaded` and `EngineExited`. Several agents on one box may share a server, each over its own
-descriptor. It leaves no file behind, and it ends when the last agent has closed.
+descriptor, or by dialling one that listens. It leaves no file behind, and it ends when the last agent has closed.
+
+Engines that are started with `sharing` share one process (`sharing.process`); each other one has a process for itself.
 
 The server must stay single-threaded and must never run a torch operation or touch CUDA: a forked child
 would inherit locks without the threads that hold them.
@@ -26,16 +28,18 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from ..box.heap import release_library_pages, return_freed_memory
 from . import protocol
-from .api.protocol import WITH_API, ApiConfig, SpawnApi, spawn
+from .api.protocol import WITH_API, ApiConfig, spawn
 from .backend import EngineBackend
 from .backends import find_backend
 from .process import AgentSockets, enter_process, redirect_output
+from .sharing.children import SharedChildren, SharingEngine
 
 _log = logging.getLogger(__name__)
 
@@ -50,10 +54,13 @@ class ForkServer:
         self._backend = backend
         self._serves_api = serves_api
         self._selector = selectors.DefaultSelector()
-        self._channels = set(channels)
-        for channel in channels:
+        self._channels = {channel for channel in channels if not _listens(channel)}
+        self._listeners = set(channels) - self._channels
+        for channel in self._channels:  # who dials waits until all is imported
             self._selector.register(channel, selectors.EVENT_READ)
+        self._preloaded: protocol.Preloaded | None = None
         self._children: dict[int, tuple[socket.socket, int]] = {}
+        self._shared = SharedChildren()
 
     def run(self) -> None:
         """Serve until every channel is closed."""
@@ -73,7 +80,10 @@ class ForkServer:
         return_freed_memory()
         release_library_pages()  # this process computes nothing, and its children map what they use
         seconds = time.monotonic() - started
-        self._tell_all(protocol.Preloaded(pid=os.getpid(), version=version, seconds=seconds))
+        self._preloaded = protocol.Preloaded(pid=os.getpid(), version=version, seconds=seconds)
+        self._tell_all(self._preloaded)
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ)
         while self._channels:
             for key, _ in self._selector.select(REAP_INTERVAL_S):
                 self._receive(key.fileobj)  # type: ignore[arg-type]
@@ -83,10 +93,10 @@ class ForkServer:
     def _wait_for_engines(self) -> None:
         """The agents are gone, so the engines end too: see them off, or they stay as zombies of nobody."""
         give_up = time.monotonic() + LAST_EXITS_S
-        while self._children and time.monotonic() < give_up:
+        while (self._children or self._shared.pid) and time.monotonic() < give_up:
             self._reap()
             time.sleep(REAP_INTERVAL_S / 10)
-        for pid in self._children:
+        for pid in (*self._children, *([self._shared.pid] if self._shared.pid else ())):
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
@@ -106,7 +116,17 @@ class ForkServer:
             self._selector.unregister(channel)
             channel.close()
 
+    def _accept(self, listener: socket.socket) -> None:
+        channel, _ = listener.accept()
+        self._channels.add(channel)
+        self._selector.register(channel, selectors.EVENT_READ)
+        if self._preloaded is not None:
+            self._tell(channel, self._preloaded)
+
     def _receive(self, channel: socket.socket) -> None:
+        if channel in self._listeners:
+            self._accept(channel)
+            return
         try:
             packet, descriptors, _, _ = socket.recv_fds(channel, 1 << 16, 2)
         except ConnectionError:
@@ -122,21 +142,35 @@ class ForkServer:
                 os.close(descriptor)
             return
         messages, sockets = (socket.socket(fileno=descriptor) for descriptor in descriptors)
-        pid = os.fork()
-        if pid == 0:
-            self._become(request, AgentSockets(messages, sockets))
-        messages.close()
-        sockets.close()
-        self._children[pid] = (channel, request.engine)
+        ends = AgentSockets(messages, sockets)
+        if isinstance(request, protocol.Spawn) and request.config.sharing is not None:
+            self._share(SharingEngine(channel, request), ends)
+        else:
+            pid = os.fork()
+            if pid == 0:
+                self._become(request.config.log_file, lambda: _run(request.config, ends))
+            self._children[pid] = (channel, request.engine)
+            ends.close()
 
-    def _become(self, request: protocol.Spawn | SpawnApi, sockets: AgentSockets) -> None:
-        for channel in self._channels:
+    def _share(self, engine: SharingEngine, ends: AgentSockets) -> None:
+        """Have it join the others that share a process, or make that."""
+        if not self._shared.pass_on(engine, ends):
+            control, spawn = self._shared.prepare(), engine.spawn
+            pid = os.fork()
+            if pid == 0:
+                self._become(spawn.config.log_file, lambda: self._shared.run(control, spawn, ends))
+            control.close()
+            self._shared.add(pid, engine)
+        ends.close()
+
+    def _become(self, log_file: str | None, run: Callable[[], int]) -> None:
+        for channel in self._channels | self._listeners:
             channel.close()
         self._selector.close()
         status = 1
         try:
-            enter_process(request.config.log_file)
-            status = _run(request.config, sockets)
+            enter_process(log_file)
+            status = run()
         except BaseException:
             traceback.print_exc()  # nobody else would: the process ends below
             raise
@@ -147,13 +181,25 @@ class ForkServer:
             os._exit(status)
 
     def _reap(self) -> None:
-        while self._children:
+        self._shared.look()
+        while self._children or self._shared.pid:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            channel, engine = self._children.pop(pid)
-            exited = protocol.EngineExited(engine=engine, status=os.waitstatus_to_exitcode(status))
-            self._tell(channel, exited)
+            code = os.waitstatus_to_exitcode(status)
+            if pid == self._shared.pid:
+                ended = self._shared.end(code)
+                for channel, exited in ended.exits:
+                    self._tell(channel, exited)
+                for each, ends in ended.left_over:
+                    self._share(each, ends)
+            else:
+                channel, engine = self._children.pop(pid)
+                self._tell(channel, protocol.EngineExited(engine=engine, status=code))
+
+
+def _listens(channel: socket.socket) -> bool:
+    return bool(channel.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _run(config: protocol.EngineConfig | ApiConfig, sockets: AgentSockets) -> int:

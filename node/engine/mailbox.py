@@ -19,13 +19,20 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def end_process() -> None:
+    """At once, from any thread."""
+    os._exit(0)
+
+
 @final
 class Outbox:
     """Messages to the agent. What the kernel does not take at once, a thread writes, so that a slow agent cannot stall
     a step; what it does take need not wait until that thread gets its turn beside the model."""
 
-    def __init__(self, messages: socket.socket) -> None:
+    def __init__(self, messages: socket.socket, on_gone: Callable[[], None] = end_process) -> None:
+        """`on_gone`: the agent has hung up; by any thread, and perhaps more than once."""
         self._socket = messages
+        self._on_gone = on_gone
         self._lock = threading.Lock()
         self._unwritten = 0  # how many are in the queue or being written
         self._queue: queue.SimpleQueue[bytes | threading.Event] = queue.SimpleQueue()
@@ -65,7 +72,7 @@ class Outbox:
             try:
                 self._socket.sendall(item)
             except OSError:
-                os._exit(0)  # the agent is gone, and with it the reason for this process
+                self._on_gone()  # the agent is gone, and with it the reason for this engine
             with self._lock:
                 self._unwritten -= 1
 
@@ -76,7 +83,8 @@ class Outbox:
         except BlockingIOError:
             return 0
         except OSError:
-            os._exit(0)  # as above
+            self._on_gone()  # as above
+            return len(data)
 
 
 def _starting(file: int, files: int) -> protocol.Starting:
@@ -92,12 +100,15 @@ def await_message(inbox: queue.SimpleQueue[T], rest_s: float, on_rest: Callable[
         return inbox.get()
 
 
-def listen(messages: socket.socket, take: Callable[[protocol.ToEngine], None]) -> None:
-    """Have a thread give each of the agent's messages to `take`. The process ends when the agent closes the socket."""
-    threading.Thread(target=_read, args=(messages, take), name="agent-reader", daemon=True).start()
+def listen(
+    messages: socket.socket, take: Callable[[protocol.ToEngine], None], on_gone: Callable[[], None] = end_process
+) -> None:
+    """Have a thread give each of the agent's messages to `take`. `on_gone` is called when the agent has closed the
+    socket."""
+    threading.Thread(target=_read, args=(messages, take, on_gone), name="agent-reader", daemon=True).start()
 
 
-def _read(messages: socket.socket, take: Callable[[protocol.ToEngine], None]) -> None:
+def _read(messages: socket.socket, take: Callable[[protocol.ToEngine], None], on_gone: Callable[[], None]) -> None:
     unframer = protocol.Unframer()
     while True:
         try:
@@ -105,7 +116,8 @@ def _read(messages: socket.socket, take: Callable[[protocol.ToEngine], None]) ->
         except OSError:
             data = b""
         if not data:
-            os._exit(0)
+            on_gone()
+            return
         for body in unframer.feed(data):
             try:
                 take(protocol.to_engine.decode(body))

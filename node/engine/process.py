@@ -18,11 +18,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ..box.heap import release_library_pages, return_freed_memory
 from . import protocol
-from .mailbox import Outbox, listen
+from .mailbox import Outbox, end_process, listen
 
 _log = logging.getLogger(__name__)
 
@@ -45,21 +45,33 @@ class AgentSockets(NamedTuple):
     messages: socket.socket
     connections: socket.socket
 
+    def close(self) -> None:
+        """In this process."""
+        self.messages.close()
+        self.connections.close()
 
-class LoadedEngine(Protocol):
+
+class DescribedEngine(Protocol):
     """An engine whose model is loaded, for the main thread."""
 
     def ready(self, load_s: float) -> protocol.EngineReady:
         """Describe the engine, which took so long to load."""
 
-    def serve(self) -> None:
-        """Serve until the agent sends `Stop`."""
-
     def close(self) -> None:
         """All has been said: let go of other processes."""
 
 
-class EngineProgram(Protocol):
+class LoadedEngine(DescribedEngine, Protocol):
+    """An engine that has its process for itself."""
+
+    def serve(self) -> None:
+        """Serve until the agent sends `Stop`."""
+
+
+Engine = TypeVar("Engine", bound=DescribedEngine, covariant=True)
+
+
+class Program(Protocol[Engine]):
     """An engine in its process: `take`, `attach` by any thread, `load` by the main one."""
 
     def take(self, message: protocol.ToEngine) -> None:
@@ -68,8 +80,11 @@ class EngineProgram(Protocol):
     def attach(self, hello: bytes, connection: socket.socket) -> None:
         """The agent has accepted a connection, which has said `hello`. Takes over the socket."""
 
-    def load(self) -> LoadedEngine:
+    def load(self) -> Engine:
         """Load the model. Raises StartError."""
+
+
+EngineProgram = Program[LoadedEngine]
 
 
 def enter_process(log_file: str | None) -> None:
@@ -93,8 +108,21 @@ def redirect_output(log: Path) -> None:
 def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EngineProgram]) -> int:
     """Load an engine and serve until told to stop. Returns the exit status."""
     outbox = Outbox(sockets.messages)
-    started = time.monotonic()
     program = make_program(outbox)
+    connect(sockets, outbox, program)
+    engine = load(program, outbox)
+    if engine is None:
+        return 1
+    engine.serve()
+    outbox.flush()
+    engine.close()
+    return 0
+
+
+def connect(
+    sockets: AgentSockets, outbox: Outbox, program: Program[DescribedEngine], on_gone: Callable[[], None] = end_process
+) -> None:
+    """Have threads give a program what its agent sends, until that hangs up (`on_gone`)."""
 
     def take(message: protocol.ToEngine) -> None:
         if isinstance(message, protocol.AskBeat):
@@ -102,24 +130,26 @@ def serve_agent(sockets: AgentSockets, make_program: Callable[[Outbox], EnginePr
         else:
             program.take(message)
 
-    listen(sockets.messages, take)
+    listen(sockets.messages, take, on_gone)
     accept = (sockets.connections, program.attach)
     threading.Thread(target=_accept, args=accept, name="kv-acceptor", daemon=True).start()
+
+
+def load(program: Program[Engine], outbox: Outbox) -> Engine | None:
+    """Load the model, and tell the agent what came of it; None: it cannot be."""
+    started = time.monotonic()
     try:
         engine = program.load()
     except StartError as error:
         _log.exception("the engine does not start")
         outbox.send(protocol.StartFailed(reason=str(error)))
         outbox.flush()
-        return 1
+        return None
     ready = engine.ready(time.monotonic() - started)
     return_freed_memory()
     release_library_pages()  # loading has used other parts of them than serving will
     outbox.send(ready)
-    engine.serve()
-    outbox.flush()
-    engine.close()
-    return 0
+    return engine
 
 
 def _accept(connections: socket.socket, attach: Callable[[bytes, socket.socket], None]) -> None:

@@ -24,7 +24,7 @@ from .emulation import Emulation as Emulation
 from .emulation import Throttling as Throttling
 from .sampling import Sampling as Sampling
 from .sampling import TopTokens as TopTokens
-from .settings import PIPELINE_DEFAULTS, TRANSFER_DEFAULTS, PipelineSettings, TransferSettings
+from .settings import PIPELINE_DEFAULTS, TRANSFER_DEFAULTS, PipelineSettings, Sharing, TransferSettings
 
 MAX_MESSAGE: Final = 64 << 20
 HOST_SHARE: Final = 64  # of a box's memory, for the KV that an engine sends, and as much for what it receives
@@ -91,6 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pipeline: PipelineSettings = PIPELINE_DEFAULTS
     backend: str = "vllm"  # the engine: a name of `backends`
     options: dict[str, Any] = {}  # for that engine alone, which knows their type
+    sharing: Sharing | None = None  # None: it has its process for itself
 
 
 def transfer_buffer_bytes(config: EngineConfig, memory_bytes: int) -> int:
@@ -446,10 +447,12 @@ class PreloadFailed(EngineMessage, frozen=True, kw_only=True, tag="preload-faile
 
 
 class EngineExited(EngineMessage, frozen=True, kw_only=True, tag="exited"):
-    """From the fork server: an engine process is gone. `status` is as of `os.waitstatus_to_exitcode`."""
+    """From the fork server: an engine process is gone. `status` is as of `os.waitstatus_to_exitcode`. `culprit`: in
+    which engine a process that several shared has ended, where that is another one."""
 
     engine: int
     status: int
+    culprit: str = ""
 
 
 ForkServerEvent = Preloaded | PreloadFailed | EngineExited

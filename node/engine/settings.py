@@ -111,3 +111,17 @@ class PipelineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 TRANSFER_DEFAULTS: Final = TransferSettings()
 PIPELINE_DEFAULTS: Final = PipelineSettings()
+
+
+class Sharing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine that shares a process with the other engines of its fork server that do; they step one at a time.
+
+    service: what it is called among them; no two have the same name.
+    order: who steps next, one of `LIVE_ORDERS`. That of the process's first engine counts.
+    hang_s: a turn, or loading, that takes longer ends the process. Longer: a slow disk or a first compilation is waited
+        for; shorter: the other models go on sooner.
+    """
+
+    service: str
+    order: str = "db"
+    hang_s: float = 300.0

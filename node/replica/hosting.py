@@ -23,6 +23,7 @@ from ..engine import protocol
 from ..engine.agent_side.engine_link import EngineStarter
 from ..engine.agent_side.fork_server import open_fork_server
 from ..engine.backend import ServedModel
+from ..engine.settings import Sharing
 from ..engine.vllm_program.backend import VLLM
 from ..links.kv_outlets import KvOutlets
 from ..links.reach import PathTo
@@ -158,8 +159,11 @@ class Host:
         self._moves = trio.Event()  # set while requests finish before it takes that place
         served_by_vllm = settings.engine.backend == VLLM.name
         self._prefetch = Prefetch(self._fetch, self._tell_beside)
+        most = configs.most
+        if settings.engine_socket is not None:
+            most = msgspec.structs.replace(most, sharing=Sharing(service=info.service))
         self._supervisor = Supervisor(
-            configs.most,
+            most,
             worker=self.worker,
             stages=stages,
             fetch=self._prefetch.fetch,
@@ -167,7 +171,11 @@ class Host:
             on_change=on_change,
             tuning=tuning,
             # Elsewhere the API process is started when somebody asks, which may be never.
-            open_server=partial(open_fork_server, serves_api=settings.http is not None and served_by_vllm),
+            open_server=partial(
+                open_fork_server,
+                at=settings.engine_socket,
+                serves_api=settings.http is not None and served_by_vllm,
+            ),
         )
         self._supervisor.sweep = EngineSweep(self.worker.learner, settings.engine.sweep_s)
         self._supervisor.waits_for = describe_wait(served.share, info.layers)

@@ -205,5 +205,7 @@ def with_limits(config: EngineConfig, limits: BatchLimits) -> EngineConfig:
 
 
 def with_stage(config: EngineConfig, place: Place, pipes: tuple[PipeEnd, ...]) -> EngineConfig:
-    """The settings of an engine process for this place."""
+    """The settings of an engine process for this place. One of several stages has its process for itself."""
+    if place.partition:
+        config = msgspec.structs.replace(config, sharing=None)
     return msgspec.structs.replace(config, tp=place.stage.tp, partition=place.partition, stage=place.index, pipes=pipes)

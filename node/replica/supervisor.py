@@ -216,7 +216,7 @@ class Supervisor:
         with life.scope:
             failure = await self._live(server, life)
             if failure is not None:
-                await self._pause(failure)
+                await self._pause(failure, counts=life.link is None or not life.link.ended_by_other)
         self._life = None
 
     async def _live(self, server: EngineStarter, life: EngineLife) -> str | None:
@@ -394,13 +394,14 @@ class Supervisor:
             told = f"for its next part: {detail}" if detail else ""
             self._publish(msgspec.structs.replace(self._advert, detail=told))
 
-    async def _pause(self, failure: str) -> None:
-        self._failures, self._failure = self._failures + 1, failure
+    async def _pause(self, failure: str, *, counts: bool) -> None:
+        """Before the next start. What was another engine's doing does not count."""
+        self._failures, self._failure = self._failures + counts, failure
         if self._failures > self._tuning.max_failures:
             self._report("failed", f"gave up after {self._failures} failures, at last: {failure}; see {self._log}")
         else:
             self._report("restarting", failure)
-            await trio.sleep(self._tuning.backoff_s(self._failures))
+            await trio.sleep(self._tuning.backoff_s(self._failures) if counts else 0.0)
 
     def _on_call(self, place: Place) -> None:
         """The head wants a new process: what was started for an earlier call has lost its head."""

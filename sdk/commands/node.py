@@ -14,7 +14,19 @@ from ..options.arguments import FLAGS, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, hosting_options, link_options
 from ..options.shared import admin_options, api_options, home_option, http_options, network_options, place_options
-from ..options.values import AGE, COUNT, DURATION, FIGURE, MOMENT, OWN_NODE, POSITIVE, REPLICAS, SECONDS, duration
+from ..options.values import (
+    AGE,
+    COUNT,
+    DURATION,
+    FIGURE,
+    MOMENT,
+    OWN_NODE,
+    POSITIVE,
+    REPLICAS,
+    SECONDS,
+    WORD,
+    duration,
+)
 
 vllm_options: Final = click.argument(
     FLAGS, cls=ConfigArgument, key=VLLM, nargs=-1, type=click.UNPROCESSED, metavar="[-- OPTIONS OF vllm serve]"
@@ -48,6 +60,12 @@ def bootstrap(arguments: SimpleNamespace) -> int:
     return run(arguments)
 
 
+def _name_first(ctx: click.Context, parameter: click.Parameter, models: tuple[str, ...]) -> tuple[str, ...]:
+    """Most of what looks at the options wants one model, or none."""
+    ctx.params["model"] = models[0] if models else None
+    return models
+
+
 @command(
     "join",
     example="p2pserve join --bootstrap p2p_worker_... --model ~/models/llama --port 4002",
@@ -72,10 +90,15 @@ def bootstrap(arguments: SimpleNamespace) -> int:
         "would not finish, and leaves --drain-s before (default: it stays)",
     ),
     option(
+        "models",
         "--model",
+        type=WORD,
+        multiple=True,
+        callback=_name_first,
         metavar="MODEL",
-        help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one (default: what the "
-        "network's coordinator gives this box, of its catalogue: see `p2pserve models`)",
+        help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one; several share the box, "
+        "with one GPU and --kv-cache-mib for all (default: what the network's coordinator gives this box, of its "
+        "catalogue: see `p2pserve models`)",
     ),
     hosting_options,
     http_options(None),
@@ -105,6 +128,10 @@ def bootstrap(arguments: SimpleNamespace) -> int:
     engine_options,
 )
 def join(arguments: SimpleNamespace) -> int:
+    if len(arguments.models) > 1:
+        from ..replicas.sharing import join_with_models
+
+        return join_with_models(arguments, arguments.models)
     if arguments.replicas != 1:
         require_model(arguments)
         from ..replicas.running import join_with_replicas

@@ -200,6 +200,14 @@ def check_writable(field: str, path: Path | None) -> None:
         raise UsageError(f"{field}: {path.parent} is no folder; make it first")
 
 
+class WholeText(click.types.StringParamType):
+    """Text that a variable has one of, also with spaces in it."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        """As it is."""
+        return [rv]
+
+
 class Parsed(click.ParamType[Any]):
     """A value that one of the functions above makes of a text. `kind`: what it is in a config file, where `words` may
     stand as well."""
@@ -236,6 +244,7 @@ MOMENT = Parsed("time", moment)
 THROTTLE = Parsed("throttling", throttle)
 OWN_NODE = Parsed("node", own_node)
 REPLICAS = Parsed("number of nodes", replicas, int, (AUTO,))
+WORD = WholeText()
 FILE = click.Path(path_type=Path)
 
 

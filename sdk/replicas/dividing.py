@@ -10,7 +10,7 @@ from ...bootstrap import Address, parse_address
 from ...bootstrap.trust.tokens import Grant
 from ...coordinator.names import count_of
 from ...coordinator.regrouping.divisions import CutOffer
-from ...node.box.hardware import VISIBLE
+from ...node.box.hardware import CPU_KV_CACHE_MIB, VISIBLE
 from ...node.engine.emulated.backend import EMULATED
 from ..errors import UsageError
 from ..options.values import folder_of_node
@@ -46,13 +46,40 @@ def divide_box(options: Mapping[str, Any], replicas: int, visible: Sequence[str]
     each = divide_gpus(len(visible) if emulated is None else emulated.count, replicas)
     if options["tp"] is not None and options["tp"] > each:
         raise UsageError(f"tp: {options['tp']} GPUs are to share each layer, and each of {replicas} nodes has {each}")
+    if emulated is not None:
+        return _make_parts(options, [{"emulate": f"{each}x{emulated.gpu.name}"}] * replicas, [{}] * replicas)
+    cards = [visible[number * each : (number + 1) * each] for number in range(replicas)]
+    return _make_parts(options, [{}] * replicas, [{VISIBLE: ",".join(each)} for each in cards])
+
+
+def share_box(options: Mapping[str, Any], models: Sequence[str], gpus: int) -> tuple[NodePart, ...]:
+    """The parts of a node for each of these models on a box of so many GPUs, of which all use the first. Raises
+    UsageError or AddressError."""
+    if len({*models}) < len(models):
+        raise UsageError("model: each is given once; for several replicas of one take --replicas")
+    if options["replicas"] != 1:
+        raise UsageError("replicas: they are of one model; leave --replicas out, or all models but one")
+    if options["tp"] not in (None, 1):
+        raise UsageError("tp: engines that share a process have one GPU; leave --tp out, or all models but one")
+    memory_mib = options["kv_cache_mib"]
+    if memory_mib is None and gpus:
+        raise UsageError("kv_cache_mib: say how much of the GPU's memory is for the KV of all models (--kv-cache-mib)")
+    each_mib = max(1, (memory_mib or CPU_KV_CACHE_MIB) // len(models))
+    own = [{"model": model, "tp": 1, "kv_cache_mib": each_mib} for model in models]
+    return _make_parts(options, own, [{}] * len(models))
+
+
+def _make_parts(
+    options: Mapping[str, Any], own: Sequence[Mapping[str, Any]], variables: Sequence[Mapping[str, str]]
+) -> tuple[NodePart, ...]:
+    """A part for each of these nodes' own options, with the next port and a share of what the box has."""
     if options["engine_channel"] is not None:
-        raise UsageError("replicas: an engine channel is for one node; leave --engine-channel out")
-    listens = list_ports(_listen_of(options), replicas, "listen")
-    announced: list[Address | None] = [None] * replicas
+        raise UsageError("an engine channel is for one node; leave --engine-channel out")
+    listens = list_ports(_listen_of(options), len(own), "listen")
+    announced: list[Address | None] = [None] * len(own)
     if options["announce"] is not None:
-        announced = [*list_ports(parse_address(options["announce"]), replicas, "announce")]
-    shared = share_options(options, replicas)
+        announced = [*list_ports(parse_address(options["announce"]), len(own), "announce")]
+    shared = share_options(options, len(own))
     return tuple(
         NodePart(
             folder=folder_of_node(number + 1),
@@ -60,14 +87,14 @@ def divide_box(options: Mapping[str, Any], replicas: int, visible: Sequence[str]
             options={
                 **shared,
                 **({"http": None} if number else {}),  # one door for all: the network is the same behind each
-                **({"emulate": f"{each}x{emulated.gpu.name}"} if emulated is not None else {}),
+                **mine,
                 "listen": str(listens[number]),
                 "port": None,
                 "announce": None if (at := announced[number]) is None else str(at),
             },
-            variables={VISIBLE: ",".join(visible[number * each : (number + 1) * each])} if emulated is None else {},
+            variables=variables[number],
         )
-        for number in range(replicas)
+        for number, mine in enumerate(own)
     )
 
 

@@ -20,7 +20,7 @@ from ...node.owner.dividing import DividedBox
 from ..cli import run_explained
 from ..options.command import DEBUG, PROGRAM, set_up_logging
 
-PATHS: Final = ("home", "api_key_file")
+PATHS: Final = ("home", "api_key_file", "engine_socket")
 """Options that are paths."""
 
 DIVIDED: Final = "divided"

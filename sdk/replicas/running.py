@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import trio
 
@@ -32,14 +32,14 @@ from .dividing import NodePart, check_places, choose_offers, describe_unmapped, 
 from .processes import Greet, Tell
 from .running_box import RunningBox, identify
 
-_READ_ALREADY: Final = frozenset({"config", "token_file", "admin_token_file", "replicas", "recut_every"})
+READ_ALREADY: Final = frozenset({"config", "token_file", "admin_token_file", "models", "replicas", "recut_every"})
 """Options that the nodes are not told."""
 
 
 def join_with_replicas(arguments: SimpleNamespace) -> int:
     """Run the nodes until all of them have left; the exit code. Raises UsageError, AddressError, TokenError, GpuError
     or NodeError."""
-    options = {name: value for name, value in vars(arguments).items() if name not in _READ_ALREADY}
+    options = {name: value for name, value in vars(arguments).items() if name not in READ_ALREADY}
     if options["api_key_file"] == STDIN:
         raise UsageError("api_key_file: several nodes do not read standard input; give a file")
     where, token = require_network(options["bootstrap"], options["token"])
@@ -60,7 +60,7 @@ def join_with_replicas(arguments: SimpleNamespace) -> int:
         grant = JoinToken.parse(target.token).grant
         check_places(grant, replicas)
         places = grant.uses
-    announced = _find_announced(parts[0])
+    announced = find_announced_part(parts[0])
     home: Path = options["home"].expanduser()
     offers = choose_offers(options, offers, visible, announced.mapped, places)
     with lock_home(home / BOX):
@@ -72,12 +72,22 @@ def join_with_replicas(arguments: SimpleNamespace) -> int:
             print(line, file=sys.stderr, flush=True)
         keeper = CutKeeper(replicas, offers, arguments.recut_every)
         width = len(folder_of_node(max([replicas, *(offer.replicas for offer in offers)])))
-        tell, greet = _show_lines(width, arguments.format)
+        tell, greet = show_lines(width, arguments.format)
         box = RunningBox(options, visible, keeper, tell=tell, greet=greet, tuning=WAN)
-        return trio.run(_run_until_signal, box)
+        return trio.run(run_until_signal, box)
 
 
-async def _run_until_signal(box: RunningBox) -> int:
+class LeavingBox(Protocol):
+    """The nodes of a box."""
+
+    def leave(self) -> None:
+        """Let all nodes finish their requests and leave; a second time, let them end at once."""
+
+    async def run(self) -> int:
+        """Run them until all have left; the exit code."""
+
+
+async def run_until_signal(box: LeavingBox) -> int:
     """The first signal drains all nodes; a second one, or one before they have joined, ends them."""
     code = 0
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -88,7 +98,7 @@ async def _run_until_signal(box: RunningBox) -> int:
     return code
 
 
-def _show_lines(width: int, form: str) -> tuple[Tell, Greet]:
+def show_lines(width: int, form: str) -> tuple[Tell, Greet]:
     """Show what nodes say, their names in a column of this width."""
 
     def tell(folder: str, line: str) -> None:
@@ -109,7 +119,7 @@ async def _pass_on(signals: Any, leave: Callable[[], None]) -> None:
         leave()
 
 
-def _find_announced(part: NodePart) -> FoundAddress:
+def find_announced_part(part: NodePart) -> FoundAddress:
     """What the first node would tell others, and which ports the provider maps. Raises AddressError."""
     return find_announced(part.options["announce"], os.environ, part.listen)
 

@@ -44,7 +44,7 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 500, 80, 8
 # "file::function" -> why it may catch everything without raising again. Every entry must be in use.
 SWALLOWS: dict[str, str] = {
     "bootstrap/handlers.py::notify": "a bug in a notice's handler is logged with its traceback and costs that notice",
-    "node/engine/vllm_program/process.py::_handle": "what vLLM raises for a request it refuses is of no common "
+    "node/engine/vllm_program/process.py::handle": "what vLLM raises for a request it refuses is of no common "
     "type: that request is answered with the reason, and the others go on",
     "node/http/front.py::serve_stream": "a bug in one HTTP connection is logged with its traceback and costs that "
     "connection, not the others'",

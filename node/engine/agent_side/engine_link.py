@@ -61,6 +61,10 @@ class EngineHandle(Protocol):
     def exit_text(self) -> str:
         """How the process ended."""
 
+    @property
+    def ended_by_other(self) -> bool:
+        """Whether it ended in another engine that shared it, so that this one need not be to blame."""
+
     def close(self) -> None:
         """Hang up: the process ends."""
 
@@ -107,6 +111,7 @@ class ForkServerClient:
         self._next = 0
         self._exits: dict[int, ProcessLink[Any]] = {}
         self._ready = trio.Event()
+        self._ended = trio.Event()
         self._failure: str | None = None
         self.preload_s: float | None = None
         self.version = ""  # of what it has imported, once it is ready
@@ -119,6 +124,10 @@ class ForkServerClient:
         await self._ready.wait()
         if self._failure is not None:
             raise EngineStartError(self._failure)
+
+    async def wait_ended(self) -> None:
+        """Wait until it has ended."""
+        await self._ended.wait()
 
     async def start_engine(
         self,
@@ -181,6 +190,7 @@ class ForkServerClient:
             if not packet:
                 self._failure = self._failure or f"the fork server ended{_refer_to(self._log)}"
                 self._ready.set()
+                self._ended.set()
                 return
             match protocol.fork_server_event.decode(packet):
                 case protocol.Preloaded(version=version, seconds=seconds):
@@ -189,10 +199,10 @@ class ForkServerClient:
                 case protocol.PreloadFailed(reason=reason):
                     self._failure = reason
                     self._ready.set()
-                case protocol.EngineExited(engine=engine, status=status):
+                case protocol.EngineExited(engine=engine, status=status, culprit=culprit):
                     link = self._exits.pop(engine, None)
                     if link is not None:
-                        link.note_exit(status)
+                        link.note_exit(status, culprit)
 
 
 class ProcessLink(Generic[Ready]):
@@ -221,6 +231,7 @@ class ProcessLink(Generic[Ready]):
         self._failure: str | None = None
         self._refusal: str | None = None  # said by the engine itself, while it was starting
         self._status: int | None = None
+        self._culprit = ""
         self.ready: Ready | None = None
         self.on_starting: Callable[[protocol.Starting], None] = ignore_starting
 
@@ -267,16 +278,21 @@ class ProcessLink(Generic[Ready]):
     def exit_text(self) -> str:
         if self.ready is not None and self._failure is not None:
             return f"ended: {self._failure}"
+        where = f", in the engine of {self._culprit}" if self._culprit else ""
         if self._status is None:
             return "ended"
         if self._status < 0:
             name = signal.Signals(-self._status).name
-            return f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-        return f"ended with status {self._status}"
+            return f"was killed by {name}{where}" + (" (out of memory?)" if name == "SIGKILL" else "")
+        return f"ended with status {self._status}{where}"
 
-    def note_exit(self, status: int) -> None:
-        """The fork server has seen the process end."""
-        self._status = status
+    @property
+    def ended_by_other(self) -> bool:
+        return bool(self._culprit)
+
+    def note_exit(self, status: int, culprit: str = "") -> None:
+        """The fork server has seen the process end. `culprit`: in another engine that shared it."""
+        self._status, self._culprit = status, culprit
         self._exited.set()
 
     def close(self) -> None:

@@ -24,24 +24,34 @@ OpenForkServer = Callable[..., AbstractAsyncContextManager[EngineStarter]]
 
 @asynccontextmanager
 async def open_fork_server(
-    *, log: Path | None, threads: int, channel: int | None = None, backend: str = "vllm", serves_api: bool = False
+    *,
+    log: Path | None,
+    threads: int,
+    channel: int | None = None,
+    at: Path | None = None,
+    listener: socket.socket | None = None,
+    backend: str = "vllm",
+    serves_api: bool = False,
 ) -> AsyncIterator[ForkServerClient]:
-    """A fork server for the body: `channel` of a shared one that has preloaded this backend, or a
-    new one. `serves_api`: an API process is to be forked of it, too. Leaving ends every engine started through it."""
-    if channel is not None:
-        async with _connect(socket.socket(fileno=channel), log) as server:
+    """A fork server for the body: `channel` of a shared one that has preloaded this backend, the one that listens `at`
+    a socket's path, or a new one, which other nodes of this box dial by `listener`. `serves_api`: an API process is to
+    be forked of it, too. Leaving ends every engine started through it."""
+    if at is not None or channel is not None:
+        shared = socket.socket(fileno=channel) if at is None else await _dial(at)
+        async with _connect(shared, log) as server:
             yield server
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
+        ends = [theirs] if listener is None else [theirs, listener]
         command, environment = fork_server_command(
-            [theirs], log=log, threads=threads, backend=backend, serves_api=serves_api
+            ends, log=log, threads=threads, backend=backend, serves_api=serves_api
         )
         process = await trio.lowlevel.open_process(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[end.fileno() for end in ends],
             env=environment,
             start_new_session=True,  # Ctrl-C in the terminal is for the agent, which hangs up when it is done
         )
@@ -73,6 +83,13 @@ def fork_server_command(
     descriptors = [str(channel.fileno()) for channel in channels]
     what = [backend, WITH_API] if serves_api else [backend]
     return [sys.executable, "-m", "p2pserve.node.engine.forkserver", *what, *descriptors], environment
+
+
+async def _dial(at: Path) -> socket.socket:
+    """Whoever keeps the server that listens there keeps its socket, too, while it starts another. Raises OSError."""
+    dialled = trio.socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    await dialled.connect(str(at))
+    return socket.socket(fileno=dialled.detach())
 
 
 @asynccontextmanager

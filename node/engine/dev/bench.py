@@ -56,6 +56,7 @@ from ..settings import TransferSettings
 from ..trials.random_model import ONE_BILLION, make_model
 from ..trials.trial import Trial, TrialEngine, open_trial
 from .bench_servers import ServerReport, measure_servers
+from .bench_sharing import SharingReport, measure_sharing
 from .bench_transfers import BesideTransfer, TransferBench, TransferRate
 from .pairs import EnginePair, describe_pairs, median_added, median_ratio
 
@@ -402,10 +403,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=9, help=pairs)
     parser.add_argument("--format", choices=("table", "json"), default="table")
     parser.add_argument("--servers-only", action="store_true", help="measure the servers and the box's memory alone")
+    parser.add_argument("--sharing-only", action="store_true", help="measure a second model in the process alone")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
-    report: ServerReport | None = None
+    report: ServerReport | SharingReport | None = None
     on_gpu = has_gpu()
     config = protocol.EngineConfig(model="", threads=THREADS, kv_cache_mib=GPU_KV_CACHE_MIB if on_gpu else None)
     try:
@@ -415,13 +417,18 @@ def main(arguments: list[str] | None = None) -> int:
             _, environment = fork_server_command([], log=None, threads=THREADS)
             os.environ.update(environment)
             stack.enter_context(_quiet())
-            report = _measure(model, options.repeats, config, servers_only=options.servers_only)
+            if options.sharing_only:
+                report = measure_sharing(str(model.fetch()), options.repeats, config, _folder(stack))
+            else:
+                report = _measure(model, options.repeats, config, servers_only=options.servers_only)
     except* (ModelError, EngineError, TransferError, OSError) as errors:
         sys.stderr.write(f"bench: {first_error(errors)}\n")
     if report is None:
         return 1
     if options.format == "json":
         text = msgspec.json.format(msgspec.json.encode(report)).decode()
+    elif isinstance(report, SharingReport):
+        text = report.describe()
     else:
         text = table(report) if isinstance(report, EngineBenchReport) else server_table(report)
     sys.stdout.write(f"{text}\n")
@@ -429,9 +436,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(model: OpenedModel, repeats: int, config: protocol.EngineConfig, *, servers_only: bool) -> ServerReport:
-    with tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True) as folder:
-        servers = measure_servers(model, repeats, config, Path(folder))
+    with ExitStack() as stack:
+        servers = measure_servers(model, repeats, config, _folder(stack))
     return servers if servers_only else trio.run(run, model, repeats, config, servers)
+
+
+def _folder(stack: ExitStack) -> Path:
+    """One for what a measurement writes."""
+    made = tempfile.TemporaryDirectory(prefix="p2pserve-bench-", ignore_cleanup_errors=True)
+    return Path(stack.enter_context(made))
 
 
 @contextmanager

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Final
 from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from ...box.hardware import Hardware
     from ...settings import BoxEngineSettings
     from ..agent_side.engine_link import EngineStarter
-    from ..process import AgentSockets
+    from ..mailbox import Outbox
+    from ..process import AgentSockets, Program
     from ..protocol import EngineConfig
+    from ..sharing.process import TurnEngine
 
 
 def _preload() -> str:
@@ -24,6 +28,12 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
     from .process import run_emulated_engine
 
     return run_emulated_engine(config, sockets)
+
+
+def _share(config: EngineConfig, outbox: Outbox, news: Event) -> Program[TurnEngine]:
+    from .shared import SharedEmulatedProgram
+
+    return SharedEmulatedProgram(config, outbox, news)
 
 
 def _hardware(box: Hardware, knobs: BoxEngineSettings) -> Hardware:
@@ -47,6 +57,7 @@ EMULATED: Final = EngineBackend(
     environment={},
     preload=_preload,
     run=_run,
+    share=_share,
     hardware=_hardware,
     inspect=_inspect,
     self_test=_trust,

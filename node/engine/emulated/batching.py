@@ -23,6 +23,7 @@ of its own; a test runs both on random requests and compares them step by step.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, final
@@ -112,6 +113,7 @@ class Batcher:
         self._waiting: deque[BatchedRequest] = deque()
         self._awaiting_kv: dict[str, BatchedRequest] = {}  # have blocks, and wait for external KV
         self._sending: set[BatchedRequest] = set()  # have ended; their KV is still being sent
+        self._places = self._tokens_left = self._blocks_left = 0  # of the turn that is chosen
 
     def __repr__(self) -> str:
         counts = f"{self.running} running, {self.waiting} waiting, {len(self._sending)} sending"
@@ -215,6 +217,39 @@ class Batcher:
                 at += 1
         admitted = self._admit(scheduled, budget) if not preempted else ()
         return Batch(tuple(scheduled), admitted, tuple(preempted))
+
+    def begin_choice(self) -> None:
+        """A turn is chosen: all of a step is free."""
+        self._places = self._max_requests - len(self._running)
+        self._tokens_left, self._blocks_left = self._step_tokens, self._free
+
+    def take(self, sequence: BatchedRequest) -> bool:
+        """Whether there is room for it in that turn, which it has then."""
+        if self._tokens_left <= 0:
+            return False
+        if sequence not in self._running:
+            if self._places <= 0 or (missing := self._missing_blocks(sequence)) > self._blocks_left:
+                return False
+            self._places -= 1
+            self._blocks_left -= missing
+        self._tokens_left -= min(self._tokens_left, sequence.known - sequence.computed)
+        return True
+
+    def schedule_turn(self, turn: Sequence[BatchedRequest]) -> Batch:
+        """Make up a step of these alone, in this order; who waits for KV is admitted as ever. Others keep what they
+        have: when blocks run out, the last of the turn is preempted."""
+        chosen = {id(sequence) for sequence in turn}
+        running, waiting = {id(each) for each in self._running}, self._waiting
+        paused = [each for each in self._running if id(each) not in chosen]
+        self._running = [each for each in turn if id(each) in running]
+        first = [each for each in turn if id(each) not in running]
+        self._waiting = deque([*first, *(each for each in waiting if each.external)])
+        most, self._max_requests = self._max_requests, self._max_requests - len(paused)
+        batch = self.schedule()
+        self._max_requests = most
+        self._running += paused
+        self._waiting += (each for each in waiting if not each.external and id(each) not in chosen)
+        return batch
 
     def complete(self, batch: Batch) -> list[BatchedRequest]:
         """The step is computed: returns who has generated a token; who is done is removed."""

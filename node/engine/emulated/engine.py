@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Final, Protocol, final
 
 from ....coordinator.costs.replica import Hop, ReplicaError, StageHardware, kv_capacity_tokens, replica_times
-from ....coordinator.costs.step_times import StepTimes
+from ....coordinator.costs.step_times import StepTimes, chunk_pairs
 from ....coordinator.prefixes.block_cache import BlockCache
 from ....coordinator.prefixes.held import choose_stride
 from ....coordinator.prefixes.naming import prefix_names
+from ....coordinator.sharing.service_profile import ExpectedService
 from ....kvtransport.errors import TransferError
 from .. import protocol
+from ..sharing.turns import PROMPT_TOKENS, ServiceTurns, expect_unseen
 from ..stats import StepReporter, StepTotals, describe_step
 from ..transfers.wait_limits import WaitLimits
 from .batching import Batch, Batcher, step_s
@@ -149,6 +151,9 @@ class EmulatedEngine:
         self._ends: float | None = None  # modelled end of the step under way, or of the last one
         self._ended: float | None = None  # when the last step really ended
         self._first_began: float | None = None  # the first step of all
+        self._scheduled_tokens = 0  # in the last step
+        self.turns: ServiceTurns | None = None
+        """Where it says what can be computed, in a process of several engines."""
 
     def __repr__(self) -> str:
         return f"<EmulatedEngine {self.name} {self._batcher}>"
@@ -213,10 +218,14 @@ class EmulatedEngine:
             case protocol.Stop():
                 raise AssertionError("handled by the loop")
 
-    def begin_step(self, now: float) -> float | None:
-        """Begin a step; returns when it ends, or None when there is nothing to compute. It begins
-        at the modelled end of the last, so that this process's own time is not added."""
-        batch = self._batcher.schedule()
+    def begin_step(self, now: float, turn: tuple[str, ...] | None = None) -> float | None:
+        """Begin a step, of the requests of a turn alone where there is one; returns when it ends, or None when there is
+        nothing to compute. It begins at the modelled end of the last, so that this process's own time is not added."""
+        if turn is None:
+            batch = self._batcher.schedule()
+        else:
+            self._ends = self._ended = None  # others have had theirs since
+            batch = self._batcher.schedule_turn([self._requests[request].work for request in turn])
         for request in batch.admitted:
             live = self._requests[request]
             if live.expected is not None:
@@ -225,6 +234,8 @@ class EmulatedEngine:
         for request in batch.preempted:
             if (transfer := self._requests[request].sends) is not None:
                 self._transfers.withdraw(transfer)
+            if self.turns is not None:
+                self.turns.lose_kv(request)
         if not batch.scheduled:
             self._ends = self._ended = None
             return None
@@ -244,12 +255,44 @@ class EmulatedEngine:
         throttling = self._emulation.throttling
         return throttling.factor if throttling is not None and now >= self._first_began + throttling.after_s else 1.0
 
+    def expect(self) -> ExpectedService:
+        """What requests are taken to be like before any has ended."""
+        token_s = self._times.prefill_s(PROMPT_TOKENS, chunk_pairs(0, PROMPT_TOKENS)) / PROMPT_TOKENS
+        return expect_unseen(token_s, self._times.decode_line(1).step_s(PROMPT_TOKENS))
+
+    @property
+    def awaits_kv(self) -> bool:
+        """Whether any request waits for KV of another box."""
+        return any(live.expected is not None or live.sends is not None for live in self._requests.values())
+
+    def begin_choice(self) -> None:
+        """A turn is chosen."""
+        self._batcher.begin_choice()
+
+    def take(self, request: str) -> bool:
+        """Take it into the turn that is being chosen, if there is room."""
+        return self._batcher.take(self._requests[request].work)
+
+    def note_turn(self, turn: tuple[str, ...]) -> int:
+        """The step is over: say which of its requests have KV, and which decode now. Returns how many tokens it has
+        computed."""
+        assert self.turns is not None
+        for request in turn:
+            live = self._requests.get(request)
+            if live is not None and live.work.computed:
+                self.turns.hold_kv(request)
+                if live.work.known - live.work.computed == 1:
+                    self.turns.begin_decode(request)
+        tokens, self._scheduled_tokens = self._scheduled_tokens, 0
+        return tokens
+
     def end_step(self, now: float) -> None:
         """The step has ended: report its tokens."""
         batch, began = self._batch, self._ended
         assert batch is not None
         assert began is not None
         self._batch, self._ended = None, now
+        self._scheduled_tokens = sum(entry.tokens for entry in batch.scheduled)
         outputs = []
         for work in self._batcher.complete(batch):
             live = self._requests[work.request]
@@ -258,6 +301,8 @@ class EmulatedEngine:
             outputs.append(protocol.NewTokens(work.request, tokens, finish, work.received or work.cached))
             if work.is_done:
                 del self._requests[work.request]
+                if self.turns is not None:
+                    self.turns.finish(work.request, work.generated)
         scheduled = ((entry.first, entry.tokens) for entry in batch.scheduled)
         sample = describe_step(scheduled, max(0.0, now - began))
         self._tally.add(sample, len(batch.preempted))
@@ -327,6 +372,8 @@ class EmulatedEngine:
             self._ends = self._ended = now
         self._requests[submit.request] = live
         self._batcher.add(live.work)
+        if not live.work.external:
+            self._announce(live.work)
 
     def _send(self, batch: Batch, began: float, ends: float) -> None:
         """Tell the transfers which tokens this step computes for other engines."""
@@ -351,7 +398,7 @@ class EmulatedEngine:
             live.first_token_from = None  # what is missing is computed at once, and with it the first token
         live.received = tokens
         if live.first_token_from is None:
-            self._batcher.receive_kv(request, tokens)
+            self._receive_kv(live, tokens)
 
     def _on_first_token(self, told: protocol.SetFirstToken) -> None:
         """Go on from the prefill engine's first token; ours would be the same, being a hash."""
@@ -367,12 +414,23 @@ class EmulatedEngine:
 
     def _stop_waiting_for_token(self, transfer: bytes) -> None:
         """Let the request that this transfer is for begin without being told its first token."""
-        for request, live in self._requests.items():
+        for live in self._requests.values():
             if live.first_token_from == transfer:
                 live.first_token_from = None
                 if live.expected is None:
-                    self._batcher.receive_kv(request, live.received)
+                    self._receive_kv(live, live.received)
                 return
+
+    def _receive_kv(self, live: _Request, tokens: int) -> None:
+        self._batcher.receive_kv(live.work.request, tokens)
+        self._announce(live.work)
+
+    def _announce(self, work: Work) -> None:
+        """It waits for nothing but its turn, where there are turns."""
+        if self.turns is not None and work.request not in self.turns:
+            self.turns.add(work.request, work.prompt)
+            if work.blocks or work.shared:
+                self.turns.hold_kv(work.request)
 
     def _drop(self, request: str, reason: str) -> None:
         """Forget a request and its transfers; the KV of a whole prompt may still be sent."""
@@ -380,6 +438,8 @@ class EmulatedEngine:
         if live is None:
             return
         self._batcher.remove(request)
+        if self.turns is not None:
+            self.turns.remove(request)
         self._wait_limits.end(request)
         if live.sends is not None and live.work.computed < live.work.prompt:
             self._transfers.abort(live.sends, reason)

@@ -7,6 +7,7 @@ import queue
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import final
 
 import msgspec
@@ -36,8 +37,11 @@ def run_emulated_engine(config: protocol.EngineConfig, sockets: AgentSockets) ->
 class EmulatedProgram:
     """See `process.EngineProgram`."""
 
-    def __init__(self, config: protocol.EngineConfig, outbox: Outbox) -> None:
+    def __init__(
+        self, config: protocol.EngineConfig, outbox: Outbox, on_news: Callable[[], None] = lambda: None
+    ) -> None:
         self._config = config
+        self._on_news = on_news
         self._emulation = msgspec.convert(config.options, protocol.Emulation)
         self._outbox = outbox
         self._inbox: Inbox = queue.SimpleQueue()
@@ -54,10 +58,27 @@ class EmulatedProgram:
         if isinstance(message, protocol.Stop) and self._config.stage:
             os._exit(0)  # no loop of its own would: its main thread waits for the head
         self._inbox.put((time.monotonic(), message))
+        self._on_news()
 
     def attach(self, hello: bytes, connection: socket.socket) -> None:
         if not self._connections.put(hello, connection):
             self._transfers.attach(hello, connection)
+
+    def load_engine(self) -> EmulatedEngine:
+        """On one box. Raises StartError."""
+        try:
+            engine = EmulatedEngine(
+                self._config, self._emulation, self._transfers, tell=self._outbox.send, wake=self.take
+            )
+        except EmulationError as error:
+            raise StartError(str(error)) from error
+        sleep_while_loading(self._emulation, (), self._outbox)
+        return engine
+
+    @property
+    def inbox(self) -> Inbox:
+        """What is to be handled."""
+        return self._inbox
 
     def load(self) -> LoadedEngine:
         """There is nothing to load but time to take; the cards may be too small. The head of several stages waits for

@@ -16,6 +16,7 @@ from ..vllm.capability import capabilities_from_nvml
 from ..vllm.device import DeviceKind, choose_setup
 from ..vllm.gloo import share_device
 from .start_failures import explain_start_failure
+from .turn_scheduler import TurnScheduler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,7 +97,7 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
         kv_cache_mib=config.kv_cache_mib,
         stages=max(1, len(config.partition)),
         tp=config.tp,
-        async_scheduling=config.async_scheduling,
+        async_scheduling=config.async_scheduling if config.sharing is None else False,
     )
     os.environ.update(choices.environment | NAMED_ALIKE)
     os.environ.pop("PYTHONHASHSEED", None)  # vLLM would begin its block hashes with it, and others name prefixes so too
@@ -114,6 +115,7 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": HASH_ALGORITHM,
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        **({"scheduler_cls": TurnScheduler} if config.sharing is not None else {}),
     }
 
 

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Final
 from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from ...box.hardware import Hardware
     from ...settings import BoxEngineSettings
     from ..agent_side.engine_link import EngineStarter
-    from ..process import AgentSockets
+    from ..mailbox import Outbox
+    from ..process import AgentSockets, Program
     from ..protocol import EngineConfig
+    from ..sharing.process import TurnEngine
 
 
 def _preload() -> str:
@@ -25,6 +29,12 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
     from .process import run_engine
 
     return run_engine(config, sockets)
+
+
+def _share(config: EngineConfig, outbox: Outbox, news: Event) -> Program[TurnEngine]:
+    from .shared import SharedVllmProgram
+
+    return SharedVllmProgram(config, outbox, news)
 
 
 def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:
@@ -63,6 +73,7 @@ VLLM: Final = EngineBackend(
     },
     preload=_preload,
     run=_run,
+    share=_share,
     hardware=lambda box, knobs: box,
     inspect=_inspect,
     self_test=_self_test,

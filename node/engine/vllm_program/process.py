@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -66,12 +67,21 @@ def run_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
 class VllmProgram:
     """See `process.EngineProgram`: an engine on one box, or the head of a replica that spans several."""
 
-    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, forked: tuple[ForkedWorker, ...]) -> None:
+    def __init__(
+        self,
+        config: protocol.EngineConfig,
+        outbox: Outbox,
+        forked: tuple[ForkedWorker, ...],
+        news: threading.Event | None = None,
+    ) -> None:
+        """`news`: of a process of several engines, to be set when there is something for its main thread."""
         self._config = config
         self._outbox = outbox
         self._forked = forked
         self._inbox: queue.SimpleQueue[protocol.ToEngine] = queue.SimpleQueue()
         self._switchboard = Switchboard(config.tp, outbox.send, config.transfers)
+        if news is not None:
+            self._switchboard.news = news
         self._connections = PipeConnections(config.pipes)
 
     def take(self, message: protocol.ToEngine) -> None:
@@ -137,16 +147,17 @@ class EngineRunner:
         self._forked = forked
         self._engine = build_engine(config, switchboard.name)
         self._core: Any = self._engine.engine_core.engine_core  # in-process
-        self._scheduler: Any = self._core.scheduler
+        self.scheduler: Any = self._core.scheduler
+        """vLLM's, or for a process of several engines ours under it."""
         if config.tp > 1:
             self._core.model_executor.register_failure_callback(_worker_lost)
-        connector = self._scheduler.get_kv_connector()
+        connector = self.scheduler.get_kv_connector()
         assert isinstance(connector, P2PConnector)
         self._transfers = connector.scheduler_side
         cache = self._engine.vllm_config.cache_config
-        self._held = HeldBlockEvents(self._scheduler, choose_stride(cache.num_gpu_blocks or 0))
-        self._cached_sends = CachedSends(self._scheduler)
-        self._step_tokens = int(self._scheduler.max_num_scheduled_tokens)
+        self._held = HeldBlockEvents(self.scheduler, choose_stride(cache.num_gpu_blocks or 0))
+        self._cached_sends = CachedSends(self.scheduler)
+        self._step_tokens = int(self.scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, _RunningRequest] = {}
         self._eos = eos_tokens(self._engine.model_config)
         self._constraints = ConstraintSupport(
@@ -155,7 +166,7 @@ class EngineRunner:
         self._vocabulary = int(self._engine.model_config.get_vocab_size())
         self._reporter = StepReporter(outbox.send)
         on_step, stages = self._transfers.on_step, bool(config.partition)
-        self._meter = StepMeter(self._scheduler, time.monotonic, on_step, concurrent=stages)
+        self._meter = StepMeter(self.scheduler, time.monotonic, on_step, concurrent=stages)
         self._idle_steps = IdleSteps(1 if stages else self._core.batch_queue_size)
 
     def ready(self, load_s: float) -> protocol.EngineReady:
@@ -204,22 +215,44 @@ class EngineRunner:
     def serve(self) -> None:
         """Until `Stop`. An exception of vLLM's ends the process: its state cannot be trusted any more."""
         while True:
-            while not self._inbox.empty() or not self._busy():
+            while not self._inbox.empty() or not self.is_busy:
                 # Steps leave freed memory behind, which the next step uses again; where none follows, it goes back.
-                message = await_message(self._inbox, REST_S, return_freed_memory)
-                if isinstance(message, protocol.Stop):
+                if not self.handle(await_message(self._inbox, REST_S, return_freed_memory)):
                     return
-                self._handle(message)
             self._cached_sends.limit_running()
-            # Of vLLM's engine, its core: it is the text of answers that the rest of it is for.
-            outputs = self._engine.engine_core.get_output().outputs
-            late = [*self._refuse_unconstrained(), *self._expire()]
-            self._publish(outputs, late)
-            idle = not (outputs or late or self._scheduler.running)
+            idle = not self.step() and not self.scheduler.running
             self._idle_steps.on_step(idle=idle)
             if idle and self._switchboard.news.wait(self._idle_wait_s() if self._idle_steps.may_sleep else 0.0):
                 self._switchboard.news.clear()
                 self._idle_steps.on_news()
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the agent has said anything that has not been handled."""
+        return not self._inbox.empty()
+
+    def handle_all(self) -> bool:
+        """Do what the agent has wanted so far; False: it is to stop."""
+        while not self._inbox.empty():
+            if not self.handle(self._inbox.get()):
+                return False
+        return True
+
+    def model(self) -> torch.nn.Module:
+        """Of an engine of one worker, which is this process."""
+        found: torch.nn.Module = self._core.model_executor.driver_worker.get_model()
+        return found
+
+    def drop_memory(self) -> None:
+        """Let go of weights and KV; the engine is of no use any more. Not of buffers: models of one process share those
+        of their position embeddings."""
+        import torch
+
+        for each in self.model().parameters():
+            each.data = torch.empty(0)
+        self._core.model_executor.driver_worker.worker.model_runner.kv_caches.clear()
+        for layer in self._engine.vllm_config.compilation_config.static_forward_context.values():
+            layer.kv_cache = torch.empty(0)
 
     def _idle_wait_s(self) -> float:
         """Workers of this box say when KV has come, those of other stages tell only their own agents. For KV that
@@ -227,11 +260,26 @@ class EngineRunner:
         settings, is_blind = self._config.transfers, self._config.partition and self._transfers.awaits_kv
         return settings.blind_wait_s if is_blind else settings.idle_wait_s
 
-    def _busy(self) -> bool:
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is anything to make a step for."""
         # Not has_unfinished_requests(): finished requests whose cleanup the connector has not seen count too.
-        return bool(self._scheduler.has_requests() or self._core.batch_queue)
+        return bool(self.scheduler.has_requests() or self._core.batch_queue)
 
-    def _handle(self, message: protocol.ToEngine) -> None:
+    def step(self) -> bool:
+        """One iteration; whether there was anything to tell of it."""
+        # Of vLLM's engine, its core: it is the text of answers that the rest of it is for.
+        outputs = self._engine.engine_core.get_output().outputs
+        late = [*self._refuse_unconstrained(), *self._expire()]
+        self._publish(outputs, late)
+        return bool(outputs or late)
+
+    def pause(self) -> None:
+        """Others compute before the next step, whose time begins when it is scheduled."""
+        self._meter.pause()
+
+    def handle(self, message: protocol.ToEngine) -> bool:
+        """Do what the agent wants; False: it is to stop."""
         match message:
             case protocol.Submit(request=request):
                 try:
@@ -250,18 +298,19 @@ class EngineRunner:
                     self._stop_waiting_for_token(message.transfer)
                 # With the next step, so that it does not overtake what has been submitted; without one, directly. A
                 # batch that is in flight when all requests have gone is the last one.
-                if self._scheduler.requests or self._scheduler.finished_req_ids:
+                if self.scheduler.requests or self.scheduler.finished_req_ids:
                     self._transfers.queue_order(message)
                 else:
                     self._switchboard.carry_out(message)
             case protocol.LimitSteps(tokens=tokens):
                 self._limit_steps(tokens)
             case protocol.Stop():
-                raise AssertionError("handled by the loop")
+                return False
+        return True
 
     def _limit_steps(self, tokens: int) -> None:
         """vLLM's scheduler looks at its budget in every step. All that decode at once must have a place in it."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         wanted = max(tokens, scheduler.max_num_running_reqs) if tokens else self._step_tokens
         scheduler.max_num_scheduled_tokens = min(self._step_tokens, wanted)
 
@@ -294,13 +343,13 @@ class EngineRunner:
             not submit.send,
         )
         self._core.add_request(request, wave)
-        if submit.send:
+        if submit.send and self._config.sharing is None:
             self._cached_sends.add(request, cached)
 
     def _check(self, submit: protocol.Submit) -> None:
         """Raise ValueError for what vLLM would find out inside a step, which takes the engine with it."""
         vocabulary, sampling = self._vocabulary, submit.sampling
-        if submit.request in self._scheduler.requests:
+        if submit.request in self.scheduler.requests:
             raise ValueError(f"the id {submit.request} is in use")
         if submit.receive and not 1 <= submit.receive_tokens <= len(submit.prompt):
             raise ValueError(f"KV of {submit.receive_tokens} tokens is to come, of a prompt of {len(submit.prompt)}")
@@ -344,7 +393,7 @@ class EngineRunner:
         """For the first token of the request that receives this."""
         request = self._transfers.stop_waiting_for_token(transfer)
         if request is not None:
-            self._scheduler.finished_recving_kv_req_ids.add(request)
+            self.scheduler.finished_recving_kv_req_ids.add(request)
 
     def _abort(self, requests: list[str]) -> None:
         """Those that are known. One whose KV is here must not be taken for one that still receives: its blocks would
@@ -389,7 +438,7 @@ class EngineRunner:
                     stop_reason=output.stop_reason if output.stop_reason in live.stop_tokens else None,
                 )
             )
-        pausing = not self._busy()
+        pausing = not self.is_busy
         if pausing:
             self._meter.pause()
         iterations = self._meter.tally.take(time.monotonic(), at_once=pausing)
@@ -398,13 +447,13 @@ class EngineRunner:
             self._reporter.tell_held(*self._held.names.take())
 
     def _stats(self) -> protocol.EngineStats:
-        running, waiting = self._scheduler.get_request_counts()
-        free = self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        running, waiting = self.scheduler.get_request_counts()
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return protocol.EngineStats(
             running,
             waiting,
-            self._scheduler.get_kv_cache_usage(),
-            free * self._scheduler.block_size,
+            self.scheduler.get_kv_cache_usage(),
+            free * self.scheduler.block_size,
             sum(live.pending_prefill_tokens for live in self._requests.values()),
             sum(live.decodes for live in self._requests.values()),
         )

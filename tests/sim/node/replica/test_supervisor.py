@@ -299,6 +299,23 @@ def test_an_engine_that_dies_again_and_again_is_given_up_with_a_reason() -> None
     play("a")(story)
 
 
+def test_an_engine_that_another_one_of_its_process_has_ended_comes_back_at_once_however_often() -> None:
+    async def story(world: World) -> None:
+        world.assign("a")
+        for _ in range(3 * WAN.max_failures):
+            await world.until("ready", "a")
+            engine = world.box("a").running[0]
+            engine.ended_by_other = True
+            engine.end("was killed by SIGKILL, in the engine of chat")
+            await world.until("restarting", "a")
+            assert any(advert.detail.endswith("in the engine of chat") for advert in world.box("a").adverts)
+            begun = trio.current_time()
+            await world.until("ready", "a")
+            assert trio.current_time() - begun == pytest.approx(FORK_S + LOAD_S, abs=0.05)
+
+    play("a")(story)
+
+
 def test_an_engine_that_ran_for_long_has_a_clean_slate() -> None:
     async def story(world: World) -> None:
         world.assign("a")

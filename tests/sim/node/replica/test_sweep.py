@@ -29,6 +29,8 @@ LIMIT_S = 3.0
 class SteppingEngine:
     """An `EngineHandle` whose engine takes as long as two costs say: first all prompts that have come, then decodes."""
 
+    ended_by_other = False
+
     def __init__(self, nursery: trio.Nursery, sweep: EngineSweep, slower: float = 1.0) -> None:
         self.ready: protocol.EngineReady | None = ROOMY
         self.slower = slower

@@ -1,0 +1,1 @@
+"""Several engines in one process, which step one at a time."""

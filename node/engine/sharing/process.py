@@ -1,0 +1,289 @@
+"""A process of several engines: it loads each that comes, and has them step one at a time.
+
+    fork server --fork--> run_shared <--packets with two sockets each-- fork server: one for each engine that joins
+
+Each engine has an agent, message socket and KV memory of its own; when its agent hangs up, it leaves, and the others
+go on. Whose turn it is stands in memory that the fork server sees, so that it can say in which engine the process has
+ended. A turn that takes too long ends it, too (`Sharing.hang_s`), by a thread of C's: Python's may be waiting.
+
+While an engine loads, the others wait: vLLM's state of the process is that of the one that loads.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import mmap
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple, Protocol, final
+
+import msgspec
+
+from ....coordinator.sharing.service_profile import ExpectedService
+from ....coordinator.sharing.values import SharedRequest, Turn
+from ...box.heap import return_freed_memory
+from .. import protocol
+from ..mailbox import Outbox
+from ..process import AgentSockets, DescribedEngine, Program, connect, load
+from ..settings import Sharing
+from .turns import ProcessTurns, ServiceTurns, ids_of
+
+_log = logging.getLogger(__name__)
+
+REST_S: Final = 1.0  # without a request, until memory goes back
+LATE_S: Final = 1.0  # between looks at the deadlines of requests that have no turn
+_NUMBER_BYTES: Final = 8
+_REARM_SHARE: Final = 4  # the watch for a turn that hangs may be late by one part in so many: to set it takes 50 us
+
+
+class TurnEngine(DescribedEngine, Protocol):
+    """An engine that steps when it is its turn. All is called by the main thread."""
+
+    poll_s: float
+    """How often what it waits for is to be looked at, while nothing says that it has come."""
+
+    def expect(self) -> ExpectedService:
+        """What requests are taken to be like before any has ended."""
+
+    def begin(self, turns: ServiceTurns) -> None:
+        """Requests are to be told there from now on."""
+
+    def handle_messages(self) -> bool:
+        """Do what the agent wants; False: it is to stop."""
+
+    def begin_choice(self) -> None:
+        """A turn is chosen: all of the batch is free."""
+
+    def take(self, request: str) -> bool:
+        """Take it into the turn that is being chosen, if there is room."""
+
+    def run_turn(self, requests: tuple[str, ...]) -> int:
+        """One iteration, of these requests alone; of none: only what waits for something else is looked at. Returns how
+        many tokens of prompts were computed."""
+
+    def awaits_news(self) -> bool:
+        """Whether anything waits for something else than its turn."""
+
+    def leave(self) -> None:
+        """Its agent has gone, or wants it to stop: give back its memory."""
+
+
+MakeProgram = Callable[[protocol.EngineConfig, Outbox, threading.Event], Program[TurnEngine]]
+"""Of an engine that sets the event when there is something for the main thread."""
+
+
+@final
+class Blame:
+    """Which engine has the process, in memory that the fork server shares: a number, 0 for none."""
+
+    def __init__(self) -> None:
+        self._shared = mmap.mmap(-1, _NUMBER_BYTES)
+
+    def set(self, number: int) -> None:
+        """The engine of this number has it from now on."""
+        self._shared[:] = number.to_bytes(_NUMBER_BYTES, "little")
+
+    def get(self) -> int:
+        """Whose it is, or was when the process ended."""
+        return int.from_bytes(self._shared[:], "little")
+
+
+class Arrival(NamedTuple):
+    """An engine that joins: its number in this process, and what it is started with."""
+
+    number: int
+    config: protocol.EngineConfig
+    sockets: AgentSockets
+
+
+@final
+class SharingMember:
+    """One engine of the process."""
+
+    def __init__(self, arrival: Arrival, engine: TurnEngine, outbox: Outbox, turns: ServiceTurns) -> None:
+        self.number = arrival.number
+        self.sockets = arrival.sockets
+        self.engine = engine
+        self.outbox = outbox
+        self.turns = turns
+        self.looked_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<SharingMember {self.turns}>"
+
+    def hang_up(self) -> None:
+        """The agent sees the engine as gone; threads that wait for it end."""
+        for end in self.sockets:
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # the agent was faster
+
+
+def send_arrival(control: socket.socket, number: int, spawn: protocol.Spawn, sockets: list[int]) -> None:
+    """To a process that runs already. Raises OSError: it has just ended."""
+    socket.send_fds(control, [protocol.pack(msgspec.structs.replace(spawn, engine=number))], sockets)
+
+
+def run_shared(arrival: Arrival, control: socket.socket, blame: Blame, make_program: MakeProgram) -> int:
+    """Serve the agents until the last has gone; the exit status."""
+    assert arrival.config.sharing is not None
+    process = SharedProcess(arrival.config.sharing, control, blame, make_program)
+    process.arrivals.put(arrival)
+    threading.Thread(target=process.receive, name="engines", daemon=True).start()
+    return process.run()
+
+
+@final
+class SharedProcess:
+    """See the module."""
+
+    def __init__(self, sharing: Sharing, control: socket.socket, blame: Blame, make_program: MakeProgram) -> None:
+        self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self._hang_s = sharing.hang_s
+        self._control = control
+        self._blame = blame
+        self._make_program = make_program
+        self._turns = ProcessTurns(sharing.order, time.monotonic)
+        self._members: dict[str, SharingMember] = {}
+        self._gone: set[int] = set()  # whose agents have hung up, by number
+        self._news = threading.Event()
+        self._armed_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<SharedProcess {list(self._members.values())}>"
+
+    def receive(self) -> None:
+        """By a thread: the engines that the fork server passes on."""
+        while True:
+            try:
+                packet, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 2)
+            except OSError:
+                return
+            if not packet:
+                return  # there is no fork server any more, and no agent can come
+            spawn = msgspec.msgpack.decode(packet, type=protocol.Spawn)
+            messages, sockets = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+            self.arrivals.put(Arrival(spawn.engine, spawn.config, AgentSockets(messages, sockets)))
+            self._news.set()
+
+    def run(self) -> int:
+        """Until the last engine has left; an exception of an engine's ends the process."""
+        while True:
+            self._news.clear()  # before anything is looked at
+            while not self.arrivals.empty():
+                self._add(self.arrivals.get())
+            for member in tuple(self._members.values()):
+                with self._blamed(member.number):
+                    wants_more = member.number not in self._gone and member.engine.handle_messages()
+                if not wants_more:
+                    self._dismiss(member)
+            if not self._members and self.arrivals.empty():
+                return 0
+            if not self._take_turn() and not self._news.is_set():
+                self._wait()
+
+    def take(self, request: SharedRequest) -> bool:
+        """See `TurnRoom`."""
+        key = request.key
+        assert isinstance(key, tuple)
+        return self._members[request.service].engine.take(key[1])
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _add(self, arrival: Arrival) -> None:
+        self._control.send(arrival.number.to_bytes(_NUMBER_BYTES, "little"))  # its sockets are in good hands now
+        sharing, outbox = arrival.config.sharing, Outbox(arrival.sockets.messages, lambda: self._on_gone(arrival))
+        assert sharing is not None
+        if sharing.service in self._members:  # its agent has started another, and has not closed this one
+            self._dismiss(self._members[sharing.service])
+        with self._blamed(arrival.number):
+            program = self._make_program(arrival.config, outbox, self._news)
+            connect(arrival.sockets, outbox, program, lambda: self._on_gone(arrival))
+            engine = load(program, outbox)
+            if engine is None:
+                arrival.sockets.close()
+                return
+            turns = self._turns.open_service(sharing.service, engine.expect())
+            engine.begin(turns)
+        self._members[sharing.service] = SharingMember(arrival, engine, outbox, turns)
+
+    def _on_gone(self, arrival: Arrival) -> None:
+        self._gone.add(arrival.number)
+        self._news.set()
+
+    def _dismiss(self, member: SharingMember) -> None:
+        del self._members[member.turns.service]
+        with self._blamed(member.number):
+            member.turns.clear()
+            if member.number not in self._gone:
+                member.outbox.flush()
+            member.hang_up()
+            member.engine.leave()
+            member.engine.close()
+        return_freed_memory()
+
+    def _take_turn(self) -> bool:
+        """Have one engine step, and those looked at that wait for something else; whether any has stepped."""
+        for member in self._members.values():
+            member.engine.begin_choice()
+        turn = self._turns.choose(self)
+        if turn is not None:
+            self._run(turn)
+        now = time.monotonic()
+        for member in self._members.values():
+            pause_s = member.engine.poll_s if member.engine.awaits_news() else LATE_S
+            if now - member.looked_at >= pause_s:
+                member.looked_at = now
+                with self._blamed(member.number):
+                    member.engine.run_turn(())
+        return turn is not None
+
+    def _run(self, turn: Turn) -> None:
+        member = self._members[turn.service]
+        began = time.monotonic()
+        with self._blamed(member.number):
+            tokens = member.engine.run_turn(ids_of(turn))
+        now = member.looked_at = time.monotonic()
+        self._turns.charge(turn, now - began, tokens)
+
+    def _wait(self) -> None:
+        """For a message, an engine, or KV."""
+        pauses = [each.engine.poll_s for each in self._members.values() if each.engine.awaits_news()]
+        faulthandler.cancel_dump_traceback_later()
+        self._armed_at = 0.0
+        if not self._news.wait(min(pauses, default=REST_S)) and not pauses:
+            return_freed_memory()
+            self._news.wait()
+
+    def _blamed(self, number: int) -> AbstractContextManager[None]:
+        """The engine of this number has the process for the body."""
+        self._watch()
+        return _Blamed(self._blame, number)
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        if now - self._armed_at >= self._hang_s / _REARM_SHARE:
+            self._armed_at = now
+            faulthandler.dump_traceback_later(self._hang_s, exit=True)
+
+
+@final
+class _Blamed(AbstractContextManager[None]):
+    """It stays with who has raised, or ended the process."""
+
+    def __init__(self, blame: Blame, number: int) -> None:
+        self._blame = blame
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._blame.set(self._number)
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        if kind is None:
+            self._blame.set(0)

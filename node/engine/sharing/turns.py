@@ -1,0 +1,178 @@
+"""Who steps next in a process of several engines: `coordinator.sharing`, and what each engine tells of its requests.
+
+    turns = ProcessTurns("db", time.monotonic)
+    chat = turns.open_service("chat", expected)    # an engine has loaded its model
+    chat.add("request-1", prompt_tokens)           # it can be computed from now on
+    turn = turns.choose(room)
+    turns.charge(turn, seconds, prompt_tokens)
+
+What waits for something else than its turn, such as KV that comes from another box, is added when it is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final, final
+
+from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, TURN_ORDERS
+from ....coordinator.sharing.service_profile import ExpectedMoments, ExpectedService, ServiceProfile
+from ....coordinator.sharing.turn_queue import TurnQueue
+from ....coordinator.sharing.values import SharedRequest, SharingError, Turn, TurnRoom
+
+LIVE_ORDERS: Final = (DOUBLING_BUDGET, FCFS)
+"""Those that take services which come later."""
+
+PROMPT_TOKENS: Final = 512
+OUTPUT_TOKENS: Final = 128
+"""What requests of a service are taken to be like before any has ended."""
+
+
+def expect_unseen(prefill_token_s: float, decode_step_s: float) -> ExpectedService:
+    """Of a service of which nothing is known but how long a token of a prompt and a decode step take."""
+    execution_s = PROMPT_TOKENS * prefill_token_s + OUTPUT_TOKENS * decode_step_s
+    return ExpectedService(
+        execution=ExpectedMoments(execution_s, execution_s / 2),
+        prompt_tokens=ExpectedMoments(PROMPT_TOKENS, PROMPT_TOKENS / 2),
+        output_tokens=ExpectedMoments(OUTPUT_TOKENS, OUTPUT_TOKENS / 2),
+        prefill_token=ExpectedMoments(prefill_token_s, 0.0),
+        decode_step=ExpectedMoments(decode_step_s, 0.0),
+    )
+
+
+@final
+class ServiceTurns:
+    """The requests of one engine in the turn order, by their ids; others are passed over. What happens to those of a
+    turn is told to the order when the turn has been charged to them."""
+
+    def __init__(self, queue: TurnQueue, service: str, clock: Callable[[], float]) -> None:
+        self.service = service
+        self._queue = queue
+        self._clock = clock
+        self._requests: dict[str, SharedRequest] = {}
+        self._turn: frozenset[SharedRequest] = frozenset()
+        self._later: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<ServiceTurns {self.service} {len(self._requests)} requests>"
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._requests
+
+    def add(self, request: str, prompt_tokens: int) -> None:
+        """It can be computed from now on."""
+        key = (self.service, request)
+        self._requests[request] = self._queue.add(key, self.service, prompt_tokens, self._clock())
+
+    def hold_kv(self, request: str) -> None:
+        """It holds KV from now on, which `pick_victim` may take from it."""
+        if (shared := self._requests.get(request)) is not None:
+            self._tell(shared, self._queue.hold_kv)
+
+    def lose_kv(self, request: str) -> None:
+        """Its KV is gone."""
+        if (shared := self._requests.get(request)) is not None:
+            self._tell(shared, self._queue.lose_kv)
+
+    def begin_decode(self, request: str) -> None:
+        """All of its tokens so far have KV, but for the last."""
+        if (shared := self._requests.get(request)) is not None:
+            self._tell(shared, self._queue.begin_decode)
+
+    def finish(self, request: str, output_tokens: int) -> None:
+        """It has been answered in full."""
+        if (shared := self._requests.pop(request, None)) is not None:
+            self._tell(shared, partial(self._queue.finish, output_tokens=output_tokens))
+
+    def remove(self, request: str) -> None:
+        """It is gone, answered or not."""
+        if (shared := self._requests.pop(request, None)) is not None:
+            self._tell(shared, self._queue.remove)
+
+    def begin_turn(self, turn: Turn) -> None:
+        """It is this engine's turn."""
+        self._turn = frozenset(turn.requests)
+
+    def end_turn(self) -> None:
+        """It has been charged."""
+        self._turn = frozenset()
+        for tell in self._later:
+            tell()
+        self._later.clear()
+
+    def pick_victim(self, asker: str) -> str | None:
+        """Whose KV goes so that this one of the turn has room: each engine has KV memory of its own, so one of the
+        same service."""
+        shared = self._requests.get(asker)
+        victim = self._queue.pick_victim(shared, lambda service: service == self.service) if shared else None
+        return None if victim is None else _id_of(victim)
+
+    def find_last_holder(self) -> str | None:
+        """Who came last of those that hold KV, for when nobody else can go on."""
+        holders = [each for each in self._requests.values() if each.holds_kv]
+        return _id_of(max(holders, key=lambda each: each.number)) if holders else None
+
+    def clear(self) -> None:
+        """The engine is gone."""
+        for request in tuple(self._requests):
+            self.remove(request)
+
+    def _tell(self, request: SharedRequest, what: Callable[[SharedRequest], None]) -> None:
+        if request in self._turn:
+            self._later.append(partial(what, request))
+        else:
+            what(request)
+
+
+def _id_of(request: SharedRequest) -> str:
+    assert isinstance(request.key, tuple)
+    return str(request.key[1])
+
+
+def ids_of(turn: Turn) -> tuple[str, ...]:
+    """The requests of a turn, by the ids that their engine knows them by, in order."""
+    return tuple(map(_id_of, turn.requests))
+
+
+@final
+class ProcessTurns:
+    """Of one process. Raises SharingError for an order that is none of `LIVE_ORDERS`."""
+
+    def __init__(self, order: str, clock: Callable[[], float]) -> None:
+        if order not in LIVE_ORDERS:
+            raise SharingError(f"order: {order!r} is none of {', '.join(LIVE_ORDERS)}")
+        self._order = order
+        self._clock = clock
+        self._profiles: dict[str, ServiceProfile] = {}
+        self._queue: TurnQueue | None = None
+        self._services: dict[str, ServiceTurns] = {}
+
+    def __repr__(self) -> str:
+        return f"<ProcessTurns {self._queue}>"
+
+    @property
+    def profiles(self) -> Mapping[str, ServiceProfile]:
+        """What has been learned of each service."""
+        return self._profiles
+
+    def open_service(self, service: str, expected: ExpectedService) -> ServiceTurns:
+        """An engine joins, or comes back; nothing is left of an earlier one's requests."""
+        self._profiles[service] = ServiceProfile(expected)
+        if self._queue is None:
+            self._queue = TurnQueue(TURN_ORDERS[self._order](self._profiles), self._profiles)
+        self._queue.open_service(service)
+        opened = self._services[service] = ServiceTurns(self._queue, service, self._clock)
+        return opened
+
+    def choose(self, room: TurnRoom) -> Turn | None:
+        """Who steps next; None: nobody can."""
+        turn = self._queue.choose(self._clock(), room) if self._queue is not None else None
+        if turn is not None:
+            self._services[turn.service].begin_turn(turn)
+        return turn
+
+    def charge(self, turn: Turn, seconds: float, prompt_tokens: int) -> None:
+        """The turn has taken so long, by the wall, and computed so many tokens of prompts."""
+        assert self._queue is not None, "a turn was chosen"
+        self._queue.charge(turn, seconds, self._clock(), prompt_tokens)
+        self._services[turn.service].end_turn()

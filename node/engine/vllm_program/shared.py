@@ -1,0 +1,163 @@
+"""A vLLM engine beside others in one process: what vLLM has once for a process is put in place before its turn.
+
+- The worker's half of the KV connector is a global: each engine has its own, which is there while it loads or steps.
+- An engine that is torn down, or collected, takes the process groups of all with it. So nothing is: one that leaves
+  gives back its weights and KV, and what is left of it stays.
+- Workers that are other processes would be forked from one with threads: `tp` above 1 and pipelines are refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, cast, final
+
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.engine import core as vllm_core
+
+from .. import protocol
+from ..mailbox import Outbox
+from ..process import StartError
+from ..sharing.turns import ServiceTurns, expect_unseen
+from .process import EngineRunner, VllmProgram
+from .turn_scheduler import TurnScheduler
+
+if TYPE_CHECKING:
+    import socket
+
+    from ....coordinator.sharing.service_profile import ExpectedService
+
+_LEFT: Final[list[EngineRunner]] = []
+"""Engines that have left, so that nothing of theirs is collected."""
+
+POLL_S: Final = 0.005
+"""Between looks at KV that is awaited, which says itself when it has come. Less: an earlier end of what nobody hears
+of; more: fewer steps of nobody, of half a millisecond each."""
+
+
+@final
+class SharedVllmProgram:
+    """See `process.Program`."""
+
+    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, news: threading.Event) -> None:
+        self._config = config
+        self._program = VllmProgram(config, outbox, (), news)
+
+    def take(self, message: protocol.ToEngine) -> None:
+        """By the thread that reads messages."""
+        self._program.take(message)
+
+    def attach(self, hello: bytes, connection: socket.socket) -> None:
+        """A connection of a KV link."""
+        self._program.attach(hello, connection)
+
+    def load(self) -> VllmTurns:
+        """Build the engine beside those that are here. Raises StartError."""
+        if self._config.tp > 1 or self._config.partition:
+            raise StartError("an engine that shares its process has one GPU of one box: take tp 1, and no pipeline")
+        cast("Any", vllm_core).cleanup_dist_env_and_memory = _keep_all
+        agent = ConnectorAgent()
+        with agent.in_place():
+            return VllmTurns(self._program.load(), agent)
+
+
+def _keep_all(shutdown_ray: bool = False) -> None:
+    """Instead of what takes down the process groups of all engines of the process."""
+
+
+@final
+class ConnectorAgent:
+    """The worker's half of one engine's KV connector."""
+
+    def __init__(self) -> None:
+        self._agent: Any = None
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Where vLLM looks for it, for the body."""
+        state = cast("Any", kv_transfer_state)
+        state._KV_CONNECTOR_AGENT = self._agent  # noqa: SLF001 (vLLM has no other way to say it)
+        try:
+            yield
+        finally:
+            self._agent, state._KV_CONNECTOR_AGENT = state._KV_CONNECTOR_AGENT, None  # noqa: SLF001
+
+    def drop(self) -> None:
+        """The engine has left."""
+        self._agent = None
+
+
+@final
+class VllmTurns:
+    """See `sharing.process.TurnEngine`."""
+
+    poll_s = POLL_S
+
+    def __init__(self, runner: EngineRunner, agent: ConnectorAgent) -> None:
+        assert isinstance(runner.scheduler, TurnScheduler)
+        self._runner = runner
+        self._scheduler = runner.scheduler
+        self._agent = agent
+        self._step_s = 0.0
+        self._token_s = 0.0
+
+    def ready(self, load_s: float) -> protocol.EngineReady:
+        """With the speed of the device, by which requests are expected to take so long as a roofline says."""
+        ready = self._runner.ready(load_s)
+        weights = sum(each.nbytes for each in self._runner.model().parameters())
+        parameters = sum(each.numel() for each in self._runner.model().parameters())
+        self._step_s = weights / (ready.memory_gbps * 1e9)
+        self._token_s = 2.0 * parameters / (ready.tflops * 1e12)
+        return ready
+
+    def expect(self) -> ExpectedService:
+        """By that."""
+        return expect_unseen(self._token_s, self._step_s)
+
+    def begin(self, turns: ServiceTurns) -> None:
+        """See the protocol."""
+        self._scheduler.turns = turns
+
+    def handle_messages(self) -> bool:
+        """See the protocol."""
+        if not self._runner.has_messages:
+            return True
+        with self._agent.in_place():
+            return self._runner.handle_all()
+
+    def begin_choice(self) -> None:
+        """See the protocol."""
+        self._scheduler.begin_choice()
+
+    def take(self, request: str) -> bool:
+        """See the protocol."""
+        return self._scheduler.take(request)
+
+    def run_turn(self, requests: tuple[str, ...]) -> int:
+        """See the protocol."""
+        if not requests and not self._runner.is_busy:
+            return 0
+        scheduler = self._scheduler
+        scheduler.set_turn(requests)
+        with self._agent.in_place():
+            self._runner.step()
+        self._runner.pause()
+        scheduler.note_turn()
+        if requests and not scheduler.scheduled_tokens:
+            scheduler.evict_last()
+        return scheduler.scheduled_tokens
+
+    def awaits_news(self) -> bool:
+        """See the protocol."""
+        return self._scheduler.awaits
+
+    def close(self) -> None:
+        """See `process.DescribedEngine`."""
+        self._runner.close()
+
+    def leave(self) -> None:
+        """Weights and KV go when whoever still reads them has ended."""
+        _LEFT.append(self._runner)
+        self._runner.drop_memory()
+        self._agent.drop()

@@ -1,0 +1,206 @@
+"""vLLM's scheduler for an engine that steps when it is its turn, with the requests of that turn alone.
+
+vLLM computes all that runs, takes from what waits while there is room, and mixes prompts with decodes. Here a step has
+the requests of one turn (`coordinator.sharing`), in its order, and of one phase. What is ready and not in the turn is
+kept where vLLM does not look: what waits for its turn in `_ready`, what runs and is paused, with its KV, out of
+`running` while a step is made up. When blocks run out, KV of a paused request goes, the last in the order first; where
+none may go, vLLM takes that of the last in the turn.
+
+What waits for something else, KV of another box or a grammar, stays in vLLM's queues, and gets its blocks in whatever
+step comes. It is ready when that is here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, cast, final
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+    from ..sharing.turns import ServiceTurns
+
+
+@final
+class TurnScheduler(Scheduler):
+    """See the module. `turns` is set before the first request comes."""
+
+    turns: ServiceTurns
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._ready: dict[str, Request] = {}  # wait for nothing but their turn
+        self._awaiting: dict[str, Request] = {}  # wait for something else, in vLLM's queues
+        self._paused: list[Request] = []  # run, and are not in the step that is made up
+        self._turn: tuple[str, ...] = ()
+        self.scheduled_tokens = 0
+        """Of the last step."""
+        self._places, self._tokens, self._blocks = 0, 0, 0  # left in the turn that is chosen
+        self._allocate = self.kv_cache_manager.allocate_slots
+        cast("Any", self.kv_cache_manager).allocate_slots = self._allocate_or_evict
+
+    @property
+    def awaits(self) -> bool:
+        """Whether steps of nobody are needed: for what waits for something else, or has ended and is not cleaned up."""
+        return bool(self._awaiting) or self.has_finished_requests()
+
+    # ---- the turn -------------------------------------------------------------------------------------------
+
+    def begin_choice(self) -> None:
+        """Look at what was awaited; all of a batch is free."""
+        for request in tuple(self._awaiting.values()):
+            if self._is_ready(request):
+                del self._awaiting[request.request_id]
+                self._announce(request)
+        self._places = self.max_num_active_reqs - len(self.running)
+        self._tokens = self.max_num_scheduled_tokens
+        self._blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def take(self, request_id: str) -> bool:
+        """See `sharing.process.TurnEngine`."""
+        request = self.requests[request_id]
+        tokens = request.num_tokens - request.num_computed_tokens
+        if self._tokens <= 0:
+            return False
+        if request.status != RequestStatus.RUNNING:
+            blocks = -(-request.num_tokens // self.block_size) if not request.num_computed_tokens else 0
+            if self._places <= 0 or blocks > self._blocks:
+                return False
+            self._places -= 1
+            self._blocks -= blocks
+        self._tokens -= min(tokens, self._tokens)
+        return True
+
+    def set_turn(self, requests: tuple[str, ...]) -> None:
+        """Those of the next step, in order."""
+        self._turn = requests
+
+    def note_turn(self) -> None:
+        """The step is over: say which of its requests have KV, and which decode now."""
+        for request_id in self._turn:
+            request = self.requests.get(request_id)
+            if request is not None and request.status == RequestStatus.RUNNING:
+                self._note_kv(request)
+
+    def evict_last(self) -> None:
+        """Nothing of a turn had room: let who came last, of those that run, make some."""
+        found = self.turns.find_last_holder()
+        victim = next((each for each in self.running if each.request_id == found), None)
+        if victim is not None:
+            self.running.remove(victim)
+            self._preempt_request(victim, time.monotonic())
+
+    # ---- vLLM's ---------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """Make up a step of the turn's requests."""
+        running = {request.request_id: request for request in self.running}
+        chosen = [running.pop(name) for name in self._turn if name in running]
+        self._paused, self.running = list(running.values()), chosen
+        for name in reversed(self._turn):
+            if (request := self._ready.pop(name, None)) is not None:
+                queue = self.kv_holding_waiting if self._holds_kv_blocks(request) else self.waiting
+                queue.prepend_request(request)
+        most = self.max_num_active_reqs
+        self.max_num_active_reqs = most - len(self._paused)
+        try:
+            made: Any = super().schedule(throttle_prefills)
+        finally:
+            self.max_num_active_reqs = most
+            self.running += self._paused
+            self._paused = []
+        self.scheduled_tokens = int(made.total_num_scheduled_tokens)
+        for name in self._turn:
+            request = self.requests[name]
+            if request.status != RequestStatus.RUNNING and name not in self._ready:
+                self._take_out(request)
+                self._ready[name] = request
+        return made
+
+    def add_request(self, request: Request) -> None:
+        """It waits for its turn, or first for something else."""
+        super().add_request(request)
+        if self._is_ready(request):
+            self._announce(request)
+        else:
+            self._awaiting[request.request_id] = request
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """Running and waiting, those that wait for their turn included."""
+        running, waiting = super().get_request_counts()
+        return running, waiting + len(self._ready)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        """They are cancelled."""
+        ended: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in ended:
+            self._ready.pop(request.request_id, None)
+            self._awaiting.pop(request.request_id, None)
+            self.turns.remove(request.request_id)
+        return ended
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        self._awaiting.pop(request.request_id, None)
+        if request.status != RequestStatus.FINISHED_ABORTED:
+            self.turns.finish(request.request_id, request.num_output_tokens)
+        return super()._free_request(request, delay_free_blocks=delay_free_blocks)
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        self._take_out(request)
+        self._ready[request.request_id] = request
+        self.turns.lose_kv(request.request_id)
+
+    # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _note_kv(self, request: Request) -> None:
+        self.turns.hold_kv(request.request_id)
+        if request.num_computed_tokens >= request.num_tokens - 1:
+            self.turns.begin_decode(request.request_id)
+
+    def _announce(self, request: Request) -> None:
+        """One whose KV was in the prefix cache after all has begun without a turn."""
+        self.turns.add(request.request_id, request.num_prompt_tokens)
+        if request.status == RequestStatus.RUNNING:
+            self._note_kv(request)
+        else:
+            self._take_out(request)
+            self._ready[request.request_id] = request
+
+    def _is_ready(self, request: Request) -> bool:
+        """Whether it waits for nothing but its turn."""
+        match request.status:
+            case RequestStatus.WAITING_FOR_REMOTE_KVS:
+                return request.request_id in self.finished_recving_kv_req_ids
+            case RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                asked = request.structured_output_request
+                return asked is not None and asked.grammar is not None
+        if request.num_computed_tokens or self.connector is None:
+            return True
+        tokens, _ = self.connector.get_num_new_matched_tokens(request, 0)
+        return tokens == 0
+
+    def _take_out(self, request: Request) -> None:
+        """Out of vLLM's queues of what waits."""
+        self.waiting.remove_requests((request,))
+        self.kv_holding_waiting.remove_requests((request,))
+        self.deferred_waiting.discard(request)
+
+    def _allocate_or_evict(self, request: Request, *arguments: Any, **settings: Any) -> Any:
+        """Blocks for a request of the turn, those of paused ones if there are too few; None: none may go."""
+        while True:
+            blocks = self._allocate(request, *arguments, **settings)
+            if blocks is not None or request.request_id not in self._turn:
+                return blocks
+            victim = self._pick_victim(request)
+            if victim is None:
+                return None
+            self._paused.remove(victim)
+            self._preempt_request(victim, time.monotonic())
+
+    def _pick_victim(self, asker: Request) -> Request | None:
+        name = self.turns.pick_victim(asker.request_id)
+        return next((each for each in self._paused if each.request_id == name), None)
