@@ -133,7 +133,7 @@ def test_a_plan_is_explained(planned: Path, capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     for part in ("  GPUs  ", "Instead ", "  limit  ", "the GPUs that together hold one copy", "  goodput  ", "Here: "):
         assert part in text
-    assert main(["plan", *CLUSTER, *SERVICE, *NONE, "--explain", "--format", "json"]) == 0
+    assert main(["plan", *CLUSTER, *SERVICE, *TWO, "--explain", "--format", "json"]) == 0
     (service,) = json.loads(capsys.readouterr().out)["services"]
     explained = service.pop("explain")
     assert [each["id"] for each in explained["replicas"]] == [each["id"] for each in service["plan"]["replicas"]]
