@@ -351,7 +351,8 @@ REMARKS: Final = """\
 - Density: up to 2, 16 GPUs for 8 services, all are in time under both placements. 16 services: as good as dedicated
   GPUs, which are then what SeaLLM's comes to.
 - Skewness: 64 requests in a row make placement 1.5 to 1.6 times as slow, and slower than fixed pairs by the doubling
-  budget (1.46): who is busy then changes within seconds, and pairs can use each other's GPUs. The paper's curve is flat.
+  budget (1.46): who is busy then changes within seconds, and pairs can use each other's GPUs. The paper's curve is
+  flat.
 - Wrong profiles: placement's lead over sharing stays with answers off by four times their length, 1.5 times.
 - Replacement: who is popular changes once. Without it placement is worse than equal parts, by 3 times; with it
   SeaLLM's is 2.0 times better than without (the paper: up to 2.4), the default 1.1 times. Equal parts, which suit the
