@@ -117,13 +117,13 @@ def fit_each(
 ) -> set[int]:
     """Which of these services (None: of all) find a place in the groups as they are, the largest first, each in the
     smallest group that has room."""
-    seats = sorted(groups, key=lambda group: (group.tp, len(group.services)))
+    rooms = sorted(groups, key=lambda group: (group.tp, len(group.services)))
     placed = set[int]()
     wanted = range(len(problem.services)) if services is None else services
     for service in sorted(wanted, key=lambda each: -problem.services[each].model.weight_bytes):
-        place = next((place for place, group in enumerate(seats) if can_add(problem, group, service, most)), None)
+        place = next((place for place, group in enumerate(rooms) if can_add(problem, group, service, most)), None)
         if place is not None:
-            seats[place] = seats[place].with_service(service)
+            rooms[place] = rooms[place].with_service(service)
             placed.add(service)
     return placed
 

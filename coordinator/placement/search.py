@@ -38,7 +38,7 @@ Trial = Callable[[Groups], float]
 ROUNDS: Final = 400
 """Changes that are tried. More: better, and slower by as much."""
 
-PATIENCE: Final = 120
+VAIN_ROUNDS: Final = 120
 """Changes in a row that are no gain, after which the search ends."""
 
 NEEDY: Final = 0.7
@@ -272,7 +272,7 @@ class _Climber:
         groups = self._fill(groups)
         cost, idle = self._cost_of(groups), 0
         for _ in range(rounds):
-            if spent() or idle >= PATIENCE:
+            if spent() or idle >= VAIN_ROUNDS:
                 break
             changed = self._change(groups)
             new_cost = cost if changed is None else self._cost_of(changed)
