@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -46,7 +47,8 @@ BRACKET: Final = (0.2, 1.6)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
-    steps of one watched, halvings of a rate, plans that challenge the best in trials."""
+    steps of one watched, halvings of a rate, plans that challenge the best in trials. `kept`: see
+    `KeptResults`."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
@@ -54,6 +56,7 @@ class Scope:
     long_steps: int = 2000
     halvings: int = 6
     challengers: int = 8
+    kept: Path | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def quick(cls) -> Scope:
