@@ -19,7 +19,7 @@ from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
 from .links import links
-from .load.kv_memory import kv_memory
+from .load.options import options
 from .load.overload import overload
 from .load.promises import promises
 from .page import COMMAND, Page, write_index, write_page
@@ -58,8 +58,8 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         provision,
         pools,
         overload,
-        kv_memory,
         promises,
+        options,
         sharing,
         placement,
     )
@@ -79,13 +79,13 @@ def _at_least_one(text: str) -> int:
 
 def _scope(arguments: argparse.Namespace) -> tuple[Scope, list[str]]:
     """How much of everything, and the options that say so, for the page to name."""
-    scope, options = (Scope.quick(), ["--quick"]) if arguments.quick else (Scope(), [])
+    scope, named = (Scope.quick(), ["--quick"]) if arguments.quick else (Scope(), [])
     if arguments.seeds is not None:
-        scope, options = replace(scope, seeds=tuple(range(arguments.seeds))), [*options, f"--seeds {arguments.seeds}"]
+        scope, named = replace(scope, seeds=tuple(range(arguments.seeds))), [*named, f"--seeds {arguments.seeds}"]
     if arguments.seconds is not None:
         scope = replace(scope, seconds=float(arguments.seconds))
-        options = [*options, f"--seconds {arguments.seconds}"]
-    return scope, options
+        named = [*named, f"--seconds {arguments.seconds}"]
+    return replace(scope, kept=arguments.keep), named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -102,16 +102,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_at_least_one, help=f"seeds of simulated runs ({len(Scope().seeds)})")
     parser.add_argument("--seconds", type=_at_least_one, help=f"seconds of arrivals in each ({Scope().seconds:g})")
     parser.add_argument("--quick", action="store_true", help="a look at whether it works; the figures say little")
+    parser.add_argument("--keep", type=Path, help="of options: file of finished parts to go on from")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (%(default)s)")
     arguments = parser.parse_args(argv)
-    scope, options = _scope(arguments)
+    scope, named = _scope(arguments)
     chosen = [*EXPERIMENTS, SUMMARY] if "all" in arguments.name else list(dict.fromkeys(arguments.name))
     try:
         for name in chosen:
             start = process_time()
             page = headline(arguments.out) if name == SUMMARY else EXPERIMENTS[name](scope)
-            if options and name != SUMMARY:
-                page = replace(page, command=" ".join([COMMAND, name, *options]))
+            if named and name != SUMMARY:
+                page = replace(page, command=" ".join([COMMAND, name, *named]))
             write_page(page, arguments.out)
             if arguments.format == "json":
                 sys.stdout.write(json.dumps(page.records()) + "\n")

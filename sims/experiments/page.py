@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -19,6 +19,7 @@ DASHES: Final = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 """Of a picture's lines, in turn."""
 
 RowT = TypeVar("RowT", bound="ResultRow")
+KeptT = TypeVar("KeptT")
 
 
 class ResultRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +100,27 @@ class Page:
             "assumes": self.assumes,
             "tables": {table.title: msgspec.to_builtins(table.rows) for table in self.tables},
         }
+
+
+class KeptResults:
+    """Parts of a page that takes long, in a file (None: nowhere), a line for each as it is done: a run
+    that was ended goes on from there. Nothing in it says by which code it was found."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        lines = path.read_bytes().splitlines() if path is not None and path.exists() else []
+        self._found = dict(msgspec.json.decode(line, type=tuple[str, msgspec.Raw]) for line in lines)
+
+    def get(self, name: str, measure: Callable[[], KeptT], kind: Any) -> KeptT:
+        """What was found before, or is now; `kind`: its type. Raises OSError."""
+        if name not in self._found:
+            found = measure()
+            self._found[name] = msgspec.Raw(msgspec.json.encode(found))
+            if self._path is not None:
+                with self._path.open("ab") as file:
+                    file.write(msgspec.json.encode((name, found)) + b"\n")
+        kept: KeptT = msgspec.json.decode(self._found[name], type=kind)
+        return kept
 
 
 def write_page(page: Page, folder: Path) -> None:

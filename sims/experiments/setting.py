@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -47,7 +48,7 @@ BRACKET: Final = (0.2, 1.6)
 class Scope:
     """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
     steps of one watched, halvings of a rate, plans that challenge the best in trials; `requests` of a
-    run, where a page counts those and no seconds."""
+    run, where a page counts those and no seconds. `kept`: see `KeptResults`."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
@@ -56,6 +57,7 @@ class Scope:
     halvings: int = 6
     challengers: int = 8
     requests: int = 1000
+    kept: Path | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def quick(cls) -> Scope:

@@ -3,7 +3,7 @@ DistServe and vLLM would do with the money (ThunderServe section 5.1)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -63,11 +63,16 @@ def systems(case: PlannedCase, scope: Scope) -> Iterator[System]:
     # with its own replicas: those for small steps are pipelines, which take too long for large ones
     whole = best_colocated(replace(case, step_tokens=WHOLE_TOKENS), scope)
     yield _system(WHOLE, whole, scope, SimEngineSettings(max_batched_tokens=WHOLE_TOKENS))
-    in_house = replace(case, cluster=IN_HOUSE, gbps=None).problem()
-    for name, solutions in (("DistServe-like", _split(in_house)), ("vLLM-like", _colocated(in_house))):
-        trials = _trials(in_house, scope)
-        best = trials.try_all(trials.rank_expected(list(solutions))[:IN_HOUSE_TRIED])[0]
-        yield _system(name, Deployed(in_house, best.solution), scope)
+    for name in IN_HOUSE_SYSTEMS:
+        yield _system(name, best_in_house(case, name, scope), scope)
+
+
+def best_in_house(case: PlannedCase, system: str, scope: Scope) -> Deployed:
+    """Of all configurations of one of IN_HOUSE_SYSTEMS, on the A100 box."""
+    problem = replace(case, cluster=IN_HOUSE, gbps=None).problem()
+    trials = _trials(problem, scope)
+    best = trials.try_all(trials.rank_expected(list(IN_HOUSE_SYSTEMS[system](problem)))[:IN_HOUSE_TRIED])[0]
+    return Deployed(problem, best.solution)
 
 
 def scope_of_trials(case: PlannedCase, scope: Scope) -> Scope:
@@ -148,3 +153,10 @@ def _colocated(problem: Problem) -> Iterator[Solution]:
     (box,) = problem.cluster.boxes
     for width in WIDTHS:
         yield (group(problem.cluster, Phase.MIXED, {box.id: width}),) * (box.gpus // width)
+
+
+IN_HOUSE_SYSTEMS: Final[Mapping[str, Callable[[Problem], Iterator[Solution]]]] = {
+    "DistServe-like": _split,
+    "vLLM-like": _colocated,
+}
+"""On the A100 box: by name, all configurations."""
