@@ -12,7 +12,14 @@ from p2pserve.coordinator.costs.gpus import GpuError
 from p2pserve.coordinator.regrouping.divisions import CutOffer
 from p2pserve.node.box.hardware import VISIBLE
 from p2pserve.sdk.errors import UsageError
-from p2pserve.sdk.replicas.dividing import check_places, choose_offers, describe_unmapped, divide_box, list_cuts
+from p2pserve.sdk.replicas.dividing import (
+    check_places,
+    choose_offers,
+    describe_unmapped,
+    divide_box,
+    list_cuts,
+    share_box,
+)
 
 from ..commands.parsing import parse
 
@@ -166,3 +173,33 @@ def test_the_network_may_choose_cuts_with_ports_and_places_for_all_nodes(
 def test_a_part_with_more_options_keeps_the_others() -> None:
     part = divide_box(options(), 2, GPUS)[1]
     assert part.with_options({"divided": 1}).options == {**part.options, "divided": 1}
+
+
+def test_models_that_share_a_box_have_its_first_gpu_and_a_part_of_its_kv() -> None:
+    given = options("--kv-cache-mib", "1000", "--usd-per-hour", "3", "--http", "127.0.0.1:0")
+    parts = share_box(given, ("a", "b", "c"), 2)
+    assert [part.options["model"] for part in parts] == ["a", "b", "c"]
+    assert {part.options["kv_cache_mib"] for part in parts} == {333}
+    assert {part.options["tp"] for part in parts} == {1}
+    assert [part.listen.port for part in parts] == [4002, 4003, 4004]
+    assert [part.options["usd_per_hour"] for part in parts] == [1.0] * 3
+    assert ["http" in part.options for part in parts] == [False, True, True]
+
+
+def test_without_a_gpu_they_share_the_usual_kv_cache() -> None:
+    parts = share_box(options(), ("a", "b"), 0)
+    assert [part.options["kv_cache_mib"] for part in parts] == [128, 128]
+
+
+@pytest.mark.parametrize(
+    ("given", "models", "why"),
+    [
+        ((), ("a", "a"), "each is given once"),
+        (("--tp", "2"), ("a", "b"), "have one GPU"),
+        (("--replicas", "2"), ("a", "b"), "are of one model"),
+        ((), ("a", "b"), "how much of the GPU's memory"),
+    ],
+)
+def test_models_that_cannot_share_a_box_are_refused(given: tuple[str, ...], models: tuple[str, ...], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        share_box(options(*given), models, 1)
