@@ -212,12 +212,12 @@ def print_proposals(
     cluster = problem.cluster
     console.print(
         f"{count_of(cluster.gpus, 'GPU')} in {count_of(len(cluster.boxes), 'box')}, ${cluster.usd_per_hour:.2f}/h, "
-        f"GPU figures: {_specs(problem)}; {_figures_by(proposals)}, not measurements"
+        f"GPU figures: {_specs(problem)}\n{_figures_by(proposals)}, not measurements"
     )
     for service, proposal, why in zip(problem.services, proposals, explained, strict=True):
         print_service(service, problem, proposal, console, explained=why)
     console.print(
-        f"estimate that was searched by: objective {found.score.objective:.4f}, "
+        f"estimated: objective {found.score.objective:.4f}, "
         f"attainment {found.score.attainment:.1%}, capacity {found.score.capacity:.2f} x the rate"
     )
 
