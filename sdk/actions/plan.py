@@ -27,7 +27,7 @@ from ...coordinator.planning.model.workload import Service
 from ...coordinator.planning.reasons import explain_replicas
 from ...coordinator.planning.upper.search import SearchResult, search
 from ...coordinator.planning.upper.trials import PlanTrials, TriedPlan
-from ...sims.results.promises import promise
+from ...sims.results.expectations import expect_by_simulation
 from ...sims.results.trials import SimulatedTrial
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json, print_explanation
 from .plan_options import describe_kv_choice, problem_of
@@ -74,7 +74,7 @@ def run_plan(arguments: SimpleNamespace) -> int:
             tried = contest.challenge(tried, found, challengers, np.random.default_rng(arguments.seed))
             found = replace(found, solution=tried[0].solution, score=evaluator.score(tried[0].solution))
     estimated = tried[0].proposals if tried else evaluator.propose(found.solution, epoch=0, version=1)
-    proposals = promise(problem, estimated, arguments.seed) if tried else estimated
+    proposals = expect_by_simulation(problem, estimated, arguments.seed) if tried else estimated
     seconds = time.monotonic() - started
     explained = _explain(problem, evaluator, found, proposals) if arguments.explain else [None] * len(proposals)
     if arguments.format == "json":

@@ -19,9 +19,9 @@ from .convergence import convergence
 from .deployments import deployments
 from .headline import headline
 from .links import links
+from .load.expectations import expectations
 from .load.options import options
 from .load.overload import overload
-from .load.promises import promises
 from .page import COMMAND, Page, write_index, write_page
 from .papers.cronus import cronus
 from .papers.hetero import hetero
@@ -58,7 +58,7 @@ EXPERIMENTS: Final[Mapping[str, Callable[[Scope], Page]]] = {
         provision,
         pools,
         overload,
-        promises,
+        expectations,
         options,
         sharing,
         placement,

@@ -1,4 +1,4 @@
-"""Whether plans keep what they promise: expected figures beside simulations of other requests."""
+"""Whether what is expected of plans comes: expected figures beside simulations of other requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from ....coordinator.costs.gpus import Specs
 from ....coordinator.planning.model.problem import Problem, Proposal
 from ...replanning import describe_phases
-from ...results.promises import REQUESTS, promise
+from ...results.expectations import REQUESTS, expect_by_simulation
 from ...results.trials import SimulatedTrial
 from ..deployments import RATES
 from ..page import Page, PageTable, ResultRow
@@ -32,19 +32,19 @@ FIGURES: Final = ("attainment", "highest rate", "TTFT p50", "TTFT p90", "TPOT p5
 
 
 class WithinRow(ResultRow, frozen=True):
-    """One figure: of how many plans it is within 10 % of the simulation, and where the promise is furthest off (over
-    simulated)."""
+    """One figure: of how many plans it is within 10 % of the simulation, and where what was expected is furthest off
+    (over simulated)."""
 
     figure: str
     estimated: str
-    promised: str
-    least_promised: float
-    most_promised: float
+    expected: str
+    least_expected: float
+    most_expected: float
 
 
-class PromiseRow(ResultRow, frozen=True):
+class ExpectationRow(ResultRow, frozen=True):
     """A plan at a rate, in requests/s. Each figure as simulated, in seconds where it is a time, and then the estimate
-    and the promise over that."""
+    and expected over that."""
 
     workload: str
     deadline: str
@@ -59,25 +59,25 @@ class PromiseRow(ResultRow, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptPromise:
-    """A plan's figures by name (FIGURES): as the search estimates, as promised, and as other requests had them."""
+class KeptExpectation:
+    """A plan's figures by name (FIGURES): as the search estimates, as expected, and as other requests had them."""
 
     case: PlannedCase
     plan: str
     rate: float
     estimated: Mapping[str, float]
-    promised: Mapping[str, float]
+    expected: Mapping[str, float]
     simulated: Mapping[str, float]
 
-    def row(self) -> PromiseRow:
+    def row(self) -> ExpectationRow:
         """For the page."""
         cells = [
             f"{self.simulated[name]:.3g} ({_over(self.estimated, self.simulated, name):.2f}, "
-            f"{_over(self.promised, self.simulated, name):.2f})"
+            f"{_over(self.expected, self.simulated, name):.2f})"
             for name in FIGURES
         ]
         attainment, highest_rate, ttft_p50, ttft_p90, tpot_p50, tpot_p90 = cells
-        return PromiseRow(
+        return ExpectationRow(
             workload=self.case.workload, deadline=f"{self.case.scale:g} x",
             plan=self.plan, rate=self.rate, attainment=attainment, highest_rate=highest_rate, ttft_p50=ttft_p50,
             ttft_p90=ttft_p90, tpot_p50=tpot_p50, tpot_p90=tpot_p90,
@@ -85,7 +85,7 @@ class KeptPromise:
 
 
 @cache
-def kept_promises(scope: Scope) -> tuple[KeptPromise, ...]:
+def kept_expectations(scope: Scope) -> tuple[KeptExpectation, ...]:
     """Of the best colocated plan that is found and of the best at all, for each case."""
     found = []
     for workload, scale in product(WORKLOADS, SCALES):
@@ -97,14 +97,14 @@ def kept_promises(scope: Scope) -> tuple[KeptPromise, ...]:
     return tuple(found)
 
 
-def look_at(case: PlannedCase, deployed: Deployed, scope: Scope) -> KeptPromise:
+def look_at(case: PlannedCase, deployed: Deployed, scope: Scope) -> KeptExpectation:
     """At LOAD of what it is estimated to carry, or where that is nothing, of what the case asks for."""
     rate = LOAD * (deployed.at().max_rate or case.rate)
     problem, estimated = at_rate(deployed.problem, rate), deployed.at(rate)
-    (promised,) = promise(problem, (estimated,), seed=0, requests=scope.requests)
-    return KeptPromise(
+    (expected,) = expect_by_simulation(problem, (estimated,), seed=0, requests=scope.requests)
+    return KeptExpectation(
         case=case, plan=describe_phases(estimated.plan), rate=rate, estimated=_figures(estimated),
-        promised=_figures(promised), simulated=_simulate(problem, estimated, scope),
+        expected=_figures(expected), simulated=_simulate(problem, estimated, scope),
     )  # fmt: skip
 
 
@@ -132,15 +132,15 @@ def _over(figures: Mapping[str, float], simulated: Mapping[str, float], name: st
     return figures[name] / simulated[name] if simulated[name] else nan
 
 
-def _within_row(name: str, kept: tuple[KeptPromise, ...]) -> WithinRow:
-    estimated, promised = (
+def _within_row(name: str, kept: tuple[KeptExpectation, ...]) -> WithinRow:
+    estimated, expected = (
         np.array([_over(figures, each.simulated, name) for each, figures in those])
-        for those in ([(each, each.estimated) for each in kept], [(each, each.promised) for each in kept])
+        for those in ([(each, each.estimated) for each in kept], [(each, each.expected) for each in kept])
     )
     count = len(kept)
     return WithinRow(
-        figure=name, estimated=f"{_near(estimated)} of {count}", promised=f"{_near(promised)} of {count}",
-        least_promised=float(promised.min()), most_promised=float(promised.max()),
+        figure=name, estimated=f"{_near(estimated)} of {count}", expected=f"{_near(expected)} of {count}",
+        least_expected=float(expected.min()), most_expected=float(expected.max()),
     )  # fmt: skip
 
 
@@ -148,19 +148,19 @@ def _near(ratios: np.ndarray) -> int:
     return int((np.abs(ratios - 1.0) <= NEAR).sum())
 
 
-def promises(scope: Scope) -> Page:
+def expectations(scope: Scope) -> Page:
     """The page."""
-    kept = kept_promises(scope)
+    kept = kept_expectations(scope)
     seeds = len(scope.seeds)
     return Page(
-        name="promises",
-        title="What plans promise, and what they keep",
+        name="expectations",
+        title="What is expected of plans, and what comes of it",
         assumes=(
             f"LLaMA-30B on {CLOUD} by measured figures, {GBPS:g} Gb/s between boxes, Azure's lengths, Poisson "
             "arrivals; deadlines as multiples of what a lone request takes on an A100. Of each case the best plan "
             "that the search finds at the rate that colocated serving is estimated to carry, and the best colocated "
             f"one, each at {LOAD:g} of what it is estimated to carry.\n\n*Estimated* is what the search goes by. "
-            f"*Promised* is what `plan` says of the plan it has chosen: by {scope.requests:,} simulated requests "
+            f"*Expected* is what `plan` says of the plan it has chosen: by {scope.requests:,} simulated requests "
             f"(`plan`: {REQUESTS:,}), routed by the network's default policy. *Simulated* are other requests, of "
             f"{seeds} seed(s), as many of each, routed likewise, whose lengths are drawn by chance."
         ),
@@ -168,26 +168,26 @@ def promises(scope: Scope) -> Page:
             PageTable(WITHIN, [_within_row(name, kept) for name in FIGURES]),
             PageTable(
                 PLANS, [each.row() for each in kept],
-                "As simulated (estimated, promised over that); requests/s and seconds.",
+                "As simulated (estimated, expected over that); requests/s and seconds.",
             ),
         ),
         remarks=_remark(kept),
     )  # fmt: skip
 
 
-def _remark(kept: tuple[KeptPromise, ...]) -> str:
+def _remark(kept: tuple[KeptExpectation, ...]) -> str:
     figures = [(name, each) for each in kept for name in FIGURES]
     estimated = _near(np.array([_over(each.estimated, each.simulated, name) for name, each in figures]))
-    promised = _near(np.array([_over(each.promised, each.simulated, name) for name, each in figures]))
-    whole = sum(all(abs(_over(each.promised, each.simulated, name) - 1.0) <= NEAR for name in FIGURES) for each in kept)
+    expected = _near(np.array([_over(each.expected, each.simulated, name) for name, each in figures]))
+    whole = sum(all(abs(_over(each.expected, each.simulated, name) - 1.0) <= NEAR for name in FIGURES) for each in kept)
     return (
-        f"- Promised and simulated are within 10 % in {promised} of {len(figures)} figures, in all six of {whole} of "
+        f"- Expected and simulated are within 10 % in {expected} of {len(figures)} figures, in all six of {whole} of "
         f"{len(kept)} plans; estimated and simulated in {estimated} of {len(figures)}.\n{REMARKS}"
     )
 
 
 REMARKS: Final = """\
-- The promise is made by the same simulator, so this says what other requests change, and what the
+- What is expected comes from the same simulator, so this says what other requests change, and what the
   estimate's formulas leave out. What the simulator itself is off by, a live network says
   ([live](live.md)).
 """

@@ -1,4 +1,4 @@
-"""What a plan promises: by which requests, of how many of them, and where the estimate stays."""
+"""What is expected of a plan: by which requests, of how many of them, and where the estimate stays."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from p2pserve.coordinator.planning.model.problem import Problem, Proposal
 from p2pserve.coordinator.planning.upper.search import search
 from p2pserve.coordinator.planning.upper.settings import SearchSettings
 from p2pserve.sims.experiments.setting import PlannedCase, at_rate
-from p2pserve.sims.results import promises
-from p2pserve.sims.results.promises import DRAW, promise
+from p2pserve.sims.results import expectations
+from p2pserve.sims.results.expectations import DRAW, expect_by_simulation
 from p2pserve.sims.results.trials import SimulatedTrial
 
 PROBLEM = PlannedCase(workload="conversation", rate=1.0, boxes=2).problem()
@@ -29,7 +29,7 @@ ESTIMATE = plan_for(PROBLEM)
 
 
 def test_figures_are_those_of_simulated_requests_that_plans_are_not_tried_with() -> None:
-    (found,) = promise(PROBLEM, (ESTIMATE,), 3, requests=120)
+    (found,) = expect_by_simulation(PROBLEM, (ESTIMATE,), 3, requests=120)
     trial = SimulatedTrial(problem=PROBLEM, seeds=(DRAW + 3,), seconds=0.0, requests=120, is_even=True)
     (outcome,) = trial.run((ESTIMATE,), 1.0, DRAW + 3)
     seen = outcome.outcomes
@@ -47,7 +47,7 @@ def test_figures_are_those_of_simulated_requests_that_plans_are_not_tried_with()
 
 def test_of_more_than_are_carried_those_beyond_are_missed_unless_all_do_better(monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice as many are asked for as have their target; `share` of all would be in time."""
-    (plenty,) = promise(PROBLEM, (ESTIMATE,), 0, requests=60)
+    (plenty,) = expect_by_simulation(PROBLEM, (ESTIMATE,), 0, requests=60)
     many = at_rate(PROBLEM, 2.0 * plenty.max_rate)
     ran: list[float] = []
     share = 0.3
@@ -62,12 +62,12 @@ def test_of_more_than_are_carried_those_beyond_are_missed_unless_all_do_better(m
             in_time = np.arange(100) < 100 * (share if factor == 1.0 else 0.9)
             return (SimpleNamespace(outcomes=outcome.outcomes, met=lambda: in_time),)
 
-    monkeypatch.setattr(promises, "SimulatedTrial", Trial)
-    (found,) = promise(many, (ESTIMATE,), 0, requests=20)
+    monkeypatch.setattr(expectations, "SimulatedTrial", Trial)
+    (found,) = expect_by_simulation(many, (ESTIMATE,), 0, requests=20)
     assert ran == [1.0, 0.5]
     assert found.attainment == pytest.approx(0.45), "0.9 of half of them"
     share = 0.6
-    (found,) = promise(many, (ESTIMATE,), 0, requests=20)
+    (found,) = expect_by_simulation(many, (ESTIMATE,), 0, requests=20)
     assert found.attainment == pytest.approx(0.6)
     assert found.max_rate == pytest.approx(plenty.max_rate), "half of the rate"
 
@@ -79,5 +79,5 @@ def test_where_no_request_ends_the_estimate_stays(monkeypatch: pytest.MonkeyPatc
             nothing = np.full(len(outcome.outcomes.ttft_s), np.nan)
             return (replace(outcome, outcomes=replace(outcome.outcomes, ttft_s=nothing, e2e_s=nothing)),)
 
-    monkeypatch.setattr(promises, "SimulatedTrial", Trial)
-    assert promise(PROBLEM, (ESTIMATE,), 0, requests=20) == (ESTIMATE,)
+    monkeypatch.setattr(expectations, "SimulatedTrial", Trial)
+    assert expect_by_simulation(PROBLEM, (ESTIMATE,), 0, requests=20) == (ESTIMATE,)

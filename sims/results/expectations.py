@@ -1,4 +1,4 @@
-"""What a plan promises: its figures by simulated requests, in the place of the planner's estimate.
+"""What is expected of a plan: its figures by simulated requests, in the place of the planner's estimate.
 
 The estimate ranks thousands of plans in a second, so it knows queues by formulas only: whom a router sends where, and
 how KV that waits for room or links holds up what comes after it, it takes to be as in theory. That is near enough to
@@ -32,7 +32,7 @@ DRAW: Final = 500
 """Added to the seed that plans are tried with."""
 
 
-def promise(
+def expect_by_simulation(
     problem: Problem, proposals: Sequence[Proposal], seed: int, *, requests: int = REQUESTS,
     settings: SimSettings = AS_NETWORK,
 ) -> tuple[Proposal, ...]:  # fmt: skip
