@@ -68,7 +68,8 @@ class EngineBackend:
         environment: what its fork server must find in its environment before anything is imported.
         preload: in the fork server: import what each of its engines would, and return the version of what was
             imported ("" for none). It may start no thread. Raises ImportError.
-        share: the program of an engine that has its turns beside others in its process (`sharing.process`).
+        share: the program of an engine that has its turns beside others in its process (`sharing.process`); None: it
+            cannot have any.
         run: in an engine process, on its only thread: serve the agent until told to stop; returns the exit status.
             `process.serve_agent` does what all engines share.
         hardware: the box as it is advertised, from the one that was found. Raises GpuError.
@@ -81,7 +82,7 @@ class EngineBackend:
     environment: Mapping[str, str]
     preload: Callable[[], str]
     run: Callable[[EngineConfig, AgentSockets], int]
-    share: MakeProgram
     hardware: Callable[[Hardware, BoxEngineSettings], Hardware]
     inspect: Callable[[str, Hardware, BoxEngineSettings], ServedModel]
     self_test: Callable[[EngineStarter], Awaitable[None]]
+    share: MakeProgram | None = None

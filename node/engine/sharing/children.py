@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, final
 
 from .. import protocol
 from ..backends import find_backend
-from ..process import AgentSockets
+from ..process import AgentSockets, StartError
 from .process import Arrival, Blame, run_shared, send_arrival
 
 _MOST_READ: Final = 4096
@@ -74,6 +74,8 @@ class SharedChildren:
         if self._control is not None:
             self._control.close()
         make_program = find_backend(spawn.config.backend).share
+        if make_program is None:
+            raise StartError(f"engines of the kind {spawn.config.backend} do not share a process: take one model a box")
         return run_shared(Arrival(1, spawn.config, ends), control, self._blame, make_program)
 
     def add(self, pid: int, engine: SharingEngine) -> None:
