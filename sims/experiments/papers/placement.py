@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
-import numpy as np
-
 from ....coordinator.placement.replay import PeriodReplay
 from ....coordinator.placement.values import describe_groups
 from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, ROUND_ROBIN
@@ -22,6 +20,7 @@ from .sharing_runs import (
     UNPLACED,
     ServedServices,
     SharingCase,
+    SharingRateRow,
     serve_all,
     serve_shifts,
 )
@@ -62,20 +61,6 @@ PAPER: Final[Mapping[str, tuple[float, float, float]]] = {
     ROUND_ROBIN: (13.60, 18.69, 2.11),
 }
 """Up to how many times SeaLLM's normalized latency and 99th percentile are lower, and its attainment higher."""
-
-
-class PlacedRateRow(ResultRow, frozen=True):
-    """A system at a rate. `of services`: the mean of the services' own means. `least`: of the services."""
-
-    rate: float
-    system: str
-    normalized_latency: float
-    of_services: float
-    p99_s: float
-    attainment: float
-    least_attainment: float
-    ttft_s: float
-    tpot_ms: float
 
 
 class PlacedFactorRow(ResultRow, frozen=True):
@@ -164,7 +149,11 @@ def placement(scope: Scope) -> Page:
         tables=(
             PageTable(
                 "Figures 6 and 7: over the rate",
-                [_rate_row(rate, system, one) for rate, systems in served.items() for system, one in systems.items()],
+                [
+                    SharingRateRow.of(rate, SYSTEMS[system], one, SLO_SCALE)
+                    for rate, systems in served.items()
+                    for system, one in systems.items()
+                ],
                 "`of services`: the mean of the services' own normalized latencies. `least`: that of a service.",
             ),
             PageTable(
@@ -208,7 +197,7 @@ def placement(scope: Scope) -> Page:
             ),
             PageTable(
                 f"{MANY} services at {MIDDLE:g} requests/s",
-                [_rate_row(MIDDLE, system, one) for system, one in many.items()],
+                [SharingRateRow.of(MIDDLE, SYSTEMS[system], one, SLO_SCALE) for system, one in many.items()],
                 "Eight more with the same models and lengths, 2 GPUs for each where they are dedicated.",
             ),
             PageTable(
@@ -218,32 +207,6 @@ def placement(scope: Scope) -> Page:
             ),
         ),
         remarks=REMARKS,
-    )
-
-
-def _of_services(one: ServedServices) -> float:
-    return float(np.mean([one.normalized(number) for number in one.numbers]))
-
-
-def _least_attainment(one: ServedServices) -> float:
-    return min(one.attainment(SLO_SCALE, number) for number in one.numbers)
-
-
-def _p99_s(one: ServedServices) -> float:
-    return float(np.quantile(one.latencies(), 0.99))
-
-
-def _rate_row(rate: float, system: str, one: ServedServices) -> PlacedRateRow:
-    return PlacedRateRow(
-        rate=rate,
-        system=SYSTEMS[system],
-        normalized_latency=one.normalized(),
-        of_services=_of_services(one),
-        p99_s=_p99_s(one),
-        attainment=one.attainment(SLO_SCALE),
-        least_attainment=_least_attainment(one),
-        ttft_s=one.ttft_s,
-        tpot_ms=one.tpot_ms,
     )
 
 
@@ -264,10 +227,10 @@ def _replacement_rows(scope: Scope) -> list[ReplacementRow]:
             ReplacementRow(
                 system=SYSTEMS[policy] + (", replaced" if is_replaced else ""),
                 normalized_latency=one.normalized(),
-                of_services=_of_services(one),
-                p99_s=_p99_s(one),
+                of_services=one.mean_of_services,
+                p99_s=one.p99_s,
                 attainment=one.attainment(SLO_SCALE),
-                least_attainment=_least_attainment(one),
+                least_attainment=one.least_attainment(SLO_SCALE),
                 moves=sum(counts.moves for counts in run.counts) / runs,
                 engines=sum(counts.engines for counts in run.counts) / runs,
                 beside=sum(counts.beside for counts in run.counts) / runs,
@@ -290,7 +253,7 @@ def _factor_rows(ours: str, served: Mapping[float, Mapping[str, ServedServices]]
             PlacedFactorRow(
                 system=SYSTEMS[ours], than=SYSTEMS[system], paper_up_to=latency,
                 at_5=at[0], at_20=at[1], at_50=at[2], at_80=at[3],
-                paper_p99_up_to=p99, p99_up_to=max(factors(_p99_s, system)),
+                paper_p99_up_to=p99, p99_up_to=max(factors(lambda one: one.p99_s, system)),
                 paper_attainment_up_to=attainment,
                 attainment_up_to=1.0 / min(factors(lambda one: one.attainment(SLO_SCALE), system)),
                 ttft_up_to=max(factors(lambda one: one.ttft_s, system)),

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import numpy as np
-
 from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, MLFQ, ROUND_ROBIN
 from ..page import Curves, Page, PageTable, Picture, ResultRow
 from ..setting import Scope
-from .sharing_runs import DEDICATED, UNPLACED, ServedServices, SharingCase, serve_all
+from .sharing_runs import DEDICATED, UNPLACED, ServedServices, SharingCase, SharingRateRow, serve_all
 from .sharing_systems import FEW, GROUPS, SERVICES, SKEW, lone_latencies, traffic_shares
 
 SYSTEMS: Final = UNPLACED
@@ -42,20 +40,6 @@ class ServiceRow(ResultRow, frozen=True):
     output_tokens: float
     alone_s: float
     of_all_requests_pct: float
-
-
-class SharingRateRow(ResultRow, frozen=True):
-    """Figures 6 and 7. `of services`: the mean of the services' own means. `least`: of the services."""
-
-    rate: float
-    system: str
-    normalized_latency: float
-    of_services: float
-    p99_s: float
-    attainment: float
-    least_attainment: float
-    ttft_s: float
-    tpot_ms: float
 
 
 class FactorRow(ResultRow, frozen=True):
@@ -99,7 +83,11 @@ class SystemsRow(ResultRow, frozen=True):
 def sharing(scope: Scope) -> Page:
     """All tables, with the scope's seeds and seconds."""
     served = {rate: _serve_all(scope, rate) for rate in RATES}
-    rows = [_rate_row(rate, system, one) for rate, systems in served.items() for system, one in systems.items()]
+    rows = [
+        SharingRateRow.of(rate, SYSTEMS[system], one, SLO_SCALE)
+        for rate, systems in served.items()
+        for system, one in systems.items()
+    ]
     return Page(
         name="sharing",
         title="Two models on the same GPUs, one step at a time (SeaLLM)",
@@ -175,32 +163,6 @@ def _service_rows() -> list[ServiceRow]:
     return rows
 
 
-def _by_service(figure: Callable[[int], float]) -> list[float]:
-    return [figure(number) for number in range(FEW)]
-
-
-def _of_services(one: ServedServices) -> float:
-    return float(np.mean(_by_service(one.normalized)))
-
-
-def _p99_s(one: ServedServices) -> float:
-    return float(np.quantile(one.latencies(), 0.99))
-
-
-def _rate_row(rate: float, system: str, one: ServedServices) -> SharingRateRow:
-    return SharingRateRow(
-        rate=rate,
-        system=SYSTEMS[system],
-        normalized_latency=one.normalized(),
-        of_services=_of_services(one),
-        p99_s=_p99_s(one),
-        attainment=one.attainment(SLO_SCALE),
-        least_attainment=min(_by_service(lambda number: one.attainment(SLO_SCALE, number))),
-        ttft_s=one.ttft_s,
-        tpot_ms=one.tpot_ms,
-    )
-
-
 def _factor_rows(served: Mapping[float, Mapping[str, ServedServices]]) -> list[FactorRow]:
     def most(figure: Callable[[ServedServices], float], system: str, *, lower: bool = True) -> float:
         pairs = [(figure(systems[system]), figure(systems[DOUBLING_BUDGET])) for systems in served.values()]
@@ -211,9 +173,9 @@ def _factor_rows(served: Mapping[float, Mapping[str, ServedServices]]) -> list[F
             than=SYSTEMS[system],
             paper_latency_up_to=latency,
             latency_up_to=most(ServedServices.normalized, system),
-            of_services_up_to=most(_of_services, system),
+            of_services_up_to=most(lambda one: one.mean_of_services, system),
             paper_p99_up_to=p99,
-            p99_up_to=most(_p99_s, system),
+            p99_up_to=most(lambda one: one.p99_s, system),
             paper_attainment_up_to=attainment,
             attainment_up_to=most(lambda one: one.attainment(SLO_SCALE), system, lower=False),
             ttft_up_to=most(lambda one: one.ttft_s, system),

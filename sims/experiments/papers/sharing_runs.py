@@ -17,6 +17,7 @@ from ....coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRIN
 from ...placement.fleet import Fleet, period_of
 from ...placement.replacing import ReplacementCounts, Replacing, ReplacingSettings
 from ...records import Outcomes, Trace
+from ..page import ResultRow
 from .sharing_systems import (
     DEFAULT,
     FEW,
@@ -111,6 +112,20 @@ class ServedServices:
         return sorted(self.runs[0])
 
     @property
+    def mean_of_services(self) -> float:
+        """The mean of the services' own normalized latencies."""
+        return float(np.mean([self.normalized(number) for number in self.numbers]))
+
+    @property
+    def p99_s(self) -> float:
+        """Of latency."""
+        return float(np.quantile(self.latencies(), 0.99))
+
+    def least_attainment(self, scale: float) -> float:
+        """That of the service with the least."""
+        return min(self.attainment(scale, number) for number in self.numbers)
+
+    @property
     def ttft_s(self) -> float:
         """On average."""
         return float(np.concatenate([run.ttft_s for _, run in self._of(None)]).mean())
@@ -122,6 +137,35 @@ class ServedServices:
 
     def _of(self, number: int | None) -> list[tuple[int, Outcomes]]:
         return [(each, one) for run in self.runs for each, one in run.items() if number is None or each == number]
+
+
+class SharingRateRow(ResultRow, frozen=True):
+    """A system at a rate. `of services`: the mean of the services' own means. `least`: of the services."""
+
+    rate: float
+    system: str
+    normalized_latency: float
+    of_services: float
+    p99_s: float
+    attainment: float
+    least_attainment: float
+    ttft_s: float
+    tpot_ms: float
+
+    @classmethod
+    def of(cls, rate: float, system: str, one: ServedServices, scale: float) -> SharingRateRow:
+        """`system` as pages call it; `scale`: times of a request alone, within which it is in time."""
+        return cls(
+            rate=rate,
+            system=system,
+            normalized_latency=one.normalized(),
+            of_services=one.mean_of_services,
+            p99_s=one.p99_s,
+            attainment=one.attainment(scale),
+            least_attainment=one.least_attainment(scale),
+            ttft_s=one.ttft_s,
+            tpot_ms=one.tpot_ms,
+        )
 
 
 def serve_all(case: SharingCase, systems: Iterable[str]) -> dict[str, ServedServices]:
