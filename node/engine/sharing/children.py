@@ -8,7 +8,8 @@ from typing import Final, NamedTuple, final
 
 from .. import protocol
 from ..backends import find_backend
-from ..process import AgentSockets, StartError
+from ..mailbox import Outbox
+from ..process import AgentSockets
 from .process import Arrival, Blame, run_shared, send_arrival
 
 _MOST_READ: Final = 4096
@@ -75,7 +76,11 @@ class SharedChildren:
             self._control.close()
         make_program = find_backend(spawn.config.backend).share
         if make_program is None:
-            raise StartError(f"engines of the kind {spawn.config.backend} do not share a process: take one model a box")
+            outbox = Outbox(ends.messages, lambda: None)
+            reason = f"engines of the kind {spawn.config.backend} do not share a process: take one model for each box"
+            outbox.send(protocol.StartFailed(reason=reason))
+            outbox.flush()
+            return 1
         return run_shared(Arrival(1, spawn.config, ends), control, self._blame, make_program)
 
     def add(self, pid: int, engine: SharingEngine) -> None:

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import trio
 
 from p2pserve.node.engine import protocol
+from p2pserve.node.engine.agent_side.engine_link import EngineStartError
 from p2pserve.node.engine.agent_side.fork_server import fork_server_command, open_fork_server
+from p2pserve.node.engine.settings import Sharing
 from p2pserve.node.engine.trials.trial import open_trial
 
 RECIPES = Path(__file__).parents[4] / "docs" / "extending.md"
@@ -43,6 +46,9 @@ def test_an_engine_of_ones_own_costs_one_file_and_one_edit(tmp_path: Path) -> No
                 assert (server.version, engine.ready.engine) == ("1.0", "echo")
                 assert (await engine.generate([5, 6, 7, 8], 3)).tokens == [5, 6, 7]
                 engine.stop()
+                shared = protocol.EngineConfig(model="", backend="echo", sharing=Sharing(service="one"))
+                with pytest.raises(EngineStartError, match="do not share a process: take one model"):
+                    await trial.start(shared)
 
     with subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()]) as process:
         theirs.close()
