@@ -20,7 +20,6 @@ from typing import Final, TypedDict, Unpack
 import msgspec
 import numpy as np
 
-from .bounds import MAX_FIGURE
 from .capacity import BoxView, KvCodec, LinkView
 from .demand import Demand
 from .network_problem import SLO_SCALE, NetworkProblem, build_network_problem
@@ -29,7 +28,7 @@ from .planning.lower.flow import FlowProblem, RequestFlow, flow_from_rates
 from .planning.lower.orchestration import Solver
 from .planning.model.errors import UnservedError
 from .planning.model.problem import Solution
-from .planning.model.slo import SloScale
+from .planning.model.slo import SloScale, deadlines_of
 from .planning.model.workload import Slo
 from .planning.upper.light_rescheduling import Adjustment, reschedule_lightly
 from .planning.upper.scorer import Scorer, never
@@ -104,7 +103,7 @@ def plan_network(
         epoch=named["epoch"], version=named["version"], service=service, replicas=replicas, pairings=pairings,
         codec=codec.name,
         why=_limit_reasons([*why, *idle, _explain_load(network), *expected]),
-        deadlines=_state_deadlines(network),
+        deadlines=deadlines_of(network.service.slo),
     )  # fmt: skip
     if not plan.newer_than(previous):
         raise PlanError(f"the new plan {plan.number} would not be newer than {previous and previous.number}")
@@ -342,13 +341,6 @@ def _explain_idle(replicas: Sequence[Replica], pairings: Sequence[Pairing]) -> l
     busy = {end for pair in pairings for end in (pair.prefill, pair.decode)}
     idle = [replica.id for replica in replicas if replica.id not in busy]
     return [f"no requests for {', '.join(idle)}: all that can be in time are served without"] if idle else []
-
-
-def _state_deadlines(network: NetworkProblem) -> Deadlines:
-    slo = network.service.slo
-    # Of boxes that say absurd figures deadlines may be longer than a plan can say, which is as good as none.
-    ttft_s, tpot_s, e2e_s = (limit if limit <= MAX_FIGURE else 0.0 for limit in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
-    return Deadlines(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
 
 def _explain_load(network: NetworkProblem) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..demand_meter import azure_lengths
 from .interface import LENGTH_PREDICTORS
@@ -22,6 +23,17 @@ SAMPLE: Final = 512
 DOUBTFUL: Final = 8.0
 """Requests of about a length that weigh as much as all others together: the mean of fewer is taken
 as much from the others."""
+
+PRIOR: Final = 16
+"""Answers that stand for those of a service of which nothing is known. More: it takes longer to learn how long they
+are."""
+
+BLUR: Final = 0.2
+"""Lengths this close, as the logarithm of one over the other, count as nearly the same: how long an answer may be is a
+guess itself."""
+
+_LOG_TOKENS: Final = np.linspace(0.0, np.log(1e5), 240)
+"""Lengths for which `AnswerTail` keeps a share."""
 
 
 class LengthPredictor(ABC):
@@ -93,6 +105,33 @@ class LearnedLengths(LengthPredictor):
         """See `LengthPredictor`."""
         self._all.add(output_tokens)
         self._by_length.setdefault(prompt_tokens.bit_length(), _LatestMean()).add(output_tokens)
+
+
+@final
+class AnswerTail:
+    """How many answers are longer than so many tokens, by the latest ones; until there are some, by Azure's
+    conversations, some of which stay until others have taken their places."""
+
+    def __init__(self) -> None:
+        prior = np.sort(azure_lengths("conversation")[1])
+        self._outputs = deque(prior[:: max(1, len(prior) // PRIOR)].tolist(), maxlen=SAMPLE)
+        self._recorded = 0
+        self._read_after = 0
+        self._beyond = np.zeros(len(_LOG_TOKENS))
+
+    def record(self, output_tokens: int) -> None:
+        """A request has been answered in full."""
+        self._outputs.append(output_tokens)
+        self._recorded += 1
+
+    def share_beyond(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The share of answers that have more than so many tokens, each; of none or fewer: all."""
+        if self._recorded >= self._read_after:
+            # Read anew after an eighth more: a few answers change little of what hundreds say.
+            self._read_after = self._recorded + max(8, min(self._recorded, SAMPLE) // 8)
+            over = (np.log(np.array(self._outputs, dtype=np.float64)) - _LOG_TOKENS[:, None]) / BLUR
+            self._beyond = (1.0 / (1.0 + np.exp(np.clip(-over, -50.0, 50.0)))).mean(axis=1)
+        return np.asarray(np.interp(np.log(np.maximum(tokens, 1.0)), _LOG_TOKENS, self._beyond))
 
 
 _PREDICTORS: Final[tuple[Callable[[], LengthPredictor], ...]] = (LearnedLengths, SampledLengths)

@@ -8,6 +8,10 @@ on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and liv
                        all that is ahead of it there
     TOKENS more        steps of the batch in which it decodes, and the prompts that are computed in between
 
+Where the plan has deadlines, a route costs what is likely to be missed on it: the first token and the time from token
+to token by the POWER of their parts of their deadlines, the end by the share of the latest answers that would be too
+long for it (`AnswerTail`). So nobody is sent to a fast first token whose answer comes too late.
+
 What waits and what decodes together counts twice (MARGINAL): for this request, and for those that it holds up. With its
 own time alone every request would go to the fastest replica until that is as slow as the others. A request counts as
 holding up others as a mean one does, whatever its length: else long prompts would all go to where few decode, which are
@@ -19,7 +23,8 @@ Where prompts wait for long and sharing does not help, any replica may take a re
 for the other phase.
 
 A pair whose KV leaves its boxes, and that had more than its share of the latest requests, counts as that much later, as
-in `plan_and_queues`: that is what the plan knows of links. Of routes that are expected to be nearly as good, the one on
+in `plan_and_queues`: that is what the plan knows of links; where there are deadlines,
+its times count as so much longer. Of routes that are expected to be nearly as good, the one on
 cheaper boxes is taken, where their prices are known; and where there are several gateways, one by lot: all hear the
 same reports, and would go to the same replica until the next.
 
@@ -37,7 +42,7 @@ from numpy.typing import NDArray
 from ..plan import Plan
 from ..profile import ReplicaProfile
 from .interface import ReplicaLoads, RequestFacts, RequestId, Route, RoutingPolicy, RoutingSettings
-from .lengths import LearnedLengths
+from .lengths import AnswerTail, LearnedLengths
 from .plan_and_queues import PlanAndQueues, RouteTable
 
 Floats = NDArray[np.float64]
@@ -59,6 +64,14 @@ LEAST_CHUNK: Final = 0.25
 TOKENS: Final = 10.0
 """Of an answer, that count beside its first one. More: requests go to where answers are generated fast; fewer: to where
 prompts are computed soon."""
+
+POWER: Final = 6
+"""Of a time over its deadline: nearly nothing at half of it, and much beyond. Higher: what is soon enough is sooner all
+the same; lower: short times count beside what is late."""
+
+SOON: Final = 0.1
+"""Requests that count as missed where a time is just as long as its deadline, as times are guessed high. More: queues
+are avoided sooner; less: answers that would take too long to end."""
 
 CACHED: Final = 15.0
 """A token of a prompt that a replica holds counts as the time for so many, beside its own: what is not computed again
@@ -84,7 +97,7 @@ UNTOLD_TOKENS: Final = 1e12
 """A replica that does not tell how much KV it has room for has enough, unless it reports that it is full."""
 
 LEAST_S: Final = 1e-9
-"""No prompt's token takes less: what is divided by it stays finite."""
+"""No prompt's token takes less, and no deadline is shorter: what is divided by it stays finite."""
 
 
 class _Speeds(NamedTuple):
@@ -176,7 +189,7 @@ class PredictedTimes(RoutingPolicy):
     def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
         self._plan = plan
         self._queues = PlanAndQueues(plan, settings)
-        self.lengths = LearnedLengths()
+        self.lengths, self.tail = LearnedLengths(), AnswerTail()
         self.prompts: dict[RequestId, int] = {}  # of requests that have not ended
         self.mean_prompt = self.mean_output = 0.0
         self.routed = 0  # lately
@@ -212,30 +225,55 @@ class PredictedTimes(RoutingPolicy):
         first_s = np.maximum(np.where(is_shared, shared_s, prefill_s), forecast.room_s[routes.decode])
         own_prompts = routes.is_whole * (uncached / prompt)[routes.decode]
         beside_s = (self._shapes.is_mixed[routes.decode] + own_prompts) * forecast.beside_s[routes.decode]
-        cost_s = first_s + min(output, TOKENS) * (forecast.decode_s[routes.decode] + beside_s)
-        if request.cached_tokens is not None:
-            cost_s -= CACHED * (cached * speeds.token_s)[routes.prefill]
+        pace_s = forecast.decode_s[routes.decode] + beside_s
+        saved_s = None
+        if request.cached_tokens is not None and request.cached_tokens.any():
+            saved_s = CACHED * (cached * speeds.token_s)[routes.prefill]
+        later = np.ones(len(first_s))
         beyond_share = self._queues.beyond_share()
-        cost_s[: len(beyond_share)] *= 1.0 + beyond_share
+        later[: len(beyond_share)] += beyond_share
+        cost = self._cost(first_s * later, pace_s * later, min(output, TOKENS), saved_s)
         if routes.is_lent.any():
-            cost_s[routes.is_lent & ~self._may_lend(routes, first_s, forecast, is_shared)] += NEVER_S
-        best = _pick(cost_s, loads.usd_per_hour[routes.prefill] + loads.usd_per_hour[routes.decode], loads, rng)
+            cost[routes.is_lent & ~self._may_lend(routes, first_s, forecast, is_shared)] = np.inf
+        best = _pick(cost, loads.usd_per_hour[routes.prefill] + loads.usd_per_hour[routes.decode], loads, rng)
         self._queues.note_sent(best)
         ends = loads.ids[routes.prefill[best]], loads.ids[routes.decode[best]]
         if is_shared[best]:
             return Route(prefill=ends[0], decode=ends[1], split=prompt, splits_there=True)
         return Route.between(*ends, 0 if routes.is_whole[best] else routes.table.split(best, prompt))
 
+    def _cost(self, first_s: Floats, pace_s: Floats, tokens: float, saved_s: Floats | None) -> Floats:
+        """By route, of a first token after so long and of each one more: in seconds, or by the plan's deadlines in
+        requests that miss them. `saved_s`: what its cache counts for."""
+        seconds = first_s + tokens * pace_s
+        gain = 0.0 if saved_s is None else saved_s
+        deadlines = self._plan.deadlines
+        if not (deadlines.ttft_s or deadlines.tpot_s or deadlines.e2e_s):
+            return np.asarray(seconds - gain)
+        missed = np.zeros(len(first_s))
+        for limit_s, expected_s in ((deadlines.ttft_s, first_s), (deadlines.tpot_s, pace_s)):
+            if limit_s:
+                missed += SOON * (expected_s / max(limit_s, LEAST_S)) ** POWER
+        if deadlines.e2e_s:
+            too_long = self.tail.share_beyond((deadlines.e2e_s - first_s) / np.maximum(pace_s, LEAST_S))
+            too_long += np.maximum(first_s / max(deadlines.e2e_s, LEAST_S) - 1.0, 0.0)
+            missed += too_long - too_long.min()  # what no route has time for says nothing of them
+        if saved_s is None:
+            return missed
+        part = 1.0 - saved_s / np.maximum(seconds, LEAST_S)
+        return np.where(part > 0.0, missed * np.maximum(part, 0.0) ** POWER, part)
+
     def on_end(self, request: RequestId, output_tokens: int | None) -> None:
         """Learn from its answer."""
         prompt = self.prompts.pop(request, None)
         if prompt is not None and output_tokens:
             self.lengths.record(prompt, output_tokens)
+            self.tail.record(output_tokens)
 
     def take_over(self, earlier: RoutingPolicy) -> None:
         """Keep what is known of lengths."""
         if isinstance(earlier, PredictedTimes):
-            self.lengths, self.prompts = earlier.lengths, earlier.prompts
+            self.lengths, self.tail, self.prompts = earlier.lengths, earlier.tail, earlier.prompts
             self.mean_prompt, self.mean_output = earlier.mean_prompt, earlier.mean_output
             self.routed = earlier.routed
 
@@ -270,9 +308,12 @@ class PredictedTimes(RoutingPolicy):
         chunk = np.maximum(step_tokens - batch / stages, LEAST_CHUNK * step_tokens)
         chunk_s = speeds.mixed_step_s(chunk, batch, held)
         # Beside answers a prompt begins when a step ends, and each of its own steps takes their time as well.
-        steps = np.ceil((backlog.tokens / stages + uncached) / chunk)
+        # A pipeline's stages work on a prompt's parts one behind the other, so that it takes less than their sum.
+        parts = np.maximum(np.ceil(uncached / chunk), 1.0)
+        in_line = (stages + parts - 1.0) / (stages * parts)
+        steps = np.ceil(backlog.tokens / stages / chunk + parts * in_line)
         beside_s = 0.5 * speeds.decode_step_s(batch, held) + steps * speeds.mixed_step_s(0.0, batch, held)
-        own_s = uncached * speeds.token_s + speeds.prompt_s
+        own_s = uncached * speeds.token_s * in_line + speeds.prompt_s
         queue_s = backlog.tokens * speeds.token_s / stages
         prompt_s = speeds.token_s * self.mean_prompt + speeds.prompt_s
         return _Forecast(
@@ -360,17 +401,17 @@ def _add_lone_replicas(table: RouteTable, is_one_box: Bools) -> _Routes:
     )
 
 
-def _pick(cost_s: Floats, usd: Floats, loads: ReplicaLoads, rng: np.random.Generator) -> int:
+def _pick(cost: Floats, usd: Floats, loads: ReplicaLoads, rng: np.random.Generator) -> int:
     """The best route, or of those that are hardly worse a cheaper one. Where there are several gateways, one of these
     by lot: all of them hear the same reports, and would go to the same replica until the next."""
-    best = int(cost_s.argmin())
+    best = int(cost.argmin())
     if loads.gateways <= 1.0 and not usd.any():
         return best
-    near = np.flatnonzero(cost_s <= cost_s[best] + AS_GOOD * abs(cost_s[best]))
+    near = np.flatnonzero(cost <= cost[best] + AS_GOOD * abs(cost[best]))
     cheapest = near[usd[near] == usd[near].min()]
     if loads.gateways > 1.0:
         return int(rng.choice(cheapest))
-    return best if best in cheapest else int(cheapest[cost_s[cheapest].argmin()])
+    return best if best in cheapest else int(cheapest[cost[cheapest].argmin()])
 
 
 def _tabulate(profiles: list[ReplicaProfile | None]) -> _Speeds | None:

@@ -14,6 +14,7 @@ from ...plan import Pairing, Phase, Plan, Replica, Stage
 from ..model.cluster import Cluster
 from ..model.errors import UnservedError
 from ..model.problem import Percentiles, Proposal, ReplicaEstimate, Score
+from ..model.slo import deadlines_of
 from ..model.workload import Service
 from .behaviour import MAX_BATCH
 from .flow import solve_exact
@@ -63,7 +64,7 @@ class Proposer:
         usd = self._usd_per_hour(orchestration)
         plan = Plan(
             epoch=epoch, version=version, service=service.name, replicas=replicas,
-            pairings=_pairings(orchestration, replicas), codec=service.codec,
+            pairings=_pairings(orchestration, replicas), codec=service.codec, deadlines=deadlines_of(service.slo),
             why=(
                 state_expectation(service, orchestration.attainment, most),
                 limits,

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from ...bounds import MAX_FIGURE
 from ...costs.gpus import Specs, gpu_table
 from ...costs.model_shape import KV_16_BIT, ModelShape
 from ...costs.replica import StageHardware, kv_capacity_tokens, replica_times
@@ -56,6 +57,13 @@ def slo_by(times: StepTimes, workload: Workload, multiple: SloScale) -> Slo:
     figures = (ttft, decode / (output - 1), ttft + decode)
     ttft_s, tpot_s, e2e_s = (max(SMALLEST_S, multiple.scale * figure) for figure in figures)
     return Slo(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s, target=multiple.target)
+
+
+def deadlines_of(slo: Slo) -> Deadlines:
+    """As a plan has them."""
+    # Of boxes that say absurd figures deadlines may be longer than a plan can say, which is as good as none.
+    ttft_s, tpot_s, e2e_s = (limit if limit <= MAX_FIGURE else 0.0 for limit in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
+    return Deadlines(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
 
 
 def slo_of_deadlines(deadlines: Deadlines) -> Slo | None:

@@ -5,7 +5,7 @@ import pytest
 
 from p2pserve.coordinator.demand_meter import azure_lengths
 from p2pserve.coordinator.routing.interface import LENGTH_PREDICTORS
-from p2pserve.coordinator.routing.lengths import SAMPLE, LearnedLengths, SampledLengths, make_predictor
+from p2pserve.coordinator.routing.lengths import SAMPLE, AnswerTail, LearnedLengths, SampledLengths, make_predictor
 
 CONVERSATIONS = azure_lengths("conversation")[1]
 
@@ -63,3 +63,14 @@ def test_an_answer_has_a_token() -> None:
     for _ in range(SAMPLE):
         predictor.record(0, 0)
     assert predictor.predict(0, rng) == 1.0
+
+
+def test_the_tail_is_of_the_latest_answers() -> None:
+    tail = AnswerTail()
+    conversations = tail.share_beyond(np.array([100.0, 1000.0]))
+    assert conversations == pytest.approx([np.mean(CONVERSATIONS > 100), np.mean(CONVERSATIONS > 1000)], abs=0.15)
+    for tokens in [10, 10, 10, 1000] * SAMPLE:
+        tail.record(tokens)
+    assert tail.share_beyond(np.array([-5.0, 0.0, 1.0, 100.0, 1e4, 1e9])) == pytest.approx(
+        [1.0, 1.0, 1.0, 0.25, 0.0, 0.0], abs=0.01
+    )

@@ -229,6 +229,65 @@ def test_by_its_deadlines_a_plan_says_whether_that_is_needed_and_bearable(
     assert (router.route(500).prefill is None) is lends
 
 
+# ---- deadlines --------------------------------------------------------------------------------------------
+
+
+def slow_and_fast() -> Router:
+    """`slow` is idle, and decodes at 60 ms a token; `fast` at 20 ms, behind 3 s of prompts. Answers had to come to
+    their end within 12 s."""
+    plan = plan_of({"fast": M, "slow": M})
+    deadlines = Deadlines(ttft_s=8.0, tpot_s=0.2, e2e_s=12.0)
+    router = router_of(msgspec.structs.replace(plan, deadlines=deadlines), {"slow": profile(3.0)})
+    note(router, "fast", tokens=30_000)
+    return router
+
+
+def answer(router: Router, tokens: int, times: int = 600) -> None:
+    for number in range(times):
+        router.route(1, request=number)
+        router.end_request(number, tokens)
+
+
+@pytest.mark.parametrize(("tokens", "decodes"), [(350, "fast"), (5, "slow")])
+def test_with_deadlines_long_answers_go_where_they_end_in_time(tokens: int, decodes: str) -> None:
+    router = slow_and_fast()
+    answer(router, tokens)
+    assert router.route(500).decode == decodes
+
+
+def test_without_deadlines_the_first_token_counts() -> None:
+    plan = msgspec.structs.replace(slow_and_fast().plan, deadlines=Deadlines())
+    router = router_of(plan, {"slow": profile(3.0)})
+    note(router, "fast", tokens=30_000)
+    answer(router, 350)
+    assert router.route(500).decode == "slow"
+
+
+def test_how_long_answers_are_is_known_under_the_next_plan() -> None:
+    router = slow_and_fast()
+    answer(router, 5)
+    again = Router(router.plan, SETTINGS, earlier=router)
+    assert isinstance(again.policy, PredictedTimes)
+    assert again.policy.tail.share_beyond(np.array([50.0])) < 0.1
+
+
+@given(st.floats(0.0, 1e12), st.floats(0.0, 1e12), st.floats(0.0, 1e12), st.integers(0, 10**9))
+def test_any_deadlines_have_a_route(ttft_s: float, tpot_s: float, e2e_s: float, tokens: int) -> None:
+    deadlines = Deadlines(ttft_s=ttft_s, tpot_s=tpot_s, e2e_s=e2e_s)
+    router = router_of(msgspec.structs.replace(PAIR, deadlines=deadlines))
+    note(router, "p", tokens=tokens)
+    with np.errstate(all="raise", under="ignore"):
+        assert router.route(500).decode in ("p", "d")
+
+
+def test_a_prompt_that_a_replica_holds_goes_there_with_deadlines_as_well() -> None:
+    plan = msgspec.structs.replace(plan_of({"a": M, "b": M}), deadlines=Deadlines(ttft_s=8.0, tpot_s=0.2, e2e_s=12.0))
+    router = router_of(plan)
+    note(router, "b", tokens=1_000)
+    assert router.route(500).decode == "a"
+    assert router.route(500, cached_tokens={"b": 480}).decode == "b"
+
+
 # ---- splits -----------------------------------------------------------------------------------------------
 
 
