@@ -7,12 +7,13 @@ from typing import Final
 
 import numpy as np
 
-from ..plan import Pairing, Phase, Plan, Replica, Stage
+from ..plan import Deadlines, Pairing, Phase, Plan, Replica, Stage
 from ..profile import PhaseCost, ReplicaProfile
 from ..routing.interface import RoutingSettings
 from ..routing.router import Router
 
 REPLICAS: Final = 100
+DEADLINES: Final = Deadlines(ttft_s=2.0, tpot_s=0.1, e2e_s=30.0)
 
 
 def make_plan(*, is_split: bool) -> Plan:
@@ -31,7 +32,9 @@ def make_plan(*, is_split: bool) -> Plan:
         zip(first, first, strict=True)
     )
     pairings = tuple(Pairing(prefill=one, decode=other, weight=1.0 / len(ends)) for one, other in ends)
-    return Plan(epoch=1, version=1, service="s", replicas=replicas, pairings=pairings, codec="kv4", why=())
+    return Plan(
+        epoch=1, version=1, service="s", replicas=replicas, pairings=pairings, codec="kv4", why=(), deadlines=DEADLINES
+    )
 
 
 def make_router(policy: str, plan: Plan) -> Router:

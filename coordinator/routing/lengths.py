@@ -32,7 +32,10 @@ BLUR: Final = 0.2
 """Lengths this close, as the logarithm of one over the other, count as nearly the same: how long an answer may be is a
 guess itself."""
 
-_LOG_TOKENS: Final = np.linspace(0.0, np.log(1e5), 240)
+LONGEST: Final = 1e5
+"""Tokens of the longest answer that is told from longer ones."""
+
+_LOG_TOKENS: Final = np.linspace(0.0, np.log(LONGEST), 240)
 """Lengths for which `AnswerTail` keeps a share."""
 
 
@@ -131,7 +134,9 @@ class AnswerTail:
             self._read_after = self._recorded + max(8, min(self._recorded, SAMPLE) // 8)
             over = (np.log(np.array(self._outputs, dtype=np.float64)) - _LOG_TOKENS[:, None]) / BLUR
             self._beyond = (1.0 / (1.0 + np.exp(np.clip(-over, -50.0, 50.0)))).mean(axis=1)
-        return np.asarray(np.interp(np.log(np.maximum(tokens, 1.0)), _LOG_TOKENS, self._beyond))
+        # The nearest of these lengths is near enough, and found many times as fast as by `np.interp`.
+        at = np.log(np.clip(tokens, 1.0, LONGEST)) / _LOG_TOKENS[1] + 0.5
+        return np.asarray(self._beyond[at.astype(np.intp)])
 
 
 _PREDICTORS: Final[tuple[Callable[[], LengthPredictor], ...]] = (LearnedLengths, SampledLengths)

@@ -9,7 +9,7 @@ on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and liv
     TOKENS more        steps of the batch in which it decodes, and the prompts that are computed in between
 
 Where the plan has deadlines, a route costs what is likely to be missed on it: the first token and the time from token
-to token by the POWER of their parts of their deadlines, the end by the share of the latest answers that would be too
+to token by the sixth power of their parts of their deadlines, the end by the share of the latest answers that would be too
 long for it (`AnswerTail`). So nobody is sent to a fast first token whose answer comes too late.
 
 What waits and what decodes together counts twice (MARGINAL): for this request, and for those that it holds up. With its
@@ -65,13 +65,9 @@ TOKENS: Final = 10.0
 """Of an answer, that count beside its first one. More: requests go to where answers are generated fast; fewer: to where
 prompts are computed soon."""
 
-POWER: Final = 6
-"""Of a time over its deadline: nearly nothing at half of it, and much beyond. Higher: what is soon enough is sooner all
-the same; lower: short times count beside what is late."""
-
 SOON: Final = 0.1
-"""Requests that count as missed where a time is just as long as its deadline, as times are guessed high. More: queues
-are avoided sooner; less: answers that would take too long to end."""
+"""Requests that count as missed where a time is just as long as its deadline, as times are guessed high: at half of it
+a 64th of that. More: queues are avoided sooner; less: answers that would take too long to end."""
 
 CACHED: Final = 15.0
 """A token of a prompt that a replica holds counts as the time for so many, beside its own: what is not computed again
@@ -253,7 +249,7 @@ class PredictedTimes(RoutingPolicy):
         missed = np.zeros(len(first_s))
         for limit_s, expected_s in ((deadlines.ttft_s, first_s), (deadlines.tpot_s, pace_s)):
             if limit_s:
-                missed += SOON * (expected_s / max(limit_s, LEAST_S)) ** POWER
+                missed += SOON * _raise(expected_s / max(limit_s, LEAST_S))
         if deadlines.e2e_s:
             too_long = self.tail.share_beyond((deadlines.e2e_s - first_s) / np.maximum(pace_s, LEAST_S))
             too_long += np.maximum(first_s / max(deadlines.e2e_s, LEAST_S) - 1.0, 0.0)
@@ -261,7 +257,7 @@ class PredictedTimes(RoutingPolicy):
         if saved_s is None:
             return missed
         part = 1.0 - saved_s / np.maximum(seconds, LEAST_S)
-        return np.where(part > 0.0, missed * np.maximum(part, 0.0) ** POWER, part)
+        return np.where(part > 0.0, missed * _raise(part), part)
 
     def on_end(self, request: RequestId, output_tokens: int | None) -> None:
         """Learn from its answer."""
@@ -384,6 +380,12 @@ class PredictedTimes(RoutingPolicy):
         """By route, whether a prompt in chunks keeps the plan's deadline from token to token, if it has one."""
         limit_s = self._plan.deadlines.tpot_s or np.inf
         return np.asarray(forecast.chunk_s[decode] <= limit_s)
+
+
+def _raise(part: Floats) -> Floats:
+    """To the sixth power, many times as fast as by `**`."""
+    square = part * part
+    return square * square * square
 
 
 def _add_lone_replicas(table: RouteTable, is_one_box: Bools) -> _Routes:
