@@ -1,4 +1,4 @@
-"""The route on which a request's first tokens are expected soonest, by queues, speeds, room for KV and links.
+"""The route on which a request is expected in time, or else soonest, by queues, speeds, room for KV and links.
 
 The plan says which pairs of replicas there are, and how much their links should carry. What is predicted of a request
 on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and live queues:
