@@ -40,6 +40,7 @@ MOST_TOKEN: Final = 10
 """Machines for prompts and for tokens of the part of figure 12 where clusters begin to meet the SLOs."""
 
 PAPER_STAR: Final = (27, 3)
+POINTS: Final = ("least cost", "the paper's")
 KV_PROMPTS: Final = 100
 
 PAPER_POWER: Final[Mapping[str, tuple[str, str]]] = {
@@ -232,9 +233,9 @@ def _space_picture(rows: Sequence[DesignSpaceRow]) -> Picture:
             lines[field] = [row.prompt_machines for row in found], [getattr(row, field) for row in found]
         met = [row for row in rows if row.times == mode and row.usd_per_h is not None]
         least = [row for row in met if row.usd_per_h == min(each.usd_per_h or 0.0 for each in met)]
-        lines["least cost"] = [row.prompt_machines for row in least], [row.all_nine or 0 for row in least]
-        lines["the paper's"] = [PAPER_STAR[0]], [PAPER_STAR[1]]
-        panels.append(Curves(x=f"prompt machines, {mode}", y="token machines", lines=lines, marker="o"))
+        lines[POINTS[0]] = [row.prompt_machines for row in least], [row.all_nine or 0 for row in least]
+        lines[POINTS[1]] = [PAPER_STAR[0]], [PAPER_STAR[1]]
+        panels.append(Curves(x=f"prompt machines, {mode}", y="token machines", lines=lines, unjoined=POINTS))
     about = "Figure 12: the fewest token machines over prompt machines with which each metric meets its SLOs"
     return Picture("provision-space", about, (tuple(panels),))
 
