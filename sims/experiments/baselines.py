@@ -341,7 +341,6 @@ def _picture(contest: SystemContest) -> Picture:
                     f"SLO scale of {deadline}, {rates[f'{load:.0%}']:.3g} requests/s",
                     "in time",
                     {name: (SCALES.tolist(), line) for name, line in contest.curves[load, deadline].items()},
-                    marker="",
                     log_x=True,
                 )
                 for deadline in DEADLINES

@@ -185,7 +185,7 @@ def _picture(rows: Sequence[ConvergenceRow]) -> Picture:
             for name, curves in of_size.items()
             for until in [[second for second in at_s if second <= max(curve[-1][0] for curve in curves)]]
         }
-        panels.append(Curves(f"CPU seconds, {gpus} GPUs", "best objective so far", lines, marker="", log_x=True))
+        panels.append(Curves(f"CPU seconds, {gpus} GPUs", "best objective so far", lines, log_x=True))
     return Picture("convergence", "best objective so far over CPU seconds, on 16, 24 and 32 GPUs", (tuple(panels),))
 
 

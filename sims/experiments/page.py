@@ -13,10 +13,21 @@ import msgspec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 COMMAND: Final = "python -m p2pserve.sims.experiments"
-DASHES: Final = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-"""Of a picture's lines, in turn."""
+DASHES: Final = (
+    "-", (0, (5, 2)), (0, (4, 2, 1, 2)), (0, (1, 1.5)), (0, (7, 2, 1, 2, 1, 2)), (0, (2, 3)), (0, (1, 4)), (0, (3, 6)),
+)  # fmt: skip
+"""Of a picture's lines, in turn: all but the first, which is the widest, have gaps to see others through."""
+MARKERS: Final = "osD^v*XP"
+"""Hollow, so that one shows inside another; in turn."""
+FEW_POINTS: Final = 20
+"""Up to so many have a marker each."""
+FEW_DECADES: Final = 1e2
+"""A logarithmic axis over less than two has more labels than powers of ten."""
+MARK_EVERY: Final = 12
+"""Of more points, so many have one between them."""
 
 RowT = TypeVar("RowT", bound="ResultRow")
 KeptT = TypeVar("KeptT")
@@ -47,12 +58,13 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Lines by name, as (x, y), on axes with labels; `log_x`, `log_y`: where decades are shown."""
+    """Lines by name, as (x, y), on axes with labels; `log_x`, `log_y`: where decades are shown. `unjoined`: those that
+    are points and no lines."""
 
     x: str
     y: str
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]
-    marker: str = "."
+    unjoined: tuple[str, ...] = ()
     log_x: bool = False
     log_y: bool = False
 
@@ -193,17 +205,34 @@ def _draw(picture: Picture, path: Path) -> None:
 
 
 def _draw_lines(axes: Axes, curves: Curves) -> None:
-    """Each line thinner than those below it and dashed in its own way, so that equal ones all
-    show."""
+    """Equal lines all show: each is thinner than those below it and dashed in its own way, its markers are smaller and
+    of their own form, and where points are many, in other places."""
     count = len(curves.lines)
     for place, (name, (x, y)) in enumerate(curves.lines.items()):
-        width = 1.2 + 2.0 * (count - 1 - place) / max(1, count - 1)
-        axes.plot(x, y, marker=curves.marker, label=name, linewidth=width, linestyle=DASHES[place % len(DASHES)])
+        above = (count - 1 - place) / max(1, count - 1)
+        axes.plot(
+            x, y, label=name, linewidth=1.0 + 2.2 * above, markersize=4.0 + 7.0 * above,
+            linestyle="none" if name in curves.unjoined else DASHES[place % len(DASHES)],
+            marker=MARKERS[place % len(MARKERS)], markerfacecolor="none", markeredgewidth=1.2,
+            markevery=1 if len(x) <= FEW_POINTS else (MARK_EVERY * place // count, MARK_EVERY),
+        )  # fmt: skip
     axes.set(xlabel=curves.x, ylabel=curves.y)
     if curves.log_x:
         axes.set_xscale("log")
+        _label_decades(axes.xaxis, [at for x, _ in curves.lines.values() for at in x])
     if curves.log_y:
         axes.set_yscale("log")
+        _label_decades(axes.yaxis, [at for _, y in curves.lines.values() for at in y])
     if all(float(at).is_integer() for x, _ in curves.lines.values() for at in x) and not curves.log_x:
         axes.locator_params(axis="x", integer=True)  # there is no replica and a half
     axes.grid(alpha=0.3)
+
+
+def _label_decades(axis: Axis, values: Sequence[float]) -> None:
+    """Of few decades 1, 2 and 5 are labelled, as plain numbers: all minor labels run into each other."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    if max(values) < FEW_DECADES * min(values):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())

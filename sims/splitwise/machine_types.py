@@ -120,21 +120,21 @@ class MachineCatalogue:
         roofline."""
         if self.model in MODELS:
             return lone_requests(trace, self.model)
-        times = self._roofline(LONE_CARDS)[0]
-        prompts, outputs = trace.prompt.tolist(), trace.output.tolist()
-        line = times.decode_line(1)
-        return LoneRequests(
-            ttft_s=np.array([times.prefill_s(prompt, chunk_pairs(0, prompt)) for prompt in prompts]),
-            tbt_s=np.array([line.step_s(prompt + output / 2) for prompt, output in zip(prompts, outputs, strict=True)]),
-        )
+        return lone_requests_on(self.step_times(LONE_CARDS), trace)
 
-    def _paper(self, name: str) -> MachineType:
+    def step_times(self, name: str) -> StepTimes:
+        """Of a machine. Raises SetupError."""
+        if name not in _GPUS:
+            return self._roofline(name)[0]
         if self.model not in MODELS:
             raise SetupError(
                 f"machine {name}: perf_model.csv has no {self.model}, but {', '.join(MODELS)}; "
                 "give machines of the GPU table, like 8xA40"
             )
-        times = SplitwiseTimes(self.model, _GPUS[name], TENSOR_PARALLEL, decode_axis(self._mode))
+        return SplitwiseTimes(self.model, _GPUS[name], TENSOR_PARALLEL, decode_axis(self._mode))
+
+    def _paper(self, name: str) -> MachineType:
+        times = self.step_times(name)
         prompt_usd, token_usd = _USD_PER_H[self._cost_ratio]["A" if name == "A" else "H"]
         return MachineType(
             name=name,
@@ -177,3 +177,13 @@ class MachineCatalogue:
         if kv_tokens < 1:
             raise SetupError(f"machine {name}: {self.model} does not fit its memory")
         return replica_times(self._shape, (stage,)), gpu, cards, float(kv_tokens)
+
+
+def lone_requests_on(times: StepTimes, trace: Trace) -> LoneRequests:
+    """What each request takes alone on a machine with these times."""
+    prompts, outputs = trace.prompt.tolist(), trace.output.tolist()
+    line = times.decode_line(1)
+    return LoneRequests(
+        ttft_s=np.array([times.prefill_s(prompt, chunk_pairs(0, prompt)) for prompt in prompts]),
+        tbt_s=np.array([line.step_s(prompt + output / 2) for prompt, output in zip(prompts, outputs, strict=True)]),
+    )

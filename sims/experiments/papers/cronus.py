@@ -19,6 +19,7 @@ from .cronus_systems import (
     PairOfCards,
     Run,
     ServedTrace,
+    StepSizes,
     decode_rate,
     first_rows,
     prefill_rate,
@@ -145,8 +146,14 @@ def cronus(scope: Scope) -> Page:
     """All tables; with fewer seconds than by default, of fewer requests."""
     count = max(FEWEST, round(REQUESTS * min(1.0, scope.seconds / Scope().seconds)))
     at_once = first_rows(count)
-    served = {pair: {name: run(pair, at_once, PAPERS) for name, run in SYSTEMS.items()} for pair in PAIRS}
-    latencies = [row for pair in PAIRS for row in _latency_rows(pair, served[pair], count)]
+    served, equal = (
+        {pair: {name: run(pair, at_once, sizes) for name, run in SYSTEMS.items()} for pair in PAIRS}
+        for sizes in (PAPERS, EQUAL)
+    )
+    latencies, equal_latencies = (
+        [row for pair in PAIRS for row in _latency_rows(pair, found[pair], count, sizes)]
+        for found, sizes in ((served, PAPERS), (equal, EQUAL))
+    )
     return Page(
         name="cronus",
         title="Cronus: prompts split between a lesser card and an A100",
@@ -175,8 +182,13 @@ def cronus(scope: Scope) -> Page:
             PageTable("The balancer's predictors", _fit_rows(count), "Lines fitted to the times of the simulator."),
             PageTable(
                 "Steps of equal size",
-                _equal_rows(count),
-                "Throughput with 2,048 tokens a batch for all, which is vLLM's own setting today.",
+                [_equal_row(pair, found) for pair, found in equal.items()],
+                f"Throughput with {EQUAL.tokens:,} tokens a batch for all, which is vLLM's own setting today.",
+            ),
+            PageTable(
+                "Figure 4 with steps of equal size",
+                equal_latencies,
+                f"99th percentiles with {EQUAL.tokens:,} tokens a batch for all; `load`: over the throughput above.",
             ),
         ),
         remarks=REMARKS,
@@ -223,11 +235,13 @@ def _use_rows(served: Mapping[PairOfCards, Mapping[str, ServedTrace]], count: in
     return rows
 
 
-def _latency_rows(pair: PairOfCards, at_once: Mapping[str, ServedTrace], count: int) -> list[LatencyRow]:
+def _latency_rows(
+    pair: PairOfCards, at_once: Mapping[str, ServedTrace], count: int, sizes: StepSizes
+) -> list[LatencyRow]:
     rows = []
     for rate in RATES:
         trace = first_rows(count, interval_s=1.0 / rate)
-        found = {name: run(pair, trace, PAPERS) for name, run in SYSTEMS.items()}
+        found = {name: run(pair, trace, sizes) for name, run in SYSTEMS.items()}
         ours = found[CRONUS]
         for name, one in found.items():
             load = rate / at_once[name].rate
@@ -264,19 +278,9 @@ def _lower_rows(latencies: list[LatencyRow]) -> list[LowerRow]:
     return rows
 
 
-def _equal_rows(count: int) -> list[EqualRow]:
-    trace = first_rows(count)
-    return [
-        EqualRow(
-            cards_and_model=pair.name,
-            dp=run_data_parallel(pair, trace, EQUAL).rate,
-            pp=run_pipeline(pair, trace, EQUAL).rate,
-            h_l=run_high_low(pair, trace, EQUAL).rate,
-            l_h=run_low_high(pair, trace, EQUAL).rate,
-            cronus=run_cronus(pair, trace, EQUAL).rate,
-        )
-        for pair in PAIRS
-    ]
+def _equal_row(pair: PairOfCards, found: Mapping[str, ServedTrace]) -> EqualRow:
+    dp, pp, h_l, l_h, cronus = (found[name].rate for name in SYSTEMS)
+    return EqualRow(cards_and_model=pair.name, dp=dp, pp=pp, h_l=h_l, l_h=l_h, cronus=cronus)
 
 
 def _fit_rows(count: int) -> list[FitRow]:

@@ -132,7 +132,8 @@ def visible_picture(rows: Sequence[VisibleKvRow]) -> Picture:
         for name in dict.fromkeys(row.machines for row in rows)
         for how, field in (("serialised", "serialised_ms"), ("layer by layer", "layer_by_layer_ms"))
     }
-    return Picture.of("provision-kv", Curves(x="prompt, tokens", y="visible KV transfer, ms", lines=lines))
+    curves = Curves(x="prompt, tokens", y="visible KV transfer, ms", lines=lines, log_x=True, log_y=True)
+    return Picture.of("provision-kv", curves)
 
 
 def second_token_rows(requests: int) -> list[SecondTokenRow]:

@@ -303,7 +303,7 @@ def _batched_curves(x: str, rows: Sequence[BatchedRow], mode: Mode, rate: float,
     """Lines by name, of BLOOM-176B's pools."""
     chosen = {row.pool: row for row in rows if (row.model, row.times, row.requests_s) == (BLOOM, mode, rate)}
     lines = {name: (chosen[pool].tokens, chosen[pool].shares) for name, pool in pool_of.items()}
-    return Curves(x=x, y="share of the time", lines=lines, marker="", log_x=True)
+    return Curves(x=x, y="share of the time", lines=lines, log_x=True)
 
 
 # ---- figure 19 ----------------------------------------------------------------------------------------------------

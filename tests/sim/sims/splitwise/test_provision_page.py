@@ -9,6 +9,7 @@ import pytest
 from p2pserve.sims.experiments.setting import Scope
 from p2pserve.sims.experiments.splitwise import provision as experiment
 from p2pserve.sims.experiments.splitwise.kv_second_token import H100, second_token_rows, visible_rows
+from p2pserve.sims.experiments.splitwise.lone_machines import lone_rows
 from p2pserve.sims.experiments.splitwise.provision import DesignSpaceRow, ProvisionRow
 from p2pserve.sims.splitwise.cluster_trials import ClusterTrials
 
@@ -43,6 +44,20 @@ def test_what_is_left_of_serialised_kv_grows_with_the_prompt_and_short_prompts_a
     assert rows[1024].chosen_ms == rows[1024].layer_by_layer_ms
 
 
+def test_a_lone_request_by_the_papers_measurements_is_near_its_table_and_priced_as_there() -> None:
+    """By hand: $17.6 an hour for the paper's 0.856 s are 0.42 cents, and 3.2 kW for as long 0.76 Wh."""
+    rows = {(row.workload, row.times, row.figure): row for row in lone_rows()}
+    for (_, times, figure), row in rows.items():
+        assert row.ratio == pytest.approx(row.H100 / row.A100)
+        if times == "perf_model.csv" and figure != "energy, Wh":
+            assert row.ratio == pytest.approx(row.paper_ratio, rel=0.15)
+            assert pytest.approx(row.paper_a100, rel=0.25) == row.A100
+    e2e, cost, energy = (rows["coding", "roofline", each].A100 for each in ("E2E, ms", "cost, cents", "energy, Wh"))
+    assert cost == pytest.approx(e2e / 1e3 * 1760.0 / 3600.0)
+    assert cost * 856.0 / e2e == pytest.approx(0.42, abs=0.005)
+    assert energy == pytest.approx(e2e / 1e3 * 3200.0 / 3600.0)
+
+
 def test_the_space_of_clusters_says_what_each_metric_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     """By clusters whose answers are given: TTFT wants 3 token machines, TBT 2, E2E more than are tried."""
     limits = {"ttft_p99": 3, "tbt_p50": 2, "e2e_p90": 9}
@@ -72,12 +87,12 @@ def test_the_page_has_each_design_beside_the_papers(monkeypatch: pytest.MonkeyPa
     page = experiment.provision(Scope(seconds=2.0))
     tables = {table.title: table for table in page.tables}
     titles = [
-        "Figure 12", "Figure 12, the space", "Figures 15 and 17a", "Figure 17b", "Figure 18a", "Figure 18b",
+        "Table IV", "Figure 12", "Figure 12, the space", "Figures 15 and 17a", "Figure 17b", "Figure 18a", "Figure 18b",
         "Figure 13", "Figure 14",
     ]  # fmt: skip
     assert list(tables) == titles
     found = {title: [row for row in tables[title].rows if isinstance(row, ProvisionRow)] for title in titles}
-    for title in titles[2:6]:
+    for title in titles[3:7]:
         assert [row.design for row in found[title]] == ["baseA", "baseH", "AA", "HH", "HHcap", "HA"]
     assert all(row.kw <= 224.001 for row in found["Figures 15 and 17a"]), "none has more power than 40 DGX-H100"
     assert all(row.usd_per_h <= 1520.001 for row in found["Figure 17b"]), "none costs more"

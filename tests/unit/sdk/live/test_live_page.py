@@ -61,6 +61,26 @@ def test_remarks_follow_the_figures() -> None:
     assert "not within 5%" in text
 
 
+def test_remarks_say_what_is_not_explained() -> None:
+    tail = [figure("tpot_p50_s", 1.01), figure("tpot_p90_s", 1.5), figure("attainment", 0.9, expected=0.5)]
+    calm = msgspec.structs.replace(comparison(*tail), plans=20)
+    faulty = comparison(figure("goodput_requests_s", 0.97))
+    text = " ".join(build_page([(CALM_PARTS[0], calm)], (FAULTY_PART, faulty)).markdown().split())
+    assert "Attainment is expected at 0.50, and simulated at 1.00" in text
+    assert "1.01 times the simulated at the 50th percentile and 1.50 at the 90th, attainment 0.90" in text
+    assert "changed its plan 19 to 19 times a run" in text
+    assert "messages take 2.0 to 2.0 ms more" in text
+
+
+def test_remarks_explain_nothing_that_did_not_happen() -> None:
+    run = msgspec.structs.replace(comparison(figure("tpot_p90_s", 1.0), figure("attainment", 1.0)), message_s=0.0)
+    faulty = msgspec.structs.replace(comparison(figure("goodput_requests_s", 1.0)), message_s=0.0)
+    text = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, faulty)).remarks
+    assert "not explained" not in text
+    assert "not known" not in text
+    assert "Simulated messages" not in text
+
+
 def test_the_page_says_how_the_rate_of_each_run_was_chosen() -> None:
     run = comparison(figure("goodput_requests_s", 1.0))
     given = msgspec.structs.replace(run, rate_rule="as given")

@@ -168,6 +168,16 @@ def test_services_that_do_not_fit_in_whole_boxes_share_one() -> None:
         found(crowded)
 
 
+@pytest.mark.parametrize("split", [{"gpus": 3}, {"count": 3}])
+def test_three_a6000_and_a_3090_ti_that_hold_llama3_70b_as_one_replica_alone_get_a_plan(split: dict[str, int]) -> None:
+    """No packing of them begins with a replica, and a round that began there picked a group out of none."""
+    boxes = [{"id": "a", "gpu": "RTX A6000", **split}, {"id": "t", "gpu": "RTX 3090 Ti"}]
+    text = msgspec.json.encode({"name": "one replica", "boxes": boxes, "default": {"gbps": 10.0}})
+    asked = problem(parse_cluster(text, Specs.MEASURED), "llama3-70b", 0.2)
+    (group,) = found(asked).solution
+    assert (group.phase, sum(gpus for _, gpus in group.slices)) == (Phase.MIXED, 4)
+
+
 def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(NoPlan, match="the cluster does not hold llama2-70b"):
         found(problem(small("two kinds", 1.0), "llama2-70b", 1.0))
