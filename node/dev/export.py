@@ -101,7 +101,7 @@ It continues {texts.continues}. It knows nothing else, follows no instructions a
 | context | {CONTEXT} tokens |
 | tokenizer | byte-level BPE, {geometry.vocabulary} entries |
 | chat template | renders a conversation as {texts.chat}: the model is not instruction-tuned |
-| training data | {texts.data} |
+| training data | {texts.data.format(python=metrics["python"])} |
 | held out | {texts.held_out} |
 | training | {metrics["training_tokens"] / 1e6:.1f} M tokens in {metrics["training_minutes"]:.0f} minutes on one or two CPU cores |
 | **bits per byte, held out** | **{metrics["bits_per_byte"]:.3f}** (`xz -9e` over the same bytes: {metrics["xz_bits_per_byte"]:.3f}) |

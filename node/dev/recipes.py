@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,7 +86,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardTexts:
-    """What a model's card says that is not measured."""
+    """What a model's card says that is not measured; `data` may name the Python that it was trained with."""
 
     title: str
     continues: str
@@ -171,7 +170,7 @@ CODE: Final = Recipe(
         title="The bundled model",
         continues="Python source",
         chat="a commented Python file",
-        data=f"the standard library of Python {platform.python_version()}, its test-suite included",
+        data="the standard library of Python {python}, its test-suite included",
         held_out=f"{', '.join(f'`{name}`' for name in HELD_OUT)}, and their own tests",
         part="module",
         licence=("Python's standard library, from which they were trained, is under the\nPSF licence version 2."),
@@ -185,7 +184,7 @@ PROSE: Final = Recipe(
     # Nor is this one: a chat becomes the talk of two people in a novel.
     chat_template=(
         "{{ bos_token }}{% for message in messages %}"
-        "\"{{ message['content'] }}{% if message['role'] != 'assistant' %}\"{% endif %}\n\n"
+        "\"{{ message['content'] }}{{ '\n\n' if message['role'] == 'assistant' else '\"\n\n' }}"
         '{% endfor %}{% if add_generation_prompt %}"{% endif %}'
     ),
     read=read_austen,
