@@ -103,7 +103,7 @@ It continues {texts.continues}. It knows nothing else, follows no instructions a
 | chat template | renders a conversation as {texts.chat}: the model is not instruction-tuned |
 | training data | {texts.data.format(python=metrics["python"])} |
 | held out | {texts.held_out} |
-| training | {metrics["training_tokens"] / 1e6:.1f} M tokens in {metrics["training_minutes"]:.0f} minutes on one or two CPU cores |
+| training | {metrics["training_tokens"] / 1e6:.1f} M tokens in {metrics["training_minutes"]:.0f} minutes on one or two CPU cores{texts.training} |
 | **bits per byte, held out** | **{metrics["bits_per_byte"]:.3f}** (`xz -9e` over the same bytes: {metrics["xz_bits_per_byte"]:.3f}) |
 
 Measured in float32 with windows of {CONTEXT} tokens that overlap by half; every byte counts. By {texts.part}:
