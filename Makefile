@@ -1,4 +1,4 @@
-# make setup | demo | test | quick | docs | mutants | chaos | gpu-check | lint | format | clean
+# make setup | demo | demo-models | test | quick | docs | mutants | chaos | gpu-check | lint | format | clean
 #
 #   PYTHON       the interpreter that makes .venv (python3)
 #   DEVICE       what engines compute on: cpu, cuda, or auto (what .venv is for, else cuda where there is a driver)
@@ -38,7 +38,7 @@ KNOWN_TORCH = $(if $(filter file,$(origin TORCH_INDEX)),$(PIP) "$$(grep '^torch=
 # pytest's 1 is a failed test; whatever else ends it, such as a test that cannot be imported, counts at once.
 ONCE_MORE = test $$? = 1 && echo "test: what failed, once more by itself" && $(PY) -m pytest -q --last-failed --last-failed-no-failures none
 
-.PHONY: setup demo test quick docs mutants chaos gpu-check lint format clean
+.PHONY: setup demo demo-models test quick docs mutants chaos gpu-check lint format clean
 .DEFAULT_GOAL := setup
 .NOTPARALLEL:
 
@@ -97,6 +97,9 @@ setup:
 
 demo: setup
 	@.venv/bin/p2pserve demo
+
+demo-models: setup
+	@.venv/bin/p2pserve demo --models
 
 test: lint
 ifneq ($(PYTEST_ARGS),)

@@ -1,4 +1,5 @@
-"""Bits per byte of a causal language model on the held-out modules of the standard library."""
+"""Bits per byte of a bundled model on what it was not trained on: modules of the standard library, or texts that its
+folder has in `held_out`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from ..models import BUNDLED_MODELS
+
 CONTEXT = 2048
 HELD_OUT = ("argparse", "dataclasses", "tarfile", "heapq", "difflib")
 
@@ -25,6 +28,12 @@ def stdlib_root() -> Path:
 def held_out_sources() -> dict[str, str]:
     """The held-out modules' texts as this interpreter ships them."""
     return {name: (stdlib_root() / f"{name}.py").read_text("utf-8") for name in HELD_OUT}
+
+
+def held_out_texts(folder: Path) -> dict[str, str]:
+    """What a model is measured on, by name: its own held-out texts, or the modules."""
+    texts = {path.stem: path.read_text("utf-8") for path in sorted((folder / "held_out").glob("*.txt"))}
+    return texts or held_out_sources()
 
 
 @torch.no_grad()
@@ -51,17 +60,22 @@ def bits_per_byte(model: Any, tokenizer: Tokenizer, texts: list[str]) -> float:
 
 def main() -> None:
     """Command line: measure a model folder and print one JSON object."""
-    parser = argparse.ArgumentParser(description="Bits per byte on the held-out modules of the standard library.")
-    parser.add_argument("--model", type=Path, default=Path(__file__).resolve().parent, help="model folder (bundled)")
-    parser.add_argument("--modules", nargs="+", default=list(HELD_OUT), choices=HELD_OUT, help="which modules")
+    parser = argparse.ArgumentParser(description="Bits per byte on texts that a bundled model was not trained on.")
+    parser.add_argument("--model", default="bundled", help=f"a folder, or {', '.join(BUNDLED_MODELS)} (bundled)")
+    parser.add_argument("--modules", nargs="+", help="which modules, or which of the folder's texts (all)")
     parser.add_argument("--threads", type=int, default=1, help="threads (1)")
     arguments = parser.parse_args()
+    folder = BUNDLED_MODELS.get(arguments.model) or Path(arguments.model)
+    sources = held_out_texts(folder)
+    if unknown := set(arguments.modules or ()) - sources.keys():
+        parser.error(f"--modules: {', '.join(sorted(unknown))} is none of {', '.join(sources)}")
+    if arguments.modules:
+        sources = {name: text for name, text in sources.items() if name in arguments.modules}
     torch.set_num_threads(arguments.threads)
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
-    tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
-    sources = {name: text for name, text in held_out_sources().items() if name in arguments.modules}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     started = time.monotonic()
     figure = bits_per_byte(model, tokenizer, list(sources.values()))
     print(

@@ -1,4 +1,4 @@
-"""Trains the bundled model: `python -m p2pserve.node.bundled.train`."""
+"""Trains a bundled model: `python -m p2pserve.node.bundled.train`."""
 
 from ..dev.train import main
 

@@ -1,1 +1,1 @@
-"""Benchmarks, and the training of the bundled model. Nothing that a node runs."""
+"""Benchmarks, and the training of the bundled models. Nothing that a node runs."""

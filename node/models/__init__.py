@@ -4,11 +4,12 @@
 from .checkpoint import Checkpoint, StageLayers
 from .errors import ModelError
 from .info import ModelInfo, WeightSizes
-from .opening import BUNDLED, OpenedModel, open_model, read_json
+from .opening import BUNDLED, BUNDLED_MODELS, OpenedModel, open_model, read_json
 from .progress import DownloadProgress, ProgressLine, Report, TerminalProgress
 
 __all__ = [
     "BUNDLED",
+    "BUNDLED_MODELS",
     "Checkpoint",
     "DownloadProgress",
     "ModelError",

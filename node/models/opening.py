@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .hub import Repository
 
 BUNDLED = Path(__file__).resolve().parent.parent / "bundled"
+BUNDLED_MODELS = {"bundled": BUNDLED, "bundled-prose": BUNDLED.parent / "bundled_prose"}
+"""The folders of the models that ship with this package, by the names that they are asked for by."""
 
 
 @final
@@ -64,10 +66,10 @@ class OpenedModel:
 
 
 def open_model(name: str, downloads: DownloadSettings | None = None) -> OpenedModel:
-    """Resolve `name` (a folder, `bundled`, or a Hugging Face id) and check it. Raises ModelError.
-    From a hub (see `hub`) it fetches configuration, tokenizer and weight headers."""
-    if name == "bundled":
-        return _open_folder(name, BUNDLED)
+    """Resolve `name` (a folder, one of `BUNDLED_MODELS`, or a Hugging Face id) and check it. Raises
+    ModelError. From a hub (see `hub`) it fetches configuration, tokenizer and weight headers."""
+    if name in BUNDLED_MODELS:
+        return _open_folder(name, BUNDLED_MODELS[name])
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:  # ~ of nobody
@@ -77,7 +79,10 @@ def open_model(name: str, downloads: DownloadSettings | None = None) -> OpenedMo
     if name and path.exists():
         raise ModelError(f"model {name}: this is a file; give the folder that holds config.json")
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ModelError(f"model {name}: no such folder, not `bundled`, not a Hugging Face id of the form owner/name")
+        raise ModelError(
+            f"model {name}: no such folder, neither {' nor '.join(f'`{each}`' for each in BUNDLED_MODELS)}, "
+            "not a Hugging Face id of the form owner/name"
+        )
     return _open_repository(name, downloads)
 
 

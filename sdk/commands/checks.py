@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+from ..errors import UsageError
 from ..options.command import combine, command, option
 from ..options.shared import codec_option, home_option, network_options, timeout_option
 from ..options.values import FILE, PORT, POSITIVE, SECONDS
@@ -12,7 +13,7 @@ from ..options.values import FILE, PORT, POSITIVE, SECONDS
 
 @command(
     "demo",
-    example=["p2pserve demo --nodes 4 --codec kv4 --format json", "p2pserve demo --wan"],
+    example=["p2pserve demo --nodes 4 --codec kv4 --format json", "p2pserve demo --models", "p2pserve demo --wan"],
     formats=("table", "json"),
 )
 @combine(
@@ -22,6 +23,12 @@ from ..options.values import FILE, PORT, POSITIVE, SECONDS
     option("--max-tokens", type=POSITIVE, default=64, metavar="N", help="for each answer (default: 64)"),
     option("--model", default="bundled", metavar="MODEL", help="a folder, a Hugging Face id, or `bundled` (default)"),
     option(
+        "--models",
+        "two_models",
+        is_flag=True,
+        help="instead: one box with two bundled models, whose engines share a process, and two clients at once",
+    ),
+    option(
         "--wan",
         is_flag=True,
         help="instead: six boxes with emulated GPUs at three sites, a link that degrades and a box that is lost; "
@@ -30,6 +37,12 @@ from ..options.values import FILE, PORT, POSITIVE, SECONDS
     option("--timeout-s", type=SECONDS, default=120.0, metavar="S", help="give up after this long (default: 120)"),
 )
 def demo(arguments: SimpleNamespace) -> int:
+    if arguments.two_models and arguments.wan:
+        raise UsageError("models: --wan is another demo; give one of the two")
+    if arguments.two_models:
+        from ..demo.models_demo import run_models_demo
+
+        return run_models_demo(arguments)
     if arguments.wan:
         from ..demo.wan_demo import run_wan_demo
 

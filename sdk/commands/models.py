@@ -78,7 +78,7 @@ def show_one(arguments: SimpleNamespace) -> int:
         "--model",
         required=True,
         metavar="MODEL",
-        help="a Hugging Face id, a folder that boxes have under this whole path, or `bundled`",
+        help="a Hugging Face id, a folder that boxes have under this whole path, `bundled` or `bundled-prose`",
     ),
     option(
         "--slo",

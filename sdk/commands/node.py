@@ -96,9 +96,9 @@ def _name_first(ctx: click.Context, parameter: click.Parameter, models: tuple[st
         multiple=True,
         callback=_name_first,
         metavar="MODEL",
-        help="a folder in Hugging Face format, a Hugging Face id, or `bundled`, a small one; several share the box, "
-        "with one GPU and --kv-cache-mib for all (default: what the network's coordinator gives this box, of its "
-        "catalogue: see `p2pserve models`)",
+        help="a folder in Hugging Face format, a Hugging Face id, or a small one that ships with this, `bundled` or "
+        "`bundled-prose`; several share the box, with one GPU and --kv-cache-mib for all (default: what the network's "
+        "coordinator gives this box, of its catalogue: see `p2pserve models`)",
     ),
     hosting_options,
     http_options(None),

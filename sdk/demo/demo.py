@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Final, final
@@ -24,7 +25,6 @@ from ...coordinator.names import name_of
 from ...node.box.hardware import probe
 from ...node.box.start_checks import require_engine
 from ...node.engine import protocol
-from ...node.engine.agent_side.engine_link import EngineLink
 from ...node.engine.agent_side.fork_server import open_fork_server
 from ...node.messages import Generate, Status
 from ...node.models import BUNDLED, OpenedModel, TerminalProgress, open_model
@@ -33,7 +33,7 @@ from ...node.models.text import TextModel
 from ...node.requests.acceptance import tokenize
 from ..actions.status_view import open_console, shortened
 from ..client import AsyncClient
-from ..errors import DemoFailed, UsageError
+from ..errors import UsageError
 from ..options.values import settings_of
 from ..requests import Generation, build_request
 from .box import KV_CACHE_MIB, DemoBox, open_box
@@ -50,6 +50,7 @@ from .report import (
     request_table,
 )
 from .running import run_in_time
+from .single_engine import SingleEngine
 
 MAX_NODES: Final = 16
 POLL_S: Final = 0.3
@@ -113,6 +114,16 @@ def run_demo(arguments: SimpleNamespace) -> int:
     else:
         show_report(report, console)
     return 0 if report.ok else 1
+
+
+def refuse_options(arguments: SimpleNamespace, names: Sequence[str], flag: str) -> None:
+    """Raise UsageError for one of these options of `DemoSettings` that is given: with the flag nothing is chosen by
+    it."""
+    default = DemoSettings()
+    for name in names:
+        if getattr(arguments, name) != getattr(default, name):
+            option = name.replace("_", "-")
+            raise UsageError(f"{option}: {flag} has boxes, models and requests of its own; leave --{option} out")
 
 
 def describe_timeout(timeout_s: float, stage: str, options: str = "") -> str:
@@ -291,7 +302,8 @@ class Demo:
         async with open_fork_server(log=None, threads=1, channel=channel.detach()) as server:
             single = SingleEngine()
             link = await server.start_engine(config, single.on_message)
-            return [await single.ask(link, asked.tokens, self._settings.max_tokens) for asked in self._asked]
+            sampling = protocol.Sampling(max_tokens=self._settings.max_tokens)
+            return [await single.ask(link, asked.tokens, sampling) for asked in self._asked]
 
     async def _start_measurement(self, box: DemoBox) -> trio.Process | None:
         if self._model.folder != BUNDLED or self._settings.timeout_s <= MEASURE_UNTIL_S:
@@ -335,44 +347,6 @@ def _bits(raw: bytes) -> float | None:
         return float(json.loads(raw)["bits_per_byte"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-@final
-@dataclass(slots=True)
-class SingleEngine:
-    """Requests to an engine of our own, one at a time."""
-
-    _tokens: list[int] = field(default_factory=list)
-    _done: trio.Event = field(default_factory=trio.Event)
-
-    def on_message(self, message: protocol.FromEngine) -> None:
-        """Take what the engine says."""
-        if isinstance(message, protocol.Step):
-            for output in message.outputs:
-                self._tokens += output.tokens
-                if output.finish is not None:
-                    self._done.set()
-
-    async def ask(self, link: EngineLink, prompt: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
-        """The tokens of the greedy answer. Raises DemoFailed when the engine dies."""
-        self._tokens, self._done = [], trio.Event()
-        link.send(
-            protocol.Submit(
-                request=f"single-{len(prompt)}",
-                prompt=prompt,
-                sampling=protocol.Sampling(max_tokens=max_tokens),
-                deadline_s=300.0,
-            )
-        )
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_fail_when_gone, link)
-            await self._done.wait()
-            nursery.cancel_scope.cancel()
-        return tuple(self._tokens)
-
-
-async def _fail_when_gone(link: EngineLink) -> None:
-    raise DemoFailed(f"the single engine {await link.wait_gone()}")
 
 
 def show_report(report: DemoReport, console: Console) -> None:

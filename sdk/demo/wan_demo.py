@@ -26,9 +26,9 @@ from rich.console import Console
 from ...node.box.errors import NodeError
 from ...sims.wan import EmulatedWan, Scenario, unavailable
 from ..actions.status_view import open_console
-from ..errors import DemoFailed, UsageError
+from ..errors import DemoFailed
 from .box import DemoBox, open_box
-from .demo import DemoSettings, describe_timeout
+from .demo import describe_timeout, refuse_options
 from .ocean import (
     BOXES,
     CLIENT,
@@ -69,7 +69,7 @@ class WanDemoSettings:
 def run_wan_demo(arguments: SimpleNamespace) -> int:
     """Run the command: 0 when everything worked, 1 when not, 130 when interrupted."""
     logging.disable(logging.CRITICAL if not arguments.debug else logging.NOTSET)
-    _refuse_other_options(arguments)
+    refuse_options(arguments, ("nodes", "prompt", "codec", "max_tokens", "model"), "--wan")
     reason = unavailable("tun")
     if reason is not None:
         raise NodeError(f"wan: the emulated network cannot run here: {reason}")
@@ -83,15 +83,6 @@ def run_wan_demo(arguments: SimpleNamespace) -> int:
     else:
         show_wan_report(report, console)
     return 0 if report.ok else 1
-
-
-def _refuse_other_options(arguments: SimpleNamespace) -> None:
-    """Raise UsageError for an option of the other demo: the boxes, the model and the requests are always the same."""
-    default = DemoSettings()
-    for name in ("nodes", "prompt", "codec", "max_tokens", "model"):
-        if getattr(arguments, name) != getattr(default, name):
-            option = name.replace("_", "-")
-            raise UsageError(f"{option}: --wan has boxes, a model and requests of its own; leave --{option} out")
 
 
 @final

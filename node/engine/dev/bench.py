@@ -55,6 +55,7 @@ from ..process import redirect_output
 from ..settings import TransferSettings
 from ..trials.random_model import ONE_BILLION, make_model
 from ..trials.trial import Trial, TrialEngine, open_trial
+from .bench_orders import OrdersReport, measure_orders
 from .bench_servers import ServerReport, measure_servers
 from .bench_sharing import SharingReport, measure_sharing
 from .bench_transfers import BesideTransfer, TransferBench, TransferRate
@@ -404,10 +405,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=("table", "json"), default="table")
     parser.add_argument("--servers-only", action="store_true", help="measure the servers and the box's memory alone")
     parser.add_argument("--sharing-only", action="store_true", help="measure a second model in the process alone")
+    parser.add_argument("--orders-only", action="store_true", help="measure whose turn it is, of two models, alone")
     options = parser.parse_args(arguments)
     if options.repeats < 1:
         parser.error("--repeats must be at least 1")
-    report: ServerReport | SharingReport | None = None
+    report: ServerReport | SharingReport | OrdersReport | None = None
     on_gpu = has_gpu()
     config = protocol.EngineConfig(model="", threads=THREADS, kv_cache_mib=GPU_KV_CACHE_MIB if on_gpu else None)
     try:
@@ -417,7 +419,9 @@ def main(arguments: list[str] | None = None) -> int:
             _, environment = fork_server_command([], log=None, threads=THREADS)
             os.environ.update(environment)
             stack.enter_context(_quiet())
-            if options.sharing_only:
+            if options.orders_only:
+                report = measure_orders(options.repeats, config)
+            elif options.sharing_only:
                 report = measure_sharing(str(model.fetch()), options.repeats, config, _folder(stack))
             else:
                 report = _measure(model, options.repeats, config, servers_only=options.servers_only)
@@ -427,7 +431,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     if options.format == "json":
         text = msgspec.json.format(msgspec.json.encode(report)).decode()
-    elif isinstance(report, SharingReport):
+    elif isinstance(report, SharingReport | OrdersReport):
         text = report.describe()
     else:
         text = table(report) if isinstance(report, EngineBenchReport) else server_table(report)

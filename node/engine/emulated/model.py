@@ -20,7 +20,7 @@ from ...box.errors import NodeError, NodeUsageError
 from ...box.fitting import can_share, choose_requests, choose_step_tokens, default_tp
 from ...box.hardware import Gpu, Hardware
 from ...box.shares import Share, choose_limits
-from ...models import BUNDLED, ModelError, ModelInfo, Report, WeightSizes, read_json
+from ...models import BUNDLED, BUNDLED_MODELS, ModelError, ModelInfo, Report, WeightSizes, read_json
 from ...models.text import TextModel
 from ...settings import BoxEngineSettings
 from ..backend import ServedModel
@@ -85,7 +85,7 @@ def emulated_hardware(cards: Cards, box: Hardware) -> Hardware:
 
 def emulated_model(name: str, cards: Cards, kv_cache_dtype: KvChoice = "auto") -> EmulatedModel:
     """A known model by name, or a folder with `config.json`. Raises ModelError."""
-    folder = BUNDLED if name == "bundled" else Path(name).expanduser()
+    folder = BUNDLED_MODELS.get(name) or Path(name).expanduser()
     try:
         if folder.is_dir():
             config = read_json(folder / "config.json", name)

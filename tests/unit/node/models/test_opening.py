@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import save
 
-from p2pserve.node.models import ModelError, open_model
+from p2pserve.node.models import BUNDLED_MODELS, ModelError, open_model
 from p2pserve.node.models.families import check_architecture
 
 from .model_files import CONFIG, make, refusal, tensors, without
@@ -22,6 +22,15 @@ def test_a_model_is_described(tmp_path: Path) -> None:
     assert (info.shape.vocabulary, info.max_model_len) == (4096, 512)
     assert info.service.startswith("model-")
     assert model.folder == tmp_path / "tiny"
+
+
+def test_the_models_that_ship_with_this_are_asked_for_by_name() -> None:
+    opened = {name: open_model(name) for name in ("bundled", "bundled-prose")}
+    assert {name: model.folder for name, model in opened.items()} == BUNDLED_MODELS
+    assert [model.info.name for model in opened.values()] == ["bundled", "bundled-prose"]
+    assert [model.info.layers for model in opened.values()] == [8, 6]
+    assert len({model.info.service for model in opened.values()}) == 2
+    assert "neither `bundled` nor `bundled-prose`" in refusal("bundled_prose")
 
 
 @pytest.mark.parametrize(

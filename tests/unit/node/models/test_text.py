@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
-from p2pserve.node.models import BUNDLED, ModelError
+from p2pserve.node.models import BUNDLED, BUNDLED_MODELS, ModelError
 from p2pserve.node.models.errors import PromptError
 from p2pserve.node.models.text import StopFinder, TextDecoder, TextModel
 
@@ -203,6 +203,13 @@ def test_the_bundled_template_makes_comments_and_code() -> None:
     expected = "# Add two\n# numbers.\ndef add(a, b): ...\n\n# And now?\n"
     tokens = TEXT.encode_chat(turns("Add two\nnumbers.", "def add(a, b): ...", "And now?"))
     assert tokens == (END, *TEXT.encode(expected))
+
+
+def test_the_bundled_template_of_prose_makes_a_talk_of_two() -> None:
+    prose = TextModel(BUNDLED_MODELS["bundled-prose"])
+    expected = '"How do you do?"\n\n"Very well," said she.\n\n"And your sister?"\n\n"'
+    tokens = prose.encode_chat(turns("How do you do?", 'Very well," said she.', "And your sister?"))
+    assert tokens == (END, *prose.encode(expected))
 
 
 def test_a_model_without_a_template_says_so(tmp_path: Path) -> None:

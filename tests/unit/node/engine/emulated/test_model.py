@@ -9,7 +9,7 @@ from p2pserve.coordinator.costs.model_shape import KV_CACHE_DTYPES
 from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.engine.emulated.model import emulated_hardware, emulated_model, inspect_model, parse_cards
-from p2pserve.node.models import BUNDLED, ModelError
+from p2pserve.node.models import BUNDLED, BUNDLED_MODELS, ModelError
 from p2pserve.node.settings import BoxEngineSettings
 
 HARDWARE = Hardware(cores=2, memory_gib=8.0, processor="x")
@@ -49,6 +49,8 @@ def test_a_model_is_a_known_name_or_a_folder() -> None:
     bundled = emulated_model("bundled", cards)
     assert bundled.info.service.startswith("llama-emulated-")
     assert bundled.info.max_model_len == 2048
+    prose = emulated_model("bundled-prose", cards)
+    assert (prose.info.layers, prose.folder) == (6, BUNDLED_MODELS["bundled-prose"])
     with pytest.raises(ModelError, match="is not known"):
         emulated_model("llama-31b", cards)
 
