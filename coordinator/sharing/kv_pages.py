@@ -14,14 +14,14 @@ share block numbers, and of others `k` blocks of one lie where those of another 
 A page without a block in use still belongs to its model while KV of its prefix cache is there: it is *idle*, and is
 taken by another model when no page is free (`pick_idle`). `shares` counts pages with blocks in use.
 
-When a model comes whose blocks fit no page well, n pages become one (`merge`). Blocks in use stay where they are; a
-page in which those of several models are then is nobody's until none of them is in use.
+The last free page goes first. When a model comes whose blocks fit no page well, n pages become one (`merge`). Blocks in
+use stay where they are; a page in which those of several models are then is nobody's until none of them is in use.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Final, final
 
 from .kv_shares import KvShares
@@ -71,7 +71,7 @@ class KvPages:
         self.shares = shares
         self.count = count
         self.page_bytes = page_bytes
-        self.free = deque(range(1, count))
+        self.free = [-page for page in range(count - 1, 0, -1)]  # a heap: the last page goes first
         self.owners: list[str | None] = [None] * count
         self._in_use = [0] * count
         self._idle: dict[str, dict[int, None]] = {}  # the longest idle first
@@ -101,7 +101,7 @@ class KvPages:
         """A page that is nobody's; None: there is none."""
         if not self.free:
             return None
-        page = self.free.popleft()
+        page = -heappop(self.free)
         self.owners[page] = service
         self._idle[service][page] = None
         return page
@@ -119,6 +119,10 @@ class KvPages:
         if best is None or (over_quota and self._beyond(service) + self.page_bytes > 0.0):
             return None
         return next(iter(self._idle[best[1]]))
+
+    def longest_idle(self, service: str) -> int | None:
+        """Of its idle pages; None: it has none."""
+        return next(iter(self._idle[service]), None)
 
     def begin_use(self, page: int) -> None:
         """One more block of it holds KV."""
@@ -154,10 +158,15 @@ class KvPages:
         del self._idle[owner][page]
         self._free(page)
 
+    def can_merge(self, number: int) -> bool:
+        """Whether no block is in use where the first page would be, in which models have their null blocks."""
+        return not any(self._in_use[:number])
+
     def merge(self, number: int) -> None:
         """So many pages become one. All that was idle must have been released; what is left over behind the last page
         is lost."""
         assert not any(self._idle.values())
+        assert self.can_merge(number)
         users: dict[int, set[str | None]] = {}
         in_use = [0] * (self.count // number + 1)
         for page, blocks in enumerate(self._in_use):
@@ -173,7 +182,7 @@ class KvPages:
                 case (str(owner),):
                     self.owners[page] = owner
                     used[owner] += self.page_bytes
-        self.free = deque(page for page in range(1, self.count) if not in_use[page])
+        self.free = [-page for page in range(self.count - 1, 0, -1) if not in_use[page]]
         self.shares.resize(len(self.free) * self.page_bytes + sum(used.values()), used)
 
     def check(self) -> None:
@@ -185,7 +194,7 @@ class KvPages:
                 used[owner] += self.page_bytes
             elif (owner is not None) != any(page in pages for pages in self._idle.values()):
                 raise SharingError(f"page {page} of {owner} is not idle where it should be")
-        free = set(self.free)
+        free = {-page for page in self.free}
         if used != self.shares.used or len(free) != len(self.free):
             raise SharingError(f"{used} bytes are in use, {self.shares.used} counted; {len(free)} pages are free")
         if any(self.owners[page] is not None or self._in_use[page] for page in free):
@@ -198,4 +207,4 @@ class KvPages:
 
     def _free(self, page: int) -> None:
         self.owners[page] = None
-        self.free.append(page)
+        heappush(self.free, -page)
