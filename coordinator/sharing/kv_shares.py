@@ -1,75 +1,111 @@
-"""One budget of KV memory for all services of an engine process, in bytes, with quotas that cannot starve anyone. Pure.
+"""One budget of KV memory for all services of an engine process, in bytes, with quotas that follow need and cannot
+starve anyone. Pure.
 
-Any service may take what is free. Each has a share of the whole by its weight, of which it can always get as much as it
-needs: when nothing is free, KV of services goes that hold more than theirs. So memory follows need while there is some,
-and shares count only when it is short. A service may also free its own. A request that has starved may take from
-anyone, so that one larger than its service's share runs, too.
+    shares = KvShares(budget, need)
+    shares.open_service("chat", block_bytes)
+    shares.take("chat", 3 * block_bytes)
+    shares.may_lose("code", "chat")        # whether KV of code goes so that a request of chat has room
 
-Services whose blocks have the same size in bytes can share one pool of blocks; for others a budget of bytes is what
-merged blocks come to, but for what is left over in each (SeaLLM, section 4.4).
+Any service may take what is free; quotas count only when memory is short. Then KV of services goes that hold more than
+theirs. A quota is a floor, half of an equal part, and of the rest a part by what the service's open requests need above
+that floor. So a service with most of the requests gets most of the memory, and one with few keeps half of an equal part
+whatever the others ask for. A service may also free its own. A request that has starved may take from anyone, so that
+one larger than its service's quota runs, too.
+
+What cannot be taken back for a while, KV that comes from another box, may not take the others' floors
+(`leaves_floors`).
+
+In the simulator and in emulated engines bytes are those of blocks. Live, they are those of pages, which blocks of one
+service at a time share (`kv_pages`): merged blocks of SeaLLM, section 4.4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import isfinite
-from typing import final
+from collections.abc import Callable, Mapping
+from typing import Final, final
 
 from .values import SharingError
+
+FLOOR: Final = 0.5
+"""Of an equal part: what a service can always have. More: need counts less; less: services with few requests wait
+longer for memory."""
 
 
 @final
 class KvShares:
-    """See the module. Counts in bytes; services take and free whole blocks."""
+    """See the module. `need`: bytes of KV that the open requests of a service will come to."""
 
-    def __init__(self, budget: int, block_bytes: Mapping[str, int], weights: Mapping[str, float] | None = None) -> None:
-        weights = weights or dict.fromkeys(block_bytes, 1.0)
-        if weights.keys() != block_bytes.keys():
-            raise SharingError(f"weights are of {sorted(weights)}, blocks of {sorted(block_bytes)}")
-        if not all(isfinite(weight) and weight > 0.0 for weight in weights.values()):
-            raise SharingError(f"weights must be above 0; they are {dict(weights)}")
-        total = sum(weights.values())
+    def __init__(self, budget: int, need: Callable[[str], float]) -> None:
         self.budget = budget
         self.free = budget
-        self.used = dict.fromkeys(block_bytes, 0)
-        self.shares = {service: budget * weight / total for service, weight in weights.items()}
-        self._block_bytes = dict(block_bytes)
-        for service, size in block_bytes.items():
-            if not 1 <= size <= self.shares[service]:
-                raise SharingError(
-                    f"a block of {service} is {size} bytes; its share of {budget} is {self.shares[service]:.0f}"
-                )
+        self.used: dict[str, int] = {}
+        self._need = need
 
     def __repr__(self) -> str:
         return f"<KvShares {self.free} of {self.budget} bytes free>"
 
-    def most_blocks(self, service: str) -> int:
-        """As many as there are in the whole budget."""
-        return self.budget // self._block_bytes[service]
+    def open_service(self, service: str, block_bytes: int) -> None:
+        """It joins the others. Raises SharingError if blocks of these bytes are too large for its floor."""
+        services = {*self.used, service}
+        floor = FLOOR * self.budget / len(services)
+        if not 1 <= block_bytes <= floor:
+            raise SharingError(
+                f"a block of {service} is {block_bytes} bytes of KV; of {self.budget} for {len(services)} models it is "
+                f"sure of {floor:.0f}: give them more memory"
+            )
+        self.used.setdefault(service, 0)
 
-    def fits(self, service: str, blocks: int) -> bool:
-        """Whether so many are free."""
-        return blocks * self._block_bytes[service] <= self.free
+    def close_service(self, service: str) -> None:
+        """It is gone, and what it held is free."""
+        self.free += self.used.pop(service)
 
-    def take(self, service: str, blocks: int) -> None:
+    def resize(self, budget: int, used: Mapping[str, int]) -> None:
+        """There is more or less memory from now on, of which services hold so much."""
+        self.budget = budget
+        self.used = dict(used)
+        self.free = budget - sum(used.values())
+
+    @property
+    def floor(self) -> float:
+        """Bytes that each service can always have."""
+        return FLOOR * self.budget / max(1, len(self.used))
+
+    def quota(self, service: str) -> float:
+        """Bytes that it can have when memory is short."""
+        floor = self.floor
+        above = {each: max(0.0, self._need(each) - floor) for each in self.used}
+        total = sum(above.values())
+        part = above[service] / total if total > 0.0 else 1.0 / len(above)
+        return floor + (self.budget - floor * len(above)) * part
+
+    def fits(self, size: int) -> bool:
+        """Whether so many bytes are free."""
+        return size <= self.free
+
+    def take(self, service: str, size: int) -> None:
         """Raises SharingError for more than is free."""
-        size = blocks * self._block_bytes[service]
         if size > self.free:
             raise SharingError(f"{size} bytes of KV are not free for {service}: {self.free} are")
         self.free -= size
         self.used[service] += size
 
-    def release(self, service: str, blocks: int) -> None:
+    def release(self, service: str, size: int) -> None:
         """Raises SharingError for more than it holds."""
-        size = blocks * self._block_bytes[service]
         if size > self.used[service]:
             raise SharingError(f"{service} holds {self.used[service]} bytes of KV, not {size}")
         self.free += size
         self.used[service] -= size
 
-    def may_lose(self, service: str, asker: str, *, is_starved: bool = False) -> bool:
-        """Whether KV of one service may go so that a request of another has room."""
-        return is_starved or service == asker or self.used[service] > self.shares[service]
+    def may_lose(self, service: str, asker: str, *, is_starved: bool = False, lost: int = 0) -> bool:
+        """Whether KV of one service may go so that a request of another has room, beside `lost` bytes that it is to
+        lose already."""
+        return is_starved or service == asker or self.used[service] - lost > self.quota(service)
+
+    def leaves_floors(self, service: str, size: int) -> bool:
+        """Whether the others can still have their floors when it has taken so many bytes for good."""
+        floor = self.floor
+        owed = sum(max(0.0, floor - used) for each, used in self.used.items() if each != service)
+        return self.budget - sum(self.used.values()) - size >= owed
 
     def check(self) -> None:
         """Every byte is free or a service's. Raises SharingError."""

@@ -26,6 +26,7 @@ threshold seems to have passed.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import count
@@ -146,6 +147,8 @@ class TurnQueue:
         self.profiles = profiles
         self.requests: dict[Hashable, SharedRequest] = {}
         self._lines = {(service, phase): _Line() for service in profiles for phase in PHASES}
+        self._prompts = Counter[str]()  # tokens of the open requests, by service
+        self._open = Counter[str]()
         self._numbers = count()
         self._turn = 0
         # By service: (since when, number, request) of those that are not promoted; times may have passed since.
@@ -172,6 +175,8 @@ class TurnQueue:
         self.requests[key] = request
         self.order.join(request)
         self._line(request).insert(request)
+        self._prompts[service] += prompt_tokens
+        self._open[service] += 1
         self._watch(request)
         return request
 
@@ -236,16 +241,23 @@ class TurnQueue:
     def remove(self, request: SharedRequest) -> None:
         """It is gone, answered or not."""
         self._line(request).remove(request)
+        self._prompts[request.service] -= request.prompt_tokens
+        self._open[request.service] -= 1
         del self.requests[request.key]
         request.is_open = False
 
-    def pick_victim(self, asker: SharedRequest, may_lose: Callable[[str], bool]) -> SharedRequest | None:
+    def need_tokens(self, service: str) -> float:
+        """Positions that its open requests will have when their answers are as long as those before them."""
+        answer = self.profiles[service].output_tokens.mean if service in self.profiles else 0.0
+        return self._prompts[service] + self._open[service] * answer
+
+    def pick_victim(self, asker: SharedRequest | None, may_lose: Callable[[str], bool]) -> SharedRequest | None:
         """Whose KV goes so that `asker` has room: the last in order, of services that may lose some, if the order has
-        it behind the asker."""
+        it behind the asker; None: whoever asks is before all."""
         worst: SharedRequest | None = None
         for (service, _), line in self._lines.items():
             found = line.worst(self._turn) if may_lose(service) else None
-            if found is None or found is asker or not self._may_evict(asker, found):
+            if found is None or found is asker or not (asker is None or self._may_evict(asker, found)):
                 continue
             if worst is None or self._place(found) > self._place(worst):
                 worst = found

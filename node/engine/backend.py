@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .agent_side.engine_link import EngineStarter
     from .process import AgentSockets
     from .protocol import EngineConfig
-    from .sharing.process import MakeProgram
+    from .sharing.process import ShareProcess
 
 
 class ModelFiles(Protocol):
@@ -68,7 +68,7 @@ class EngineBackend:
         environment: what its fork server must find in its environment before anything is imported.
         preload: in the fork server: import what each of its engines would, and return the version of what was
             imported ("" for none). It may start no thread. Raises ImportError.
-        share: the program of an engine that has its turns beside others in its process (`sharing.process`); None: it
+        share: what the engines of one process have in common that take turns (`sharing.process`); None: they
             cannot have any.
         run: in an engine process, on its only thread: serve the agent until told to stop; returns the exit status.
             `process.serve_agent` does what all engines share.
@@ -85,4 +85,4 @@ class EngineBackend:
     hardware: Callable[[Hardware, BoxEngineSettings], Hardware]
     inspect: Callable[[str, Hardware, BoxEngineSettings], ServedModel]
     self_test: Callable[[EngineStarter], Awaitable[None]]
-    share: MakeProgram | None = None
+    share: ShareProcess | None = None

@@ -311,7 +311,8 @@ class NewTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """The scheduler after a step. `pending_prefill_tokens`: to be prefilled here; `decodes`: requests decoded here."""
+    """The scheduler after a step. `pending_prefill_tokens`: to be prefilled here; `decodes`: requests decoded here.
+    `kv_usage` and `kv_quota`: the parts of the KV memory that it has in use and may have when others need it, too."""
 
     running: Count
     waiting: Count
@@ -319,6 +320,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_free_tokens: Count
     pending_prefill_tokens: Count = 0
     decodes: Count = 0
+    kv_quota: Figure = 1.0
 
 
 class Iterations(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -64,8 +64,12 @@ def share_box(options: Mapping[str, Any], models: Sequence[str], gpus: int) -> t
     memory_mib = options["kv_cache_mib"]
     if memory_mib is None and gpus:
         raise UsageError("kv_cache_mib: say how much of the GPU's memory is for the KV of all models (--kv-cache-mib)")
-    each_mib = max(1, (memory_mib or CPU_KV_CACHE_MIB) // len(models))
-    own = [{"model": model, "tp": 1, "kv_cache_mib": each_mib} for model in models]
+    memory_mib = memory_mib or CPU_KV_CACHE_MIB
+    common: dict[str, Any] = {"tp": 1, "kv_cache_mib": memory_mib}
+    if options["memory_gib"] is not None:  # the KV in it is all of them's, the rest is divided
+        kv_gib = memory_mib / 1024
+        common["memory_gib"] = kv_gib + max(0.0, options["memory_gib"] - kv_gib) / len(models)
+    own = [{"model": model, **common} for model in models]
     return _make_parts(options, own, [{}] * len(models))
 
 

@@ -25,6 +25,7 @@ from typing import final
 
 from ...coordinator.costs.step_times import StepTimes, chunk_pairs
 from ...coordinator.plan import Phase
+from ...coordinator.sharing.evictions import RoomWanted, plan_evictions
 from ...coordinator.sharing.kv_shares import KvShares
 from ...coordinator.sharing.service_profile import ServiceProfile
 from ...coordinator.sharing.turn_queue import TurnOrder, TurnQueue
@@ -60,11 +61,11 @@ class SharedEngine:
         self.settings = settings
         self.counts = EngineCounts()
         self.wake_at = inf
-        self.shares = KvShares(
-            kv_bytes, {name: service.token_bytes * settings.block_tokens for name, service in services.items()}
-        )
         self.queue = TurnQueue(make_order(profiles), profiles)
+        self.shares = KvShares(kv_bytes, self._need)
         self._services = dict(services)
+        for name in services:
+            self.shares.open_service(name, self._block_bytes(name))
         self._record = record
         self._sequences: dict[SharedRequest, Sequence] = {}
         self._turn: Turn | None = None  # the iteration under way
@@ -84,7 +85,9 @@ class SharedEngine:
 
     def can_fit(self, service: str, sequence: Sequence) -> bool:
         """Whether its KV would fit here if it were alone."""
-        return self._blocks_of(sequence.known + max(0, sequence.left - 1)) <= self.shares.most_blocks(service)
+        return self._blocks_of(sequence.known + max(0, sequence.left - 1)) <= self.shares.budget // self._block_bytes(
+            service
+        )
 
     def submit(self, service: str, sequence: Sequence, now: float) -> None:
         """Take it into the queue. Raises SimEngineError for one that never fits."""
@@ -134,7 +137,7 @@ class SharedEngine:
         self.shares.check()
         held = dict.fromkeys(self._services, 0)
         for request, sequence in self._sequences.items():
-            held[request.service] += sequence.blocks * self._block_bytes(request.service)
+            held[request.service] += self._held_bytes(request)
             if request.holds_kv != bool(sequence.blocks):
                 raise SimEngineError(f"{request!r} has {sequence.blocks} blocks")
         if held != self.shares.used:
@@ -224,32 +227,28 @@ class SharedEngine:
         """Blocks for the KV of so many tokens."""
         wanted = self._blocks_of(tokens) - sequence.blocks
         if wanted > 0:
-            if not self.shares.fits(request.service, wanted) and not self._make_room(request, wanted):
+            size = wanted * self._block_bytes(request.service)
+            if not self.shares.fits(size) and not self._make_room(request, size):
                 return False
-            self.shares.take(request.service, wanted)
+            self.shares.take(request.service, size)
             sequence.blocks += wanted
             self.queue.hold_kv(request)
         return True
 
-    def _make_room(self, asker: SharedRequest, blocks: int) -> bool:
+    def _make_room(self, asker: SharedRequest, size: int) -> bool:
         """Evict as many as it takes, or nobody."""
+        wanted = RoomWanted(asker.service, size - self.shares.free, asker)
+        victims = plan_evictions(self.queue, self.shares, wanted, self._held_bytes)
+        for each in victims or ():
+            self._free_blocks(each)
+        self._evicted += victims or ()
+        return victims is not None
 
-        def may_lose(service: str) -> bool:
-            return self.shares.may_lose(service, asker.service, is_starved=asker.is_starved)
+    def _held_bytes(self, request: SharedRequest) -> int:
+        return self._sequences[request].blocks * self._block_bytes(request.service)
 
-        victims: list[SharedRequest] = []
-        while not self.shares.fits(asker.service, blocks):
-            victim = self.queue.pick_victim(asker, may_lose)
-            if victim is None:
-                for each in victims:
-                    self.shares.take(each.service, self._sequences[each].blocks)
-                    self.queue.spare(each)
-                return False
-            self.queue.set_aside(victim)
-            self._free_blocks(victim)
-            victims.append(victim)
-        self._evicted += victims
-        return True
+    def _need(self, service: str) -> float:
+        return self.queue.need_tokens(service) * self._services[service].token_bytes
 
     def _lose_kv(self, request: SharedRequest) -> None:
         """Its blocks are free already."""
@@ -259,7 +258,7 @@ class SharedEngine:
         self.queue.lose_kv(request)
 
     def _free_blocks(self, request: SharedRequest) -> None:
-        self.shares.release(request.service, self._sequences[request].blocks)
+        self.shares.release(request.service, self._held_bytes(request))
 
     def _block_bytes(self, service: str) -> int:
         return self._services[service].token_bytes * self.settings.block_tokens

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING, Final
 from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
-    from threading import Event
-
     from ...box.hardware import Hardware
     from ...settings import BoxEngineSettings
     from ..agent_side.engine_link import EngineStarter
-    from ..mailbox import Outbox
-    from ..process import AgentSockets, Program
+    from ..process import AgentSockets
     from ..protocol import EngineConfig
-    from ..sharing.process import TurnEngine
+    from ..sharing.process import MakeProgram
+    from ..sharing.turns import ProcessTurns
 
 
 def _preload() -> str:
@@ -30,10 +28,10 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
     return run_emulated_engine(config, sockets)
 
 
-def _share(config: EngineConfig, outbox: Outbox, news: Event) -> Program[TurnEngine]:
-    from .shared import SharedEmulatedProgram
+def _share(turns: ProcessTurns) -> MakeProgram:
+    from .shared import EmulatedSharing
 
-    return SharedEmulatedProgram(config, outbox, news)
+    return EmulatedSharing(turns)
 
 
 def _hardware(box: Hardware, knobs: BoxEngineSettings) -> Hardware:

@@ -23,13 +23,14 @@ of its own; a test runs both on random requests and compares them step by step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, final
 
 from ....coordinator.costs.step_times import StepTimes, chunk_pairs
 from ....coordinator.prefixes.block_cache import BlockCache
+from .memory import KvBlocks, OwnBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -97,27 +98,32 @@ def step_s(times: StepTimes, scheduled: tuple[ScheduledTokens, ...]) -> float:
 
 @final
 class Batcher:
-    """An engine with `blocks` KV blocks; a step has at most `max_tokens` and `max_requests`. `prefixes`: of prompts
-    that have been computed."""
+    """An engine with these KV blocks; a step has at most `max_tokens` and `max_requests`. `prefixes`: of prompts that
+    have been computed."""
 
     def __init__(
-        self, *, blocks: int, block_size: int, max_tokens: int, max_requests: int, prefixes: BlockCache | None = None
+        self,
+        *,
+        blocks: KvBlocks | int,
+        block_size: int,
+        max_tokens: int,
+        max_requests: int,
+        prefixes: BlockCache | None = None,
     ) -> None:
-        self.blocks = blocks
+        self.memory = OwnBlocks(blocks) if isinstance(blocks, int) else blocks
         self.block_size = block_size
         self._max_tokens = self._step_tokens = max_tokens
         self._max_requests = max_requests
-        self._free = blocks
         self._prefixes = prefixes if prefixes is not None else BlockCache()
         self._running: list[BatchedRequest] = []
         self._waiting: deque[BatchedRequest] = deque()
         self._awaiting_kv: dict[str, BatchedRequest] = {}  # have blocks, and wait for external KV
         self._sending: set[BatchedRequest] = set()  # have ended; their KV is still being sent
-        self._places = self._tokens_left = self._blocks_left = 0  # of the turn that is chosen
+        self._places = self._tokens_left = self._promised = 0  # of the turn that is chosen
 
     def __repr__(self) -> str:
         counts = f"{self.running} running, {self.waiting} waiting, {len(self._sending)} sending"
-        return f"<Batcher {counts}, {self._free}/{self.blocks} blocks free>"
+        return f"<Batcher {counts}, {self.memory}>"
 
     @property
     def running(self) -> int:
@@ -145,7 +151,7 @@ class Batcher:
     @property
     def free_tokens(self) -> int:
         """Tokens for which there are free blocks."""
-        return self._free * self.block_size
+        return self.memory.free * self.block_size
 
     def limit_step(self, tokens: int) -> None:
         """Lower a step's token budget, at least one per decoding request; 0 restores it."""
@@ -219,21 +225,40 @@ class Batcher:
         return Batch(tuple(scheduled), admitted, tuple(preempted))
 
     def begin_choice(self) -> None:
-        """A turn is chosen: all of a step is free."""
+        """A turn is chosen: all of a step is free. What is cached may have been overwritten by another engine."""
         self._places = self._max_requests - len(self._running)
-        self._tokens_left, self._blocks_left = self._step_tokens, self._free
+        self._tokens_left, self._promised = self._step_tokens, 0
+        self._prefixes.shrink(self.memory.free)
 
-    def take(self, sequence: BatchedRequest) -> bool:
-        """Whether there is room for it in that turn, which it has then."""
-        if self._tokens_left <= 0:
+    def take(self, sequence: BatchedRequest, make_room: Callable[[int], bool]) -> bool:
+        """Whether there is room for it in that turn, which it has then. `make_room`: have so many more blocks be free,
+        or none."""
+        runs = sequence in self._running
+        if self._tokens_left <= 0 or not (runs or self._places > 0):
             return False
-        if sequence not in self._running:
-            if self._places <= 0 or (missing := self._missing_blocks(sequence)) > self._blocks_left:
+        tokens = min(self._tokens_left, sequence.known - sequence.computed)
+        positions = sequence.computed + tokens if runs else sequence.known
+        missing = self._blocks(positions) - sequence.blocks - len(sequence.shared)
+        while missing > 0 and (lacking := self._promised + missing - self.memory.free) > 0:
+            if not make_room(lacking):
                 return False
-            self._places -= 1
-            self._blocks_left -= missing
-        self._tokens_left -= min(self._tokens_left, sequence.known - sequence.computed)
+        self._places -= not runs
+        self._promised += max(0, missing)
+        self._tokens_left -= tokens
         return True
+
+    def count_evictable(self, sequence: BatchedRequest) -> int:
+        """Blocks that may be free without its KV; none of one that waits for KV, which is being written there."""
+        waits = sequence.request in self._awaiting_kv
+        return 0 if waits else sequence.blocks + len(sequence.shared)
+
+    def evict(self, sequence: BatchedRequest) -> None:
+        """It is computed again, in a later turn."""
+        self._release(sequence)
+        sequence.computed = 0
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._waiting.appendleft(sequence)
 
     def schedule_turn(self, turn: Sequence[BatchedRequest]) -> Batch:
         """Make up a step of these alone, in this order; who waits for KV is admitted as ever. Others keep what they
@@ -274,7 +299,7 @@ class Batcher:
         """Raises AssertionError where blocks are lost, held twice or too few for a KV."""
         held = [*self._running, *self._awaiting_kv.values(), *self._waiting, *self._sending]
         taken = self._prefixes.used + sum(sequence.blocks for sequence in held)
-        if self._free + taken != self.blocks or self._prefixes.unused > self._free:
+        if taken != self.memory.used or self._prefixes.unused > self.memory.free:
             raise AssertionError(f"{self!r}, and {taken} are held; {self._prefixes!r}")
         for sequence in held:
             if sequence.computed > (sequence.blocks + len(sequence.shared)) * self.block_size:
@@ -322,18 +347,19 @@ class Batcher:
         names = self._usable(sequence)
         found = self._prefixes.find(names)
         self._prefixes.use(names[: found.blocks])
-        self._free -= found.unused
+        self.memory.take(found.unused)
         sequence.shared = list(names[: found.blocks])
         sequence.computed = sequence.cached = found.blocks * self.block_size
 
     def _can_admit(self, sequence: BatchedRequest) -> bool:
         """Whether the blocks for all known tokens of a request are free, as vLLM requires."""
-        if self._missing_blocks(sequence) > self._free:
+        missing = self._missing_blocks(sequence)
+        if missing > self.memory.free or (sequence.external and not self.memory.leaves_floors(missing)):
             return False
         # A request that waits for KV is not preempted, so the prompts that others are in the middle of must keep enough
         # blocks to be finished: else two could wait for each other.
         unfinished = (each for each in (*self._running, *self._awaiting_kv.values()) if each.known - each.computed > 1)
-        return not sequence.external or self._blocks(sequence.external) <= self._free - sum(
+        return not sequence.external or self._blocks(sequence.external) <= self.memory.free - sum(
             map(self._missing_blocks, unfinished)
         )
 
@@ -356,12 +382,12 @@ class Batcher:
     def _reserve(self, sequence: BatchedRequest, positions: int) -> bool:
         """Take blocks for so many tokens of it; False if too few are free."""
         more = self._blocks(positions) - sequence.blocks - len(sequence.shared)
-        if more > self._free:
+        if more > self.memory.free:
             return False
         if more > 0:
-            self._free -= more
+            self.memory.take(more)
             sequence.blocks += more
-            self._prefixes.shrink(self._free)
+            self._prefixes.shrink(self.memory.free)
         return True
 
     def _blocks(self, positions: int) -> int:
@@ -379,5 +405,5 @@ class Batcher:
             self._release(sequence)
 
     def _release(self, sequence: BatchedRequest) -> None:
-        self._free += sequence.blocks + self._prefixes.leave(sequence.shared)
+        self.memory.give(sequence.blocks + self._prefixes.leave(sequence.shared))
         sequence.blocks, sequence.shared = 0, []

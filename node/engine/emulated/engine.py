@@ -21,6 +21,7 @@ from ..stats import StepReporter, StepTotals, describe_step
 from ..transfers.wait_limits import WaitLimits
 from .batching import Batch, Batcher, step_s
 from .batching import BatchedRequest as Work
+from .memory import KvBlocks, OwnBlocks, ShareMemory
 from .tokens import EmulatedAnswer
 from .transfers import ComputedSpan
 
@@ -122,6 +123,7 @@ class EmulatedEngine:
         tell: Callable[[protocol.EngineMessage], None],
         wake: Callable[[KvEnded | KvSent], None],
         hop: Hop | None = None,
+        share: ShareMemory | None = None,
     ) -> None:
         self._emulation = emulation
         self._tp = config.tp
@@ -131,16 +133,18 @@ class EmulatedEngine:
             emulation, tp=config.tp, kv_cache_mib=config.kv_cache_mib, partition=config.partition, hop=hop
         )
         block_size = config.block_size or BLOCK_SIZE
-        self._prefixes = BlockCache(choose_stride(capacity // block_size))
-        self._batcher = Batcher(
-            blocks=capacity // block_size,
+        token_bytes = emulation.model.layers * emulation.model.kv_bytes_per_token_layer
+        self.memory: KvBlocks = share(capacity, token_bytes, block_size) if share else OwnBlocks(capacity // block_size)
+        self._prefixes = BlockCache(choose_stride(self.memory.most))
+        self.batcher = Batcher(
+            blocks=self.memory,
             prefixes=self._prefixes,
             block_size=block_size,
             max_tokens=config.max_batched_tokens,
             max_requests=config.max_requests,
         )
         self._step_tokens = config.max_batched_tokens
-        self._kv_tokens = self._batcher.free_tokens
+        self._kv_tokens = self.memory.most * block_size
         self._longest = min(config.max_model_len or self._kv_tokens, self._kv_tokens)
         self._requests: dict[str, _Request] = {}
         self._wait_limits = WaitLimits(config.transfers.wait_limits)
@@ -151,12 +155,12 @@ class EmulatedEngine:
         self._ends: float | None = None  # modelled end of the step under way, or of the last one
         self._ended: float | None = None  # when the last step really ended
         self._first_began: float | None = None  # the first step of all
-        self._scheduled_tokens = 0  # in the last step
+        self.scheduled_tokens = 0  # in the last step
         self.turns: ServiceTurns | None = None
         """Where it says what can be computed, in a process of several engines."""
 
     def __repr__(self) -> str:
-        return f"<EmulatedEngine {self.name} {self._batcher}>"
+        return f"<EmulatedEngine {self.name} {self.batcher}>"
 
     @property
     def name(self) -> str:
@@ -187,7 +191,7 @@ class EmulatedEngine:
             load_s=load_s,
             tflops=gpu.tflops * self._tp,
             memory_gbps=gpu.memory_gbps * self._tp,
-            block_tokens=self._batcher.block_size,
+            block_tokens=self.batcher.block_size,
             step_tokens=self._step_tokens,
         )
 
@@ -208,13 +212,13 @@ class EmulatedEngine:
             case KvEnded(request=request):
                 self._on_kv(request)
             case KvSent(work=work):
-                self._batcher.release_sent(work)
+                self.batcher.release_sent(work)
             case protocol.AbortTransfer() | protocol.SetLinkPaths() | protocol.CloseLink():
                 if isinstance(message, protocol.AbortTransfer):
                     self._stop_waiting_for_token(message.transfer)
                 self._transfers.carry_out(message)
             case protocol.LimitSteps(tokens=tokens):
-                self._batcher.limit_step(tokens)
+                self.batcher.limit_step(tokens)
             case protocol.Stop():
                 raise AssertionError("handled by the loop")
 
@@ -222,20 +226,17 @@ class EmulatedEngine:
         """Begin a step, of the requests of a turn alone where there is one; returns when it ends, or None when there is
         nothing to compute. It begins at the modelled end of the last, so that this process's own time is not added."""
         if turn is None:
-            batch = self._batcher.schedule()
+            batch = self.batcher.schedule()
         else:
             self._ends = self._ended = None  # others have had theirs since
-            batch = self._batcher.schedule_turn([self._requests[request].work for request in turn])
+            batch = self.batcher.schedule_turn([self._requests[request].work for request in turn])
         for request in batch.admitted:
             live = self._requests[request]
             if live.expected is not None:
                 live.expected.start()
                 self._wait_limits.begin(request, 0, live.work.external, now)
         for request in batch.preempted:
-            if (transfer := self._requests[request].sends) is not None:
-                self._transfers.withdraw(transfer)
-            if self.turns is not None:
-                self.turns.lose_kv(request)
+            self.on_lost_kv(request)
         if not batch.scheduled:
             self._ends = self._ended = None
             return None
@@ -265,26 +266,17 @@ class EmulatedEngine:
         """Whether any request waits for KV of another box."""
         return any(live.expected is not None or live.sends is not None for live in self._requests.values())
 
-    def begin_choice(self) -> None:
-        """A turn is chosen."""
-        self._batcher.begin_choice()
+    def find(self, request: str) -> Work | None:
+        """What is computed of it; None: it is not here."""
+        live = self._requests.get(request)
+        return live.work if live is not None else None
 
-    def take(self, request: str) -> bool:
-        """Take it into the turn that is being chosen, if there is room."""
-        return self._batcher.take(self._requests[request].work)
-
-    def note_turn(self, turn: tuple[str, ...]) -> int:
-        """The step is over: say which of its requests have KV, and which decode now. Returns how many tokens it has
-        computed."""
-        assert self.turns is not None
-        for request in turn:
-            live = self._requests.get(request)
-            if live is not None and live.work.computed:
-                self.turns.hold_kv(request)
-                if live.work.known - live.work.computed == 1:
-                    self.turns.begin_decode(request)
-        tokens, self._scheduled_tokens = self._scheduled_tokens, 0
-        return tokens
+    def on_lost_kv(self, request: str) -> None:
+        """It is computed again."""
+        if (transfer := self._requests[request].sends) is not None:
+            self._transfers.withdraw(transfer)
+        if self.turns is not None:
+            self.turns.lose_kv(request)
 
     def end_step(self, now: float) -> None:
         """The step has ended: report its tokens."""
@@ -292,9 +284,9 @@ class EmulatedEngine:
         assert batch is not None
         assert began is not None
         self._batch, self._ended = None, now
-        self._scheduled_tokens = sum(entry.tokens for entry in batch.scheduled)
+        self.scheduled_tokens = sum(entry.tokens for entry in batch.scheduled)
         outputs = []
-        for work in self._batcher.complete(batch):
+        for work in self.batcher.complete(batch):
             live = self._requests[work.request]
             finish = "length" if work.is_done else None
             tokens, live.first_token = (*live.first_token, live.answer.next()), ()
@@ -353,7 +345,7 @@ class EmulatedEngine:
         max_tokens = min(sampling.max_tokens, self._longest - prompt)
         seed = sampling.seed or 0 if sampling.temperature > 0 else 0
         answer = EmulatedAnswer(submit.prompt, self._emulation.vocabulary, seed)
-        names = prefix_names(submit.prompt, self._batcher.block_size, submit.cache_salt)
+        names = prefix_names(submit.prompt, self.batcher.block_size, submit.cache_salt)
         live = _Request(Work(submit.request, prompt, max_tokens, prefix=tuple(names)), answer, now + submit.deadline_s)
         if submit.send:
             sent = KvSent(live.work)
@@ -371,7 +363,7 @@ class EmulatedEngine:
             # After a pause the first step begins when its request came, however late this process looks.
             self._ends = self._ended = now
         self._requests[submit.request] = live
-        self._batcher.add(live.work)
+        self.batcher.add(live.work)
         if not live.work.external:
             self._announce(live.work)
 
@@ -394,7 +386,7 @@ class EmulatedEngine:
         self._transfers.close_incoming(expected.transfer)
         fraction, tokens = expected.progress()
         if fraction < 1.0:
-            tokens -= tokens % self._batcher.block_size  # vLLM keeps whole blocks only
+            tokens -= tokens % self.batcher.block_size  # vLLM keeps whole blocks only
             live.first_token_from = None  # what is missing is computed at once, and with it the first token
         live.received = tokens
         if live.first_token_from is None:
@@ -422,7 +414,7 @@ class EmulatedEngine:
                 return
 
     def _receive_kv(self, live: _Request, tokens: int) -> None:
-        self._batcher.receive_kv(live.work.request, tokens)
+        self.batcher.receive_kv(live.work.request, tokens)
         self._announce(live.work)
 
     def _announce(self, work: Work) -> None:
@@ -437,7 +429,7 @@ class EmulatedEngine:
         live = self._requests.pop(request, None)
         if live is None:
             return
-        self._batcher.remove(request)
+        self.batcher.remove(request)
         if self.turns is not None:
             self.turns.remove(request)
         self._wait_limits.end(request)
@@ -449,22 +441,26 @@ class EmulatedEngine:
 
     def _publish(self, outputs: list[protocol.NewTokens], now: float) -> None:
         if self.idle:
-            self._batcher.check_integrity()
+            self.batcher.check_integrity()
         iterations = self._tally.take(now, at_once=self.idle)
         self._reporter.report(outputs, self._stats(), iterations)
         if iterations is not None:
             self._reporter.tell_held(*self._prefixes.take_changes())
 
+    def tell_stats(self) -> None:
+        """If they have changed without a step: other engines have more or less of the memory."""
+        self._reporter.report((), self._stats())
+
     def _stats(self) -> protocol.EngineStats:
-        batcher = self._batcher
-        usage = 1.0 - batcher.free_tokens / self._kv_tokens
+        batcher = self.batcher
         return protocol.EngineStats(
             batcher.running,
             batcher.waiting,
-            usage,
+            self.memory.usage(),
             batcher.free_tokens,
             batcher.pending_prefill_tokens,
             batcher.decodes,
+            self.memory.quota(),
         )
 
 

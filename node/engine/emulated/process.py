@@ -18,6 +18,7 @@ from ..mailbox import Outbox
 from ..process import AgentSockets, LoadedEngine, StartError, serve_agent
 from ..stage_pipes import PipeConnections, PipelineError
 from .engine import EmulatedEngine, EmulationError, KvEnded, KvSent
+from .memory import ShareMemory
 from .stages import EmulatedStage, join_stages, sleep_while_loading
 from .transfers import EmulatedTransfers
 
@@ -64,11 +65,11 @@ class EmulatedProgram:
         if not self._connections.put(hello, connection):
             self._transfers.attach(hello, connection)
 
-    def load_engine(self) -> EmulatedEngine:
-        """On one box. Raises StartError."""
+    def load_engine(self, share: ShareMemory | None = None) -> EmulatedEngine:
+        """On one box; `share`: gives it a part of memory that several have. Raises StartError."""
         try:
             engine = EmulatedEngine(
-                self._config, self._emulation, self._transfers, tell=self._outbox.send, wake=self.take
+                self._config, self._emulation, self._transfers, tell=self._outbox.send, wake=self.take, share=share
             )
         except EmulationError as error:
             raise StartError(str(error)) from error

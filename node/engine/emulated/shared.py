@@ -1,16 +1,22 @@
-"""An emulated engine beside others in one process: its modelled GPU is theirs too, so they compute one at a time."""
+"""An emulated engine beside others in one process: its modelled GPU is theirs too, so they compute one at a time, and
+have one budget of KV memory."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
+from ....coordinator.sharing.values import SharingError
 from .. import protocol
 from ..mailbox import Outbox
 from ..process import StartError
-from ..sharing.turns import ServiceTurns
+from ..sharing.turns import ProcessTurns, ServiceTurns
+from .batching import BatchedRequest
 from .engine import CHECK_INTERVAL_S, EmulatedEngine
+from .memory import SharedBlocks
 from .process import EmulatedProgram, Inbox, ToLoop
 
 if TYPE_CHECKING:
@@ -20,12 +26,25 @@ POLL_S: Final = CHECK_INTERVAL_S
 
 
 @final
+class EmulatedSharing:
+    """What the emulated engines of one process have in common. See `sharing.process.ShareProcess`."""
+
+    def __init__(self, turns: ProcessTurns) -> None:
+        self._turns = turns
+
+    def __call__(self, config: protocol.EngineConfig, outbox: Outbox, news: threading.Event) -> SharedEmulatedProgram:
+        """One more."""
+        return SharedEmulatedProgram(config, self._turns, EmulatedProgram(config, outbox, news.set))
+
+
+@final
 class SharedEmulatedProgram:
     """See `process.Program`."""
 
-    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, news: threading.Event) -> None:
+    def __init__(self, config: protocol.EngineConfig, turns: ProcessTurns, program: EmulatedProgram) -> None:
         self._config = config
-        self._program = EmulatedProgram(config, outbox, news.set)
+        self._turns = turns
+        self._program = program
 
     def take(self, message: ToLoop) -> None:
         """By any thread."""
@@ -37,9 +56,26 @@ class SharedEmulatedProgram:
 
     def load(self) -> EmulatedTurns:
         """Raises StartError."""
+        sharing = self._config.sharing
+        assert sharing is not None
         if self._config.partition:
             raise StartError("an engine that shares its process is on one box: no pipeline")
-        return EmulatedTurns(self._program.load_engine(), self._program.inbox)
+        try:
+            engine = self._program.load_engine(partial(self._share, sharing.service))
+        except SharingError as error:
+            raise StartError(f"kv-cache-mib: {error}") from error
+        return EmulatedTurns(engine, self._program.inbox, partial(self._close, sharing.service))
+
+    def _share(self, service: str, tokens: int, token_bytes: int, block_tokens: int) -> SharedBlocks:
+        shares = self._turns.open_memory(tokens * token_bytes)
+        self._turns.token_bytes[service] = token_bytes
+        blocks = SharedBlocks(shares, service, block_tokens * token_bytes)
+        shares.open_service(service, blocks.block_bytes)
+        return blocks
+
+    def _close(self, service: str) -> None:
+        if self._turns.shares is not None:
+            self._turns.shares.close_service(service)
 
 
 @final
@@ -48,13 +84,39 @@ class EmulatedTurns:
 
     poll_s = POLL_S
 
-    def __init__(self, engine: EmulatedEngine, inbox: Inbox) -> None:
+    def __init__(self, engine: EmulatedEngine, inbox: Inbox, leave: Callable[[], None]) -> None:
+        assert isinstance(engine.memory, SharedBlocks)
+        self._block_bytes = engine.memory.block_bytes
         self._engine = engine
         self._inbox = inbox
         self.ready = engine.ready
         self.expect = engine.expect
-        self.begin_choice = engine.begin_choice
-        self.take = engine.take
+        self.begin_choice = engine.batcher.begin_choice
+        self.tell_stats = engine.tell_stats
+        self.leave = leave
+
+    def take(self, request: str) -> bool:
+        """See the protocol."""
+        return self._engine.batcher.take(self._work_of(request), partial(self._make_room, request))
+
+    def held_bytes(self, request: str) -> int:
+        """See the protocol."""
+        work = self._engine.find(request)
+        return self._engine.batcher.count_evictable(work) * self._block_bytes if work is not None else 0
+
+    def evict(self, request: str) -> None:
+        """See the protocol."""
+        self._engine.batcher.evict(self._work_of(request))
+        self._engine.on_lost_kv(request)
+
+    def _work_of(self, request: str) -> BatchedRequest:
+        work = self._engine.find(request)
+        assert work is not None, "what is in the turn order is here"
+        return work
+
+    def _make_room(self, request: str, blocks: int) -> bool:
+        turns = self._engine.turns
+        return turns is not None and turns.make_room(request, blocks * self._block_bytes)
 
     def begin(self, turns: ServiceTurns) -> None:
         """See the protocol."""
@@ -79,14 +141,23 @@ class EmulatedTurns:
             time.sleep(max(0.0, ends - time.monotonic()))
             engine.end_step(time.monotonic())
         engine.check_deadlines(time.monotonic())
-        return engine.note_turn(requests)
+        for request in requests:
+            self._note_kv(request)
+        tokens, engine.scheduled_tokens = engine.scheduled_tokens, 0
+        return tokens
+
+    def _note_kv(self, request: str) -> None:
+        """After its turn."""
+        work, turns = self._engine.find(request), self._engine.turns
+        assert turns is not None
+        if work is not None and work.computed:
+            turns.hold_kv(request)
+            if work.known - work.computed == 1:
+                turns.begin_decode(request)
 
     def awaits_news(self) -> bool:
         """See the protocol."""
         return self._engine.awaits_kv
-
-    def leave(self) -> None:
-        """It has no memory."""
 
     def close(self) -> None:
         """No other process is in it."""

@@ -184,6 +184,12 @@ class WorkerSide:
             for outgoing in self.hub.outgoing(transfer):
                 outgoing.withdraw()
 
+    def stop_reading(self, request: str | None = None) -> None:
+        """Of this request, or of all: when this returns, nobody reads the blocks of those that are sent any more."""
+        everything = self._sends | self._held
+        sent = [everything.get(request)] if request is not None else [*everything.values()]
+        self.withdraw(StepWork(withdrawn=[transfer for transfer in sent if transfer is not None]))
+
     def save_layer(self, work: StepWork, name: str) -> None:
         """A layer has been computed: announce what is due. Reading and sending happen elsewhere."""
         position = self._positions[name]

@@ -74,14 +74,14 @@ class SharedChildren:
         """In the fork: be the process."""
         if self._control is not None:
             self._control.close()
-        make_program = find_backend(spawn.config.backend).share
-        if make_program is None:
+        share = find_backend(spawn.config.backend).share
+        if share is None:
             outbox = Outbox(ends.messages, lambda: None)
             reason = f"engines of the kind {spawn.config.backend} do not share a process: take one model for each box"
             outbox.send(protocol.StartFailed(reason=reason))
             outbox.flush()
             return 1
-        return run_shared(Arrival(1, spawn.config, ends), control, self._blame, make_program)
+        return run_shared(Arrival(1, spawn.config, ends), control, self._blame, share)
 
     def add(self, pid: int, engine: SharingEngine) -> None:
         """After it, in the server."""

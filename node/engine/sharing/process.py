@@ -31,7 +31,7 @@ from .. import protocol
 from ..mailbox import Outbox
 from ..process import AgentSockets, DescribedEngine, Program, connect, load
 from ..settings import Sharing
-from .turns import ProcessTurns, ServiceTurns, ids_of
+from .turns import KvHolder, ProcessTurns, ServiceTurns, ids_of
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _NUMBER_BYTES: Final = 8
 _REARM_SHARE: Final = 4  # the watch for a turn that hangs may be late by one part in so many: to set it takes 50 us
 
 
-class TurnEngine(DescribedEngine, Protocol):
+class TurnEngine(DescribedEngine, KvHolder, Protocol):
     """An engine that steps when it is its turn. All is called by the main thread."""
 
     poll_s: float
@@ -64,17 +64,23 @@ class TurnEngine(DescribedEngine, Protocol):
 
     def run_turn(self, requests: tuple[str, ...]) -> int:
         """One iteration, of these requests alone; of none: only what waits for something else is looked at. Returns how
-        many tokens of prompts were computed."""
+        many tokens were computed."""
+
+    def tell_stats(self) -> None:
+        """How much of the memory of all is used and free, if that has changed since last told."""
 
     def awaits_news(self) -> bool:
         """Whether anything waits for something else than its turn."""
 
     def leave(self) -> None:
-        """Its agent has gone, or wants it to stop: give back its memory."""
+        """Its agent has gone, or wants it to stop, and it is closed: give back its memory."""
 
 
 MakeProgram = Callable[[protocol.EngineConfig, Outbox, threading.Event], Program[TurnEngine]]
 """Of an engine that sets the event when there is something for the main thread."""
+
+ShareProcess = Callable[[ProcessTurns], MakeProgram]
+"""Makes what the engines of one process have in common."""
 
 
 @final
@@ -130,10 +136,10 @@ def send_arrival(control: socket.socket, number: int, spawn: protocol.Spawn, soc
     socket.send_fds(control, [protocol.pack(msgspec.structs.replace(spawn, engine=number))], sockets)
 
 
-def run_shared(arrival: Arrival, control: socket.socket, blame: Blame, make_program: MakeProgram) -> int:
+def run_shared(arrival: Arrival, control: socket.socket, blame: Blame, share: ShareProcess) -> int:
     """Serve the agents until the last has gone; the exit status."""
     assert arrival.config.sharing is not None
-    process = SharedProcess(arrival.config.sharing, control, blame, make_program)
+    process = SharedProcess(arrival.config.sharing, control, blame, share)
     process.arrivals.put(arrival)
     threading.Thread(target=process.receive, name="engines", daemon=True).start()
     return process.run()
@@ -143,14 +149,14 @@ def run_shared(arrival: Arrival, control: socket.socket, blame: Blame, make_prog
 class SharedProcess:
     """See the module."""
 
-    def __init__(self, sharing: Sharing, control: socket.socket, blame: Blame, make_program: MakeProgram) -> None:
+    def __init__(self, sharing: Sharing, control: socket.socket, blame: Blame, share: ShareProcess) -> None:
         self.arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._hang_s = sharing.hang_s
         self._control = control
         self._blame = blame
-        self._make_program = make_program
-        self._turns = ProcessTurns(sharing.order, time.monotonic)
         self._members: dict[str, SharingMember] = {}
+        self._turns = ProcessTurns(sharing.order, time.monotonic, lambda service: self._members[service].engine)
+        self._make_program = share(self._turns)
         self._gone: set[int] = set()  # whose agents have hung up, by number
         self._news = threading.Event()
         self._armed_at = 0.0
@@ -224,15 +230,15 @@ class SharedProcess:
             if member.number not in self._gone:
                 member.outbox.flush()
             member.hang_up()
-            member.engine.leave()
             member.engine.close()
+            member.engine.leave()
         return_freed_memory()
 
     def _take_turn(self) -> bool:
         """Have one engine step, and those looked at that wait for something else; whether any has stepped."""
-        for member in self._members.values():
-            member.engine.begin_choice()
-        turn = self._turns.choose(self)
+        turn = self._choose()
+        while turn is None and self._turns.evict_last():
+            turn = self._choose()
         if turn is not None:
             self._run(turn)
         now = time.monotonic()
@@ -242,6 +248,7 @@ class SharedProcess:
                 member.looked_at = now
                 with self._blamed(member.number):
                     member.engine.run_turn(())
+                    member.engine.tell_stats()
         return turn is not None
 
     def _run(self, turn: Turn) -> None:
@@ -251,6 +258,13 @@ class SharedProcess:
             tokens = member.engine.run_turn(ids_of(turn))
         now = member.looked_at = time.monotonic()
         self._turns.charge(turn, now - began, tokens)
+        if not tokens:  # there was no room after all
+            self._turns.evict_last()
+
+    def _choose(self) -> Turn | None:
+        for member in self._members.values():
+            member.engine.begin_choice()
+        return self._turns.choose(self)
 
     def _wait(self) -> None:
         """For a message, an engine, or KV."""
@@ -258,6 +272,8 @@ class SharedProcess:
         faulthandler.cancel_dump_traceback_later()
         self._armed_at = 0.0
         if not self._news.wait(min(pauses, default=REST_S)) and not pauses:
+            for member in self._members.values():
+                member.engine.tell_stats()
             return_freed_memory()
             self._news.wait()
 

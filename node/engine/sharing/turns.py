@@ -7,14 +7,19 @@
     turns.charge(turn, seconds, prompt_tokens)
 
 What waits for something else than its turn, such as KV that comes from another box, is added when it is ready.
+
+All engines have one budget of KV memory (`open_memory`). When it is short, `make_room` has KV of requests go, of this
+engine or of another one, by the code that the simulator runs (`coordinator.sharing.evictions`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final, final
+from typing import Final, NamedTuple, Protocol, final
 
+from ....coordinator.sharing.evictions import RoomWanted, plan_evictions
+from ....coordinator.sharing.kv_shares import KvShares
 from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, TURN_ORDERS
 from ....coordinator.sharing.service_profile import ExpectedMoments, ExpectedService, ServiceProfile
 from ....coordinator.sharing.turn_queue import TurnQueue
@@ -40,13 +45,24 @@ def expect_unseen(prefill_token_s: float, decode_step_s: float) -> ExpectedServi
     )
 
 
+class KvHolder(Protocol):
+    """An engine, as far as KV of its requests goes."""
+
+    def held_bytes(self, request: str) -> int:
+        """How many would be free without the KV of a request; 0: it must stay."""
+
+    def evict(self, request: str) -> None:
+        """Its KV goes, and is computed again; nobody reads it any more when this returns."""
+
+
 @final
 class ServiceTurns:
     """The requests of one engine in the turn order, by their ids; others are passed over. What happens to those of a
     turn is told to the order when the turn has been charged to them."""
 
-    def __init__(self, queue: TurnQueue, service: str, clock: Callable[[], float]) -> None:
+    def __init__(self, process: ProcessTurns, queue: TurnQueue, service: str, clock: Callable[[], float]) -> None:
         self.service = service
+        self._process = process
         self._queue = queue
         self._clock = clock
         self._requests: dict[str, SharedRequest] = {}
@@ -100,17 +116,14 @@ class ServiceTurns:
             tell()
         self._later.clear()
 
-    def pick_victim(self, asker: str) -> str | None:
-        """Whose KV goes so that this one of the turn has room: each engine has KV memory of its own, so one of the
-        same service."""
+    def make_room(self, asker: str, size: int) -> bool:
+        """Have so many bytes become free for a request, or none where that is not possible."""
         shared = self._requests.get(asker)
-        victim = self._queue.pick_victim(shared, lambda service: service == self.service) if shared else None
-        return None if victim is None else _id_of(victim)
+        return shared is not None and self._process.make_room(RoomWanted(self.service, size, shared))
 
-    def find_last_holder(self) -> str | None:
-        """Who came last of those that hold KV, for when nobody else can go on."""
-        holders = [each for each in self._requests.values() if each.holds_kv]
-        return _id_of(max(holders, key=lambda each: each.number)) if holders else None
+    def make_room_for_kv(self, size: int) -> bool:
+        """The same for KV that comes from another box, which only engines that hold more than their quota make."""
+        return self._process.make_room(RoomWanted(self.service, size, None))
 
     def clear(self) -> None:
         """The engine is gone."""
@@ -120,6 +133,8 @@ class ServiceTurns:
     def _tell(self, request: SharedRequest, what: Callable[[SharedRequest], None]) -> None:
         if request in self._turn:
             self._later.append(partial(what, request))
+        elif self._process.is_choosing:
+            self._process.until_chosen.append(partial(what, request))
         else:
             what(request)
 
@@ -134,26 +149,53 @@ def ids_of(turn: Turn) -> tuple[str, ...]:
     return tuple(map(_id_of, turn.requests))
 
 
+class _RoomOfOthers(NamedTuple):
+    """Of a turn that is chosen, for all but those whose KV has just gone."""
+
+    room: TurnRoom
+    evicted: list[SharedRequest]
+
+    def take(self, request: SharedRequest) -> bool:
+        """See `TurnRoom`."""
+        return request not in self.evicted and self.room.take(request)
+
+
 @final
 class ProcessTurns:
-    """Of one process. Raises SharingError for an order that is none of `LIVE_ORDERS`."""
+    """Of one process. `holder_of`: the engine of a service. Raises SharingError for an order that is none of
+    `LIVE_ORDERS`."""
 
-    def __init__(self, order: str, clock: Callable[[], float]) -> None:
+    def __init__(self, order: str, clock: Callable[[], float], holder_of: Callable[[str], KvHolder]) -> None:
         if order not in LIVE_ORDERS:
             raise SharingError(f"order: {order!r} is none of {', '.join(LIVE_ORDERS)}")
+        self.shares: KvShares | None = None
+        """Who has how much of the KV memory, and may have."""
+        self.token_bytes: dict[str, int] = {}
+        """Of the KV of a token, by service."""
+        self.is_choosing = False
+        self.until_chosen: list[Callable[[], None]] = []
+        """To be told to the order when the turn is chosen: requests do not change places while it is gone through."""
         self._order = order
         self._clock = clock
+        self._holder_of = holder_of
         self._profiles: dict[str, ServiceProfile] = {}
         self._queue: TurnQueue | None = None
         self._services: dict[str, ServiceTurns] = {}
+        self._evicted: list[SharedRequest] = []  # while a turn is chosen
 
     def __repr__(self) -> str:
-        return f"<ProcessTurns {self._queue}>"
+        return f"<ProcessTurns {self._queue}, {self.shares}>"
 
     @property
     def profiles(self) -> Mapping[str, ServiceProfile]:
         """What has been learned of each service."""
         return self._profiles
+
+    def open_memory(self, budget: int) -> KvShares:
+        """The KV memory of the process; the bytes that its first engine says count."""
+        if self.shares is None:
+            self.shares = KvShares(budget, self._need)
+        return self.shares
 
     def open_service(self, service: str, expected: ExpectedService) -> ServiceTurns:
         """An engine joins, or comes back; nothing is left of an earlier one's requests."""
@@ -161,12 +203,20 @@ class ProcessTurns:
         if self._queue is None:
             self._queue = TurnQueue(TURN_ORDERS[self._order](self._profiles), self._profiles)
         self._queue.open_service(service)
-        opened = self._services[service] = ServiceTurns(self._queue, service, self._clock)
+        opened = self._services[service] = ServiceTurns(self, self._queue, service, self._clock)
         return opened
 
     def choose(self, room: TurnRoom) -> Turn | None:
         """Who steps next; None: nobody can."""
-        turn = self._queue.choose(self._clock(), room) if self._queue is not None else None
+        if self._queue is None:
+            return None
+        self.is_choosing = True
+        turn = self._queue.choose(self._clock(), _RoomOfOthers(room, self._evicted))
+        self.is_choosing = False
+        self._evicted.clear()
+        for tell in self.until_chosen:
+            tell()
+        self.until_chosen.clear()
         if turn is not None:
             self._services[turn.service].begin_turn(turn)
         return turn
@@ -176,3 +226,31 @@ class ProcessTurns:
         assert self._queue is not None, "a turn was chosen"
         self._queue.charge(turn, seconds, self._clock(), prompt_tokens)
         self._services[turn.service].end_turn()
+
+    def make_room(self, wanted: RoomWanted) -> bool:
+        """Have bytes become free for a request, or none where that is not possible."""
+        if self._queue is None or self.shares is None:
+            return False
+        victims = plan_evictions(self._queue, self.shares, wanted, self._held_bytes)
+        for each in victims or ():
+            if self.is_choosing:
+                self._evicted.append(each)
+            self._holder_of(each.service).evict(_id_of(each))
+        return victims is not None
+
+    def evict_last(self) -> bool:
+        """Who came last of those that hold KV loses it, for when nobody can step; False: nobody holds any."""
+        holders = [each for each in self._queue.requests.values() if each.holds_kv] if self._queue is not None else []
+        for each in sorted(holders, key=lambda each: each.number, reverse=True):
+            if self._held_bytes(each):
+                self._holder_of(each.service).evict(_id_of(each))
+                return True
+        return False
+
+    def _held_bytes(self, request: SharedRequest) -> int:
+        return self._holder_of(request.service).held_bytes(_id_of(request))
+
+    def _need(self, service: str) -> float:
+        if self._queue is None or service not in self._profiles:
+            return 0.0
+        return self._queue.need_tokens(service) * self.token_bytes.get(service, 0)

@@ -23,6 +23,7 @@ differ most in size, travels as K does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -172,18 +173,27 @@ class LayerCache:
         self.dtype = cache.dtype if self._fp8 is None else form.dtype
         # Bytes, since few operations know the 8-bit types.
         self._cache = cache if self._fp8 is None else cache.view(torch.uint8)
-        self._content = (_Latent if hasattr(layer, "kv_lora_rank") else _KeysAndValues)(layer, cache)
+        content_of = partial(_Latent if hasattr(layer, "kv_lora_rank") else _KeysAndValues, layer)
+        self._content = content_of(cache)
         self.head_dim = self._content.head_dim
         self._lift = 1.0 if self._fp8 is None else _LIFT
+        # Like a block of the cache, since in those other engines may have KV.
+        strides, kind, device = cache.stride(), cache.dtype, cache.device
+        self._scratch = torch.empty_strided((1, *cache.shape[1:]), strides, dtype=kind, device=device).zero_()
+        self._scratch_content = content_of(self._scratch)
         self.order = self._calibrate()
         self._lift = self._needed_lift()
+        del self._scratch, self._scratch_content
 
     def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store canonical `k` and `v` `[tokens, heads, head_dim]` at `slots` `[tokens]` (int64)."""
+        self._write(self._content, slots, k, v)
+
+    def _write(self, content: _KeysAndValues | _Latent, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         device, dtype = self._cache.device, self.dtype
         if self._lift != 1.0:
             k, v = k * self._lift, v * self._lift
-        self._content.write(slots.to(device), k.to(device, dtype), v.to(device, dtype))
+        content.write(slots.to(device), k.to(device, dtype), v.to(device, dtype))
 
     def read(self, block_ids: list[int], first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of canonical K and V for the positions `[first, last)` of a block table."""
@@ -236,7 +246,7 @@ class LayerCache:
 
     def _calibrate(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Gather indices of K and V within a kernel block's raw memory; None when the logical view
-        holds. Uses the last block, free while caches are being registered."""
+        holds."""
         shape = (2, self._kernel_block, self.heads, self.head_dim)
         numbers = torch.arange(2 * self._kernel_block * self.heads * self.head_dim).view(shape)
         codes = self._written(numbers)
@@ -274,16 +284,13 @@ class LayerCache:
 
     def _stored(self, codes: torch.Tensor) -> torch.Tensor:
         """Write values that are to be these codes `[K and V, tokens, heads, head_dim]` into the scratch block, and
-        return its raw memory, flat, in float32. The block is zero afterwards."""
-        block = self._cache.shape[0] - 1
-        slots = torch.arange(block * self._kernel_block, (block + 1) * self._kernel_block)
+        return its raw memory, flat, in float32."""
         k, v = codes.to(torch.float32)
         if self._fp8 is not None:
             scale_k, scale_v = (scale.cpu() for scale in self._content.scales())
             k, v = k * scale_k, v * scale_v
-        self.write(slots, k, v)
-        raw = self._cache[block].clone().flatten().cpu()
-        self._cache[block].zero_()
+        self._write(self._scratch_content, torch.arange(self._kernel_block), k, v)
+        raw = self._scratch[0].clone().flatten().cpu()
         return (raw if self._fp8 is None else raw.view(self._fp8)).to(torch.float32)
 
 

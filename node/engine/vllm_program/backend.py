@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Final
 from ..backend import EngineBackend, ServedModel
 
 if TYPE_CHECKING:
-    from threading import Event
-
     from ...box.hardware import Hardware
     from ...settings import BoxEngineSettings
     from ..agent_side.engine_link import EngineStarter
-    from ..mailbox import Outbox
-    from ..process import AgentSockets, Program
+    from ..process import AgentSockets
     from ..protocol import EngineConfig
-    from ..sharing.process import TurnEngine
+    from ..sharing.process import MakeProgram
+    from ..sharing.turns import ProcessTurns
 
 
 def _preload() -> str:
@@ -31,10 +29,10 @@ def _run(config: EngineConfig, sockets: AgentSockets) -> int:
     return run_engine(config, sockets)
 
 
-def _share(config: EngineConfig, outbox: Outbox, news: Event) -> Program[TurnEngine]:
-    from .shared import SharedVllmProgram
+def _share(turns: ProcessTurns) -> MakeProgram:
+    from .shared import VllmSharing
 
-    return SharedVllmProgram(config, outbox, news)
+    return VllmSharing(turns)
 
 
 def _inspect(name: str, hardware: Hardware, knobs: BoxEngineSettings) -> ServedModel:

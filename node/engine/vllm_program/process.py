@@ -186,7 +186,7 @@ class EngineRunner:
             head_dim=head_dim(model),
             vocabulary=self._vocabulary,
             max_model_len=model.max_model_len,
-            kv_tokens=(cache.num_gpu_blocks or 0) * cache.block_size,
+            kv_tokens=(self._pool.usable_blocks if self._shares else cache.num_gpu_blocks or 0) * cache.block_size,
             eos_tokens=self._eos,
             load_s=load_s,
             tflops=tflops,
@@ -446,17 +446,30 @@ class EngineRunner:
         if iterations is not None:
             self._reporter.tell_held(*self._held.names.take())
 
+    def tell_stats(self) -> None:
+        """If they have changed without a step: other engines have more or less of the KV memory."""
+        self._reporter.report((), self._stats())
+
     def _stats(self) -> protocol.EngineStats:
         running, waiting = self.scheduler.get_request_counts()
-        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         return protocol.EngineStats(
             running,
             waiting,
-            self.scheduler.get_kv_cache_usage(),
-            free * self.scheduler.block_size,
+            self._pool.get_usage(),
+            self._pool.get_num_free_blocks() * self.scheduler.block_size,
             sum(live.pending_prefill_tokens for live in self._requests.values()),
             sum(live.decodes for live in self._requests.values()),
+            kv_quota=self._pool.quota() if self._shares else 1.0,
         )
+
+    @property
+    def _shares(self) -> bool:
+        return self._config.sharing is not None
+
+    @property
+    def _pool(self) -> Any:
+        """vLLM's blocks, or of a process of several engines `kv_pool.PagedBlockPool`."""
+        return self.scheduler.kv_cache_manager.block_pool
 
 
 def _worker_lost() -> None:

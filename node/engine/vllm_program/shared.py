@@ -1,6 +1,7 @@
 """A vLLM engine beside others in one process: what vLLM has once for a process is put in place before its turn.
 
 - The worker's half of the KV connector is a global: each engine has its own, which is there while it loads or steps.
+- KV lies in one pool (`kv_pool`), of which blocks are handed out to each.
 - An engine that is torn down, or collected, takes the process groups of all with it. So nothing is: one that leaves
   gives back its weights and KV, and what is left of it stays.
 - Workers that are other processes would be forked from one with threads: `tp` above 1 and pipelines are refused.
@@ -19,7 +20,8 @@ from vllm.v1.engine import core as vllm_core
 from .. import protocol
 from ..mailbox import Outbox
 from ..process import StartError
-from ..sharing.turns import ServiceTurns, expect_unseen
+from ..sharing.turns import ProcessTurns, ServiceTurns, expect_unseen
+from .kv_pool import KvPool
 from .process import EngineRunner, VllmProgram
 from .turn_scheduler import TurnScheduler
 
@@ -37,12 +39,25 @@ of; more: fewer steps of nobody, of half a millisecond each."""
 
 
 @final
+class VllmSharing:
+    """What the vLLM engines of one process have in common. See `sharing.process.ShareProcess`."""
+
+    def __init__(self, turns: ProcessTurns) -> None:
+        self._pool = KvPool(turns)
+
+    def __call__(self, config: protocol.EngineConfig, outbox: Outbox, news: threading.Event) -> SharedVllmProgram:
+        """One more."""
+        return SharedVllmProgram(config, self._pool, VllmProgram(config, outbox, (), news))
+
+
+@final
 class SharedVllmProgram:
     """See `process.Program`."""
 
-    def __init__(self, config: protocol.EngineConfig, outbox: Outbox, news: threading.Event) -> None:
+    def __init__(self, config: protocol.EngineConfig, pool: KvPool, program: VllmProgram) -> None:
         self._config = config
-        self._program = VllmProgram(config, outbox, (), news)
+        self._pool = pool
+        self._program = program
 
     def take(self, message: protocol.ToEngine) -> None:
         """By the thread that reads messages."""
@@ -54,12 +69,18 @@ class SharedVllmProgram:
 
     def load(self) -> VllmTurns:
         """Build the engine beside those that are here. Raises StartError."""
+        sharing = self._config.sharing
+        assert sharing is not None
         if self._config.tp > 1 or self._config.partition:
             raise StartError("an engine that shares its process has one GPU of one box: take tp 1, and no pipeline")
         cast("Any", vllm_core).cleanup_dist_env_and_memory = _keep_all
         agent = ConnectorAgent()
-        with agent.in_place():
-            return VllmTurns(self._program.load(), agent)
+        try:
+            with agent.in_place(), self._pool.give_blocks(sharing.service):
+                return VllmTurns(self._program.load(), agent, self._pool, sharing.service)
+        except StartError:
+            self._pool.close_service(sharing.service)
+            raise
 
 
 def _keep_all(shutdown_ray: bool = False) -> None:
@@ -83,8 +104,14 @@ class ConnectorAgent:
         finally:
             self._agent, state._KV_CONNECTOR_AGENT = state._KV_CONNECTOR_AGENT, None  # noqa: SLF001
 
+    def stop_reading(self, request: str | None = None) -> None:
+        """When this returns, nobody reads KV of this request, or of any, to send it."""
+        if self._agent is not None:
+            self._agent.worker_side.stop_reading(request)
+
     def drop(self) -> None:
         """The engine has left."""
+        self.stop_reading()
         self._agent = None
 
 
@@ -94,11 +121,13 @@ class VllmTurns:
 
     poll_s = POLL_S
 
-    def __init__(self, runner: EngineRunner, agent: ConnectorAgent) -> None:
+    def __init__(self, runner: EngineRunner, agent: ConnectorAgent, pool: KvPool, service: str) -> None:
         assert isinstance(runner.scheduler, TurnScheduler)
         self._runner = runner
         self._scheduler = runner.scheduler
         self._agent = agent
+        self._pool = pool
+        self._service = service
         self._step_s = 0.0
         self._token_s = 0.0
 
@@ -144,9 +173,20 @@ class VllmTurns:
             self._runner.step()
         self._runner.pause()
         scheduler.note_turn()
-        if requests and not scheduler.scheduled_tokens:
-            scheduler.evict_last()
         return scheduler.scheduled_tokens
+
+    def held_bytes(self, request: str) -> int:
+        """See the protocol."""
+        return self._scheduler.held_bytes(request)
+
+    def evict(self, request: str) -> None:
+        """See the protocol."""
+        self._agent.stop_reading(request)
+        self._scheduler.evict(request)
+
+    def tell_stats(self) -> None:
+        """See the protocol."""
+        self._runner.tell_stats()
 
     def awaits_news(self) -> bool:
         """See the protocol."""
@@ -157,7 +197,8 @@ class VllmTurns:
         self._runner.close()
 
     def leave(self) -> None:
-        """Weights and KV go when whoever still reads them has ended."""
+        """Weights go when whoever still reads them has ended, and blocks at once."""
         _LEFT.append(self._runner)
         self._runner.drop_memory()
         self._agent.drop()
+        self._pool.close_service(self._service)

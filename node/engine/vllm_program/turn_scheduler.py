@@ -3,22 +3,28 @@
 vLLM computes all that runs, takes from what waits while there is room, and mixes prompts with decodes. Here a step has
 the requests of one turn (`coordinator.sharing`), in its order, and of one phase. What is ready and not in the turn is
 kept where vLLM does not look: what waits for its turn in `_ready`, what runs and is paused, with its KV, out of
-`running` while a step is made up. When blocks run out, KV of a paused request goes, the last in the order first; where
-none may go, vLLM takes that of the last in the turn.
+`running` while a step is made up. Blocks are those of a pool that all engines of the process share (`kv_pool`). When
+they run out, KV of a paused request goes, of this engine or of another, the last in the order first; where none may go,
+vLLM takes that of the last in the turn.
 
 What waits for something else, KV of another box or a grammar, stays in vLLM's queues, and gets its blocks in whatever
-step comes. It is ready when that is here.
+step comes, if that leaves the other engines what they are sure of. It is ready when that is here.
 """
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast, final
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from .kv_pool import PagedBlockPool
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.v1.request import Request
 
     from ..sharing.turns import ServiceTurns
@@ -38,7 +44,8 @@ class TurnScheduler(Scheduler):
         self._turn: tuple[str, ...] = ()
         self.scheduled_tokens = 0
         """Of the last step."""
-        self._places, self._tokens, self._blocks = 0, 0, 0  # left in the turn that is chosen
+        self._places, self._tokens = 0, 0  # left in the turn that is chosen
+        self._promised = 0  # blocks, to those that were taken into it
         self._allocate = self.kv_cache_manager.allocate_slots
         cast("Any", self.kv_cache_manager).allocate_slots = self._allocate_or_evict
 
@@ -57,22 +64,47 @@ class TurnScheduler(Scheduler):
                 self._announce(request)
         self._places = self.max_num_active_reqs - len(self.running)
         self._tokens = self.max_num_scheduled_tokens
-        self._blocks = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._promised = 0
 
     def take(self, request_id: str) -> bool:
         """See `sharing.process.TurnEngine`."""
         request = self.requests[request_id]
-        tokens = request.num_tokens - request.num_computed_tokens
-        if self._tokens <= 0:
+        runs = request.status == RequestStatus.RUNNING
+        if self._tokens <= 0 or not (runs or self._places > 0):
             return False
-        if request.status != RequestStatus.RUNNING:
-            blocks = -(-request.num_tokens // self.block_size) if not request.num_computed_tokens else 0
-            if self._places <= 0 or blocks > self._blocks:
+        tokens = min(self._tokens, request.num_tokens - request.num_computed_tokens)
+        # vLLM begins a prompt only where all of it has room.
+        missing = self._count_missing(request, request.num_computed_tokens + tokens if runs else request.num_tokens)
+        while missing and (lacking := self._promised + missing - self._pool.get_num_free_blocks()) > 0:
+            if not self.turns.make_room(request_id, lacking * self._pool.block_bytes):
                 return False
-            self._places -= 1
-            self._blocks -= blocks
-        self._tokens -= min(tokens, self._tokens)
+        self._places -= not runs
+        self._promised += missing
+        self._tokens -= tokens
         return True
+
+    def held_bytes(self, request_id: str) -> int:
+        """See `sharing.turns.KvHolder`. Where KV is being written from another box, it stays."""
+        request = self.requests.get(request_id)
+        if request is None or (request.status != RequestStatus.RUNNING and request_id not in self._ready):
+            return 0
+        return self._count_held(request) * self._pool.block_bytes
+
+    def evict(self, request_id: str) -> None:
+        """See `sharing.turns.KvHolder`."""
+        request = self.requests[request_id]
+        if request.status == RequestStatus.RUNNING:
+            (self._paused if request in self._paused else self.running).remove(request)
+            self._preempt_request(request, time.monotonic())
+            return
+        # Its KV has come from another box, and it has had no turn yet: for vLLM, it has not begun.
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            self._update_waiting_for_remote_kv(request)
+            request.status = RequestStatus.WAITING
+        self.kv_cache_manager.free(request)
+        self._inflight_prefills.discard(request)
+        request.num_computed_tokens = 0
+        self.turns.lose_kv(request_id)
 
     def set_turn(self, requests: tuple[str, ...]) -> None:
         """Those of the next step, in order."""
@@ -84,14 +116,6 @@ class TurnScheduler(Scheduler):
             request = self.requests.get(request_id)
             if request is not None and request.status == RequestStatus.RUNNING:
                 self._note_kv(request)
-
-    def evict_last(self) -> None:
-        """Nothing of a turn had room: let who came last, of those that run, make some."""
-        found = self.turns.find_last_holder()
-        victim = next((each for each in self.running if each.request_id == found), None)
-        if victim is not None:
-            self.running.remove(victim)
-            self._preempt_request(victim, time.monotonic())
 
     # ---- vLLM's ---------------------------------------------------------------------------------------------
 
@@ -169,6 +193,8 @@ class TurnScheduler(Scheduler):
         else:
             self._take_out(request)
             self._ready[request.request_id] = request
+            if self._count_held(request):
+                self.turns.hold_kv(request.request_id)
 
     def _is_ready(self, request: Request) -> bool:
         """Whether it waits for nothing but its turn."""
@@ -190,17 +216,31 @@ class TurnScheduler(Scheduler):
         self.deferred_waiting.discard(request)
 
     def _allocate_or_evict(self, request: Request, *arguments: Any, **settings: Any) -> Any:
-        """Blocks for a request of the turn, those of paused ones if there are too few; None: none may go."""
-        while True:
-            blocks = self._allocate(request, *arguments, **settings)
-            if blocks is not None or request.request_id not in self._turn:
-                return blocks
-            victim = self._pick_victim(request)
-            if victim is None:
+        """Blocks for a request of the turn, or for one whose KV comes from another box; those of other requests if
+        there are too few. None: none may go."""
+        name = request.request_id
+        make_room: Callable[[int], bool]
+        if name in self._turn:
+            make_room = partial(self.turns.make_room, name)
+        elif name in self._awaiting and self._pool.leaves_floors(self._count_missing(request, request.num_tokens)):
+            make_room = self.turns.make_room_for_kv
+        else:
+            return None
+        while (blocks := self._allocate(request, *arguments, **settings)) is None:
+            if not make_room(self._pool.block_bytes):
                 return None
-            self._paused.remove(victim)
-            self._preempt_request(victim, time.monotonic())
+        return blocks
 
-    def _pick_victim(self, asker: Request) -> Request | None:
-        name = self.turns.pick_victim(asker.request_id)
-        return next((each for each in self._paused if each.request_id == name), None)
+    @property
+    def _pool(self) -> PagedBlockPool:
+        pool = self.kv_cache_manager.block_pool
+        assert isinstance(pool, PagedBlockPool)
+        return pool
+
+    def _count_missing(self, request: Request, tokens: int) -> int:
+        """Blocks that it has not, of those for so many tokens."""
+        groups = self.kv_cache_manager.num_kv_cache_groups
+        return max(0, groups * -(-tokens // self.block_size) - self._count_held(request))
+
+    def _count_held(self, request: Request) -> int:
+        return sum(map(len, self.kv_cache_manager.get_block_ids(request.request_id)))

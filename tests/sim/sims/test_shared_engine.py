@@ -127,10 +127,10 @@ def test_who_comes_last_in_order_loses_its_kv_and_computes_it_again() -> None:
     assert engine.counts.output_tokens == 12
 
 
-def test_a_service_within_its_share_keeps_its_kv() -> None:
-    """`slow` holds 40 of 80 tokens, its half: the prompt of `fast` waits, though it goes first in order."""
+def test_a_service_keeps_the_kv_that_it_is_sure_of() -> None:
+    """`slow` holds 20 of 80 tokens, its floor: the prompt of `fast` waits, though it goes first and needs more."""
     engine = engine_of(DoublingBudget, kv_tokens=160)
-    signals = run(engine, [(0.0, "slow", Sequence(1, 36, 4)), (3.5, "fast", Sequence(2, 100, 2))])
+    signals = run(engine, [(0.0, "slow", Sequence(1, 16, 5)), (3.5, "fast", Sequence(2, 124, 2))])
     assert engine.counts.preemptions == 0
     assert moments(signals, SignalKind.DONE)[1] < moments(signals, SignalKind.FIRST_TOKEN)[2]
 

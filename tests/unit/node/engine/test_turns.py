@@ -22,12 +22,33 @@ class Room:
         return self.places >= 0
 
 
+class Holder:
+    """An engine whose requests hold ten bytes each."""
+
+    def __init__(self, world: World, service: str) -> None:
+        self.world = world
+        self.service = service
+        self.evicted: list[str] = []
+        self.kept: set[str] = set()
+
+    def held_bytes(self, request: str) -> int:
+        return 0 if request in self.kept else 10
+
+    def evict(self, request: str) -> None:
+        self.evicted.append(request)
+        shares = self.world.turns.shares
+        assert shares is not None
+        shares.release(self.service, 10)
+        (self.world.short if self.service == "short" else self.world.long).lose_kv(request)
+
+
 class World:
     """Two engines of a process, and a clock."""
 
     def __init__(self, order: str = "db") -> None:
         self.now = 0.0
-        self.turns = ProcessTurns(order, lambda: self.now)
+        self.holders = {service: Holder(self, service) for service in ("long", "short")}
+        self.turns = ProcessTurns(order, lambda: self.now, self.holders.__getitem__)
         self.long: ServiceTurns = self.turns.open_service("long", LONG)
         self.short: ServiceTurns = self.turns.open_service("short", SHORT)
 
@@ -90,22 +111,88 @@ def test_what_happens_in_a_turn_counts_when_it_has_been_charged() -> None:
     assert "b" not in world.short
 
 
-def test_a_victim_is_another_request_of_the_same_service() -> None:
-    world = World()
-    world.long.add("far", 100)
-    world.long.hold_kv("far")
-    for name in "abc":  # the earlier a request has come, the less of its budget is left
-        world.short.add(name, 100)
-        world.step()
-        world.step()
+def hold(world: World, engine: ServiceTurns, *names: str) -> None:
+    """Requests with KV of ten bytes each, of a memory of a hundred."""
+    shares = world.turns.open_memory(100)
+    for service in ("long", "short"):
+        shares.open_service(service, 10)
+    for name in names:
+        engine.add(name, 100)
+        engine.hold_kv(name)
+        shares.take(engine.service, 10)
+
+
+def test_while_a_service_has_no_more_than_its_quota_victims_are_the_askers_own() -> None:
+    world = World("fcfs")
+    hold(world, world.short, "a", "b", "c")
+    hold(world, world.long, "far")
+    world.now = 0.001
     turn = world.choose(places=1)
     assert ids_of(turn) == ("a",)
-    assert world.short.pick_victim("a") == "c"
-    world.short.lose_kv("c")
-    assert world.short.pick_victim("a") == "b"
-    world.short.lose_kv("b")
-    assert world.short.pick_victim("a") is None
+    assert world.short.make_room("a", 15)
+    assert world.holders["short"].evicted == ["c", "b"]
+    assert not world.short.make_room("a", 1)
+    assert world.holders["long"].evicted == []
     world.turns.charge(turn, 0.01, 0)
+
+
+def test_who_has_more_than_its_quota_makes_room_for_others() -> None:
+    """The long requests have eight parts of ten, and half of all is for each: three may go, the last first."""
+    world = World()
+    hold(world, world.long, *"abcdefgh")
+    hold(world, world.short, "x")
+    turn = world.choose(places=1)
+    assert turn.service == "short"
+    assert not world.short.make_room("x", 40), "nobody loses any where that is not enough"
+    assert world.holders["long"].evicted == []
+    world.holders["long"].kept.add("g")
+    assert world.short.make_room("x", 30)
+    assert world.holders["long"].evicted == ["h", "f", "e"]
+    world.turns.charge(turn, 0.01, 0)
+    shares = world.turns.shares
+    assert shares is not None
+    shares.check()
+
+
+def test_kv_from_another_box_gets_room_from_others_alone() -> None:
+    world = World()
+    hold(world, world.long, *"abcdef")
+    hold(world, world.short, *"xyz")
+    assert not world.long.make_room_for_kv(10)
+    assert world.short.make_room_for_kv(10)
+    assert (world.holders["long"].evicted, world.holders["short"].evicted) == (["f"], [])
+
+
+def test_a_request_that_loses_its_kv_while_a_turn_is_chosen_has_no_part_in_it() -> None:
+    """The room of this turn is for one, who takes what it needs from those behind it."""
+    world = World("fcfs")
+    hold(world, world.short, *"abc")
+    for name in "abc":
+        world.short.begin_decode(name)
+
+    class Room:
+        def take(self, request: SharedRequest) -> bool:
+            name = ids_of(Turn("short", Phase.DECODE, [request]))[0]
+            return name != "a" or world.short.make_room(name, 20)
+
+    turn = world.turns.choose(Room())
+    assert turn is not None
+    assert ids_of(turn) == ("a",)
+    assert world.holders["short"].evicted == ["c", "b"]
+    world.turns.charge(turn, 0.01, 0)
+    assert ids_of(world.choose()) == ("b", "c"), "they are prompts again"
+
+
+def test_who_came_last_gives_its_kv_when_nobody_can_step() -> None:
+    world = World()
+    assert not world.turns.evict_last()
+    hold(world, world.long, "a", "b")
+    hold(world, world.short, "x")
+    world.holders["short"].kept.add("x")
+    assert world.turns.evict_last()
+    assert world.turns.evict_last()
+    assert world.holders["long"].evicted == ["b", "a"]
+    assert not world.turns.evict_last()
 
 
 def test_an_engine_that_leaves_takes_its_requests_along_and_comes_back_without() -> None:
@@ -129,4 +216,4 @@ def test_requests_that_are_not_there_are_passed_over() -> None:
 
 def test_orders_that_do_not_take_services_later_are_refused() -> None:
     with pytest.raises(SharingError, match="'rr' is none of db, fcfs"):
-        ProcessTurns("rr", lambda: 0.0)
+        ProcessTurns("rr", lambda: 0.0, World().holders.__getitem__)

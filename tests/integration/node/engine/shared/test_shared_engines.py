@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+from p2pserve.node.engine import protocol
 from p2pserve.node.engine.protocol import KvSlice
 from p2pserve.node.engine.settings import Sharing
 
@@ -20,6 +22,7 @@ from ..kv_engines import Engine, Result, Way, accepted, delivered, engines, list
 
 LENGTHS = (1, 40, 127, 128, 129, 300)
 SMALL: dict[str, Any] = {"max_batched_tokens": 256, "max_requests": 4}  # steps have no room for all requests
+LONG = 3 * BLOCK  # tokens of answers that take their time
 HEADS = {"one": (4, 2), "other": (3, 1)}  # layers and KV heads
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,7 +49,7 @@ def pid_of(engine: Engine) -> int:
 
 
 async def await_idle(engine: Engine, free: int) -> None:
-    """Until all of its blocks are free again."""
+    """Until all blocks are free again."""
     await engine.until(lambda: engine.stats is not None and engine.stats.running == 0 and engine.free == free)
 
 
@@ -87,28 +90,92 @@ def test_two_models_asked_at_once_answer_as_alone(
 def test_requests_that_lose_their_kv_are_answered(
     engine_channels: list[int], random_model: Path, other_model: Path
 ) -> None:
-    """Memory for three of eight answers: all come, and every block is free again."""
+    """Memory for a third of the answers of both models: they are those of engines of their own, and every block is free
+    again. When one model leaves, the other has all of the memory."""
 
     async def main() -> None:
-        async with engines(engine_channels, random_model, kv_cache_mib=8) as start:
-            shared = await start_shared(start, other_model)
-            free = {}
-            for name, engine in shared.items():
-                await engine.generate(prompt_of(1, 99))
-                free[name] = engine.free
-            blocks = free["one"] // BLOCK
-            requests = [
-                (engine, engine.submit(prompt_of(60, seed), count=BLOCK * 3))
-                for engine in shared.values()
-                for seed in range(2 * blocks // 3)
-            ]
-            for engine, request in requests:
-                with trio.fail_after(100):
-                    await engine.until(lambda: request in engine.results and engine.results[request].finish != "")  # noqa: B023
-                assert len(engine.results[request].tokens) == BLOCK * 3
-            for name, engine in shared.items():
-                await await_idle(engine, free[name])
-            assert sum(each.preemptions for each in shared["one"].iterations) > 0
+        async with engines(engine_channels, random_model) as start:
+            alone = {"one": await start(), "other": await start(model=str(other_model))}
+            shared = await start_shared(start, other_model, kv_cache_mib=8)
+            asked = [(name, prompt_of(60, seed)) for name in shared for seed in range(10)]
+            expected = [alone[name].submit(prompt, count=LONG) for name, prompt in asked]
+            requests = [shared[name].submit(prompt, count=LONG) for name, prompt in asked]
+            for (name, _), request, same in zip(asked, requests, expected, strict=True):
+                tokens = (await ended(shared[name], request)).tokens
+                assert tokens == (await ended(alone[name], same)).tokens
+                assert len(tokens) == LONG
+            for engine in shared.values():
+                assert sum(each.preemptions for each in engine.iterations) > 0
+                assert engine.link is not None
+                assert engine.link.ready is not None
+                await await_idle(engine, engine.link.ready.kv_tokens)
+            await shared["one"].generate(prompt_of(60, 99))
+            assert shared["other"].link is not None
+            shared["other"].link.close()
+            await shared["one"].until(lambda: shared["one"].stats is not None and shared["one"].stats.kv_quota == 1.0)
+
+    trio.run(main)
+
+
+async def ended(engine: Engine, request: str) -> Result:
+    """What came of it, which takes its time."""
+    with trio.fail_after(100):
+        while True:
+            with suppress(trio.TooSlowError):
+                return await engine.finished(request)
+
+
+def test_models_of_one_size_share_blocks_and_no_prefixes(
+    engine_channels: list[int], random_model: Path, tmp_path: Path
+) -> None:
+    """Each can have every block, and none finds another's prompt in its cache: not even where both were asked the same,
+    one after the other, and the second has had the first one's blocks."""
+    twin = make_random_model(tmp_path, intermediate_size=320)
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            alone = {"one": await start(), "other": await start(model=str(twin))}
+            shared = await start_shared(start, twin, kv_cache_mib=8)
+            blocks = {
+                engine.link.ready.kv_tokens // BLOCK for engine in shared.values() if engine.link and engine.link.ready
+            }
+            assert blocks == {15}
+            for seed in range(6):  # more than there is room for
+                prompt = prompt_of(400, seed)
+                for name, engine in shared.items():
+                    result = await engine.generate(prompt)
+                    assert result.cached == 0
+                    assert result.tokens == (await alone[name].generate(prompt)).tokens
+                    again = await engine.generate(prompt)
+                    assert (again.cached, again.tokens) == (384, result.tokens)
+            # What one has overwritten, the other has forgotten: it knows of no more than there is room for.
+            assert len(shared["one"].held) + len(shared["other"].held) <= 15
+
+    trio.run(main)
+
+
+def test_a_model_with_many_requests_leaves_room_for_one_of_another(
+    engine_channels: list[int], random_model: Path, other_model: Path
+) -> None:
+    """Long answers of one model fill the memory, again and again; a short one of the other comes long before they have
+    ended, and with the first tokens that it would have alone."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            alone = await start(model=str(other_model))
+            shared = await start_shared(start, other_model, kv_cache_mib=8)
+            many, few = shared["one"], shared["other"]
+            flood = [many.submit(prompt_of(100, seed), count=LONG) for seed in range(30)]
+            await many.until(lambda: many.stats is not None and many.stats.kv_usage > 0.9)
+            expected = await alone.generate(prompt_of(300, 7))
+            assert (await few.generate(prompt_of(300, 7))).tokens == expected.tokens
+            unfinished = [name for name in flood if name not in many.results or not many.results[name].finish]
+            assert len(unfinished) > 15
+            for request in flood:
+                many.send(protocol.Cancel(request=request))
+            assert few.link is not None
+            assert few.link.ready is not None
+            await await_idle(few, few.link.ready.kv_tokens)
 
     trio.run(main)
 
