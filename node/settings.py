@@ -135,6 +135,10 @@ class NodeTuning:
     """Figures of boxes and links move all the time: they are planned with so often. Boxes that come, go or change what
     they can do are planned with at once."""
 
+    replace_s: float = 60.0
+    """The first interval after which services are placed anew on boxes that host several, and the shortest. Shorter:
+    they follow what clients ask for sooner, and engines start more often."""
+
     # Plans on their way from the coordinator, and what this node says against them.
     plan_piece_s: float = 10.0  # for a piece; longer: slow links bring it; shorter: a hung node is left sooner
     plan_turns: int = 3  # nodes that get pieces from here at once; more: each of them is slower, and asks nobody else
@@ -243,12 +247,14 @@ class ApiSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostingSettings:
     """What the owner of a box says that hosts what it is given: only these entries of the catalogue, and none of those;
-    `models_dir`: where models are, and downloads go; `max_disk_gib`: that downloads may take there."""
+    `models_dir`: where models are, and downloads go; `max_disk_gib`: that downloads may take there. `beside`: the nodes
+    of this box, itself among them, each of which hosts something, with engines in one process."""
 
     only: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     models_dir: Path | None = None
     max_disk_gib: float | None = None
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

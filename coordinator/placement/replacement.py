@@ -46,11 +46,14 @@ KV_LEFT: Final = 0.1
 class ReplacementPace:
     """After which times services are placed anew."""
 
-    def __init__(self, *, now: float, interval_s: float = FIRST_S, beta: float = BETA) -> None:
+    def __init__(
+        self, *, now: float, interval_s: float = FIRST_S, shortest_s: float = SHORTEST_S, beta: float = BETA
+    ) -> None:
         if not (isfinite(interval_s) and interval_s > 0.0 and 0.0 < beta < 1.0):
             raise PlacementError(f"an interval of {interval_s:g} s that adapts by {beta:g} cannot be")
         self.interval_s = interval_s
         self.next_at = now + interval_s
+        self._shortest_s = shortest_s
         self._beta = beta
         self._expected: float | None = None
 
@@ -63,7 +66,7 @@ class ReplacementPace:
         if real is not None and self._expected is not None and self._expected > 0.0:
             off = abs(real - self._expected) / self._expected
             factor = 1.0 - self._beta if off > self._beta else 1.0 + self._beta if off < self._beta else 1.0
-            self.interval_s = min(max(SHORTEST_S, self.interval_s * factor), LONGEST_S)
+            self.interval_s = min(max(self._shortest_s, self.interval_s * factor), LONGEST_S)
         self.next_at = now + self.interval_s
 
     def expect(self, estimate: float) -> None:

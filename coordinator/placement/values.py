@@ -10,7 +10,7 @@ by vLLM's own rules, or several that step one at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -50,7 +50,7 @@ class PlacementError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementBox:
     """A box. `link_gbps`: between its cards. `disk_bytes`: room for weights. `on_disk`: services, by number, whose
-    weights it has already."""
+    weights it has already. `able`: those that it can host (None: any), at most so many in an engine."""
 
     id: str
     gpu: GpuSpec
@@ -59,6 +59,8 @@ class PlacementBox:
     usd_per_hour: float = 0.0
     disk_bytes: float = inf
     on_disk: frozenset[int] = frozenset()
+    able: frozenset[int] | None = None
+    most: int = SHARED_BY
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or not self.link_gbps > 0.0:
@@ -68,6 +70,10 @@ class PlacementBox:
     def kind(self) -> GroupKind:
         """What engines of it depend on, but for the number of GPUs."""
         return GroupKind(self.gpu, self.link_gbps)
+
+    def takes(self, services: Collection[int]) -> bool:
+        """Whether an engine of it may have these, memory aside."""
+        return len(services) <= self.most and (self.able is None or self.able.issuperset(services))
 
 
 class GroupKind(NamedTuple):
@@ -216,7 +222,9 @@ class PlacementProblem:
         return found
 
     def can_host(self, box: int, tp: int, services: tuple[int, ...]) -> bool:
-        """Whether weights fit, and beside them the longest request of each."""
+        """Whether a box takes them, their weights fit, and beside these the longest request of each."""
+        if not self.boxes[box].takes(services):
+            return False
         wanted = max(
             (self.longest_tokens[each] * self.services[each].model.kv_bytes_per_token for each in services), default=0
         )

@@ -1,17 +1,20 @@
 """Which boxes host which services of the catalogue, among those boxes that take whatever they are given.
 
     assigner = Assigner()
-    found = assigner.assign(entries, boxes, brought, now)     # box -> the name of an entry
+    found = assigner.assign(entries, boxes, brought, now)     # node -> the name of an entry
+    assigner.wanted = assign_slots(...)                       # where services are to come to, by `replacing.py`
 
 Every service that can be placed gets as many boxes as hold its model once; the others go by weight and by what
 clients ask for. What a box hosts it keeps, unless a service is without one, or far poorer than the one that it serves.
-Pure: time is a parameter. The same boxes and the same past give the same answer.
+A box that may host several has a node for each: so many `HostingBox`es that know of each other. Its second one is given
+to a service that has no box at all, and otherwise by a placement. No node leaves a service for a placement's sake that
+no other one serves. Pure: time is a parameter. The same boxes and the same past give the same answer.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import Annotated, Final, final
@@ -19,7 +22,8 @@ from typing import Annotated, Final, final
 import msgspec
 from msgspec import Meta
 
-from ..bounds import MAX_SERVICES, Count, Layer, Text
+from ..bounds import MAX_SERVICES, Count, Layer, Name, Text
+from ..costs.model_shape import ModelShape
 from .catalogue import CatalogueEntry, EntryName
 
 MOVE_GAIN: Final = 1.5
@@ -41,15 +45,24 @@ FORGET_S: Final = 1800.0
 """For so long a box that is away is given the service that it had, when it comes back: its files are there."""
 
 
+SETTLED_S: Final = 10.0
+"""A service is served elsewhere when a box has been ready for so long: plans have it by then, and gateways know them.
+Longer: safer on slow links; shorter: services are placed anew sooner."""
+
+MAX_BESIDE: Final = 8
+"""Nodes of a box that share its engine process."""
+
+
 class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a box says of one entry: how many of its model's layers fit there, of how many, the bytes of all weights,
-    those that it would have to fetch, and why it cannot host it ("": it can)."""
+    those that it would have to fetch, why it cannot host it ("": it can), and its dimensions (None: not told)."""
 
     fits: Layer = 0
     layers: Layer = 0
     weight_bytes: Count = 0
     missing_bytes: Count = 0
     fault: Text = ""
+    shape: ModelShape | None = None
 
     @property
     def is_possible(self) -> bool:
@@ -59,24 +72,41 @@ class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 class HostingOffer(msgspec.Struct, frozen=True, kw_only=True):
     """What a box says that hosts what it is given: the entry that it `hosts` now ("": none), the one that it makes
-    ready, how far that is, and what it can do of each."""
+    ready, how far that is, and what it can do of each. `beside`: the nodes of its box, itself among them, whose engines
+    share a process; the weights of all of these may take `room_bytes`."""
 
     hosts: Annotated[str, Meta(max_length=64)] = ""
     prepares: Annotated[str, Meta(max_length=64)] = ""
     detail: Text = ""
     models: Annotated[dict[EntryName, HostedModel], Meta(max_length=MAX_SERVICES)] = {}
+    beside: Annotated[tuple[Name, ...], Meta(max_length=MAX_BESIDE)] = ()
+    room_bytes: Count = 0
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostingBox:
-    """A box as it is to be decided about. `power`: GiB of its GPUs, or of the box: its part of what can be served.
-    `serves`: the entry for which its engine is ready, "" for none; None: that is not known."""
+    """A node as it is to be decided about. `power`: GiB of its GPUs, or of the box: its part of what can be served.
+    `serves`: the entry for which its engine is ready, "" for none; None: that is not known. `beside`: the nodes of its
+    box, where there are several."""
 
     id: str
     offer: HostingOffer
     power: float
     serves: str | None = None
+    beside: tuple[str, ...] = ()
+
+    @property
+    def machine(self) -> str:
+        """The first node of its box."""
+        return self.beside[0] if self.beside else self.id
+
+    def has_room_for(self, names: Collection[str]) -> bool:
+        """Whether the engine process of its box has room for the weights of all of these."""
+        models = [self.offer.models.get(name) for name in names]
+        if not all(model is not None and model.is_possible and model.fits >= model.layers for model in models):
+            return False
+        return sum(model.weight_bytes for model in models if model is not None) <= self.offer.room_bytes
 
     def fits(self, name: str) -> int:
         """How many layers of an entry's model it can hold, at most all."""
@@ -103,6 +133,7 @@ class Brought:
     power: float = 0.0
     fits: int = 0
     is_placed: bool = False
+    is_served: bool = False
     tokens_s: float = 0.0
 
 
@@ -150,6 +181,19 @@ class _Draft:
             self._power[name] -= box.power
             self._fits[name] -= box.fits(name)
 
+    def beside(self, box: HostingBox) -> set[str]:
+        """What the other nodes of a box have been given, and what they host until they have left it."""
+        others = [self.boxes[each] for each in box.beside if each != box.id and each in self.boxes]
+        found = {name for other in others for name in (self.given.get(other.id, ""), other.offer.hosts)}
+        return found - {""}
+
+    def fits(self, box: HostingBox, name: str) -> int:
+        """How many layers of an entry's model a box has room for beside what its other nodes have."""
+        beside = self.beside(box)
+        if not beside:
+            return box.fits(name)
+        return box.fits(name) if name not in beside and box.has_room_for({*beside, name}) else 0
+
     def of(self, name: str) -> list[HostingBox]:
         """The boxes of an entry."""
         return [self.boxes[box] for box in self._members[name]]
@@ -176,6 +220,11 @@ class _Draft:
         found = (box for box in self.boxes.values() if box.id not in self.given and box.id not in self._late)
         return sorted(found, key=lambda box: (-box.power, box.id))
 
+    def unused(self, name: str) -> list[HostingBox]:
+        """A free node of each box that has nothing at all, and room for layers of an entry."""
+        found = {box.machine: box for box in reversed(self.free()) if box.fits(name) and not self.beside(box)}
+        return list(reversed(found.values()))
+
     def spare(self) -> list[HostingBox]:
         """Boxes that their entries can do without, those of the richest first."""
         sure = ((self.boxes[box], name) for box, name in self.given.items() if box not in self._late)
@@ -188,10 +237,13 @@ class Assigner:
     """One per coordinator. It remembers what it has given to whom, and since when."""
 
     def __init__(self) -> None:
+        self.wanted: Mapping[str, str] = {}
+        """What nodes are to come to, as services have been placed last: an entry, or "" for none."""
         self._given: dict[str, tuple[str, float]] = {}  # box -> entry, since
         self._seen: dict[str, float] = {}
         self._boxes: dict[str, HostingBox] = {}  # as they were seen last
         self._good_at: dict[str, float] = {}  # when each was given something, came back, or was seen to serve it
+        self._serves: dict[str, tuple[str, float]] = {}  # node -> the entry for which it is ready, since
 
     def __repr__(self) -> str:
         return f"<Assigner {len(self._given)} boxes>"
@@ -210,7 +262,8 @@ class Assigner:
         brought: Mapping[str, Brought],
         now: float,
     ) -> dict[str, str]:
-        """The entry of each box that is to have one, at `now` (seconds)."""
+        """The entry of each node that is to have one, at `now` (seconds)."""
+        self._note_served(boxes, now)
         boxes = _keep_agreed(self._see(boxes, now))
         draft = _Draft(boxes, _weigh(entries, boxes, brought), brought, self._find_late(boxes, now))
         for box in boxes:
@@ -219,7 +272,8 @@ class Assigner:
             if name in draft.targets and box.fits(name):
                 draft.give(box, name)
         _place_all(entries, draft)
-        _share_rest(draft)
+        self._follow(draft, {name for name, each in brought.items() if each.is_served}, now)
+        _share_rest(draft, self.wanted)
         self._move_one(draft, now)
         self._note(draft, now)
         return dict(sorted(draft.given.items()))
@@ -241,13 +295,57 @@ class Assigner:
         away = [box for id_, box in self._boxes.items() if id_ not in here and now - self._seen[id_] <= AWAY_S]
         return [*boxes, *(box for box in away if box.id in self._given)]
 
+    def given(self) -> dict[str, str]:
+        """What each node was given."""
+        return {box: name for box, (name, _) in self._given.items()}
+
+    def is_settled(self, now: float) -> bool:
+        """Whether every node that was given something serves it, but for those that do not get on."""
+        late = self._find_late(self._boxes.values(), now)
+        return all(box in late or self._serves.get(box, ("",))[0] == name for box, (name, _) in self._given.items())
+
+    def _note_served(self, boxes: Iterable[HostingBox], now: float) -> None:
+        here = {box.id: box.serves for box in boxes if box.serves}
+        self._serves = {
+            id_: before if (before := self._serves.get(id_, ("", 0.0)))[0] == name else (name, now)
+            for id_, name in here.items()
+        }
+
+    def _follow(self, draft: _Draft, brought: Collection[str], now: float) -> None:
+        """Nodes to what they are to come to. One that serves something leaves it when it is served elsewhere, by one
+        that stays; one that is to have nothing, when the others of its box are ready, too."""
+        for id_, name in sorted(self.wanted.items()):
+            box, before = draft.boxes.get(id_), draft.given.get(id_, "")
+            if box is None or name == before or (name and name not in draft.targets):
+                continue
+            if before and before not in brought and not self._is_served(draft, before, id_, now):
+                continue
+            if not name and not all(self._is_ready(draft, each, now) for each in box.beside if each != id_):
+                continue
+            if before:
+                draft.take(box)
+            if name and draft.fits(box, name) and box.is_whole(name):
+                draft.give(box, name)
+            elif name and before:
+                draft.give(box, before)
+
+    def _is_served(self, draft: _Draft, name: str, without: str, now: float) -> bool:
+        """Whether a node that is to keep an entry has been ready for it for a while, one aside."""
+        others = (box.id for box in draft.of(name) if box.id != without)
+        return any(self.wanted.get(each, name) == name and self._is_ready(draft, each, now) for each in others)
+
+    def _is_ready(self, draft: _Draft, node: str, now: float) -> bool:
+        """Whether a node has served for a while what it was given, if anything."""
+        name, (serves, since) = draft.given.get(node, ""), self._serves.get(node, ("", now))
+        return not name or (serves == name and now - since >= SETTLED_S)
+
     def _move_one(self, draft: _Draft, now: float) -> None:
         """One box from a rich service to a poor one, where the rich one stays well ahead of what the poor one had."""
         for box in draft.spare():
             before = draft.given[box.id]
-            if now - self._given.get(box.id, ("", now))[1] < REST_S:
+            if box.id in self.wanted or now - self._given.get(box.id, ("", now))[1] < REST_S:
                 continue
-            others = [name for name in draft.targets if name != before and box.is_whole(name)]
+            others = [name for name in draft.targets if name != before and box.is_whole(name) and draft.fits(box, name)]
             poorest = min(others, key=lambda name: (draft.richness(name), name), default="")
             if poorest and draft.richness(poorest) * MOVE_GAIN <= draft.richness(before, -box.power):
                 draft.take(box)
@@ -322,13 +420,12 @@ def _place_all(entries: Iterable[CatalogueEntry], draft: _Draft) -> None:
 def _find_group(name: str, draft: _Draft) -> list[HostingBox]:
     """Boxes that would hold an entry's model, with those that it has: free ones, then such as others can do without;
     one that holds all of it before several. None where there are not enough."""
-    free = [box for box in draft.free() if box.fits(name)]
-    for choice in (free, [box for box in draft.spare() if box.fits(name)]):
-        alone = [box for box in choice if box.is_whole(name)]
-        if alone:  # the weakest that is strong enough: stronger ones are for what needs them
-            return [min(alone, key=lambda box: (box.power, box.missing(name), box.id))]
+    for choice in (draft.free(), draft.spare()):
+        alone = [box for box in choice if box.is_whole(name) and draft.fits(box, name)]
+        if alone:  # the weakest that is strong enough, and has nothing else: stronger ones are for what needs them
+            return [min(alone, key=lambda box: (bool(draft.beside(box)), box.power, box.missing(name), box.id))]
     found, layers = list[HostingBox](), draft.layers_of(name)
-    for box in free:
+    for box in draft.unused(name):
         found.append(box)
         layers += box.fits(name)
         if draft.holds(name, layers):
@@ -336,7 +433,9 @@ def _find_group(name: str, draft: _Draft) -> list[HostingBox]:
     taken = list[tuple[HostingBox, str]]()
     while not draft.holds(name, layers):
         # One by one: each may be the last that its entry can do without.
-        spare = [box for box in draft.spare() if box.fits(name) and draft.given[box.id] != name]
+        spare = [
+            box for box in draft.spare() if box.fits(name) and draft.given[box.id] != name and not draft.beside(box)
+        ]
         if not spare:
             break
         taken.append((spare[0], draft.given[spare[0].id]))
@@ -347,17 +446,17 @@ def _find_group(name: str, draft: _Draft) -> list[HostingBox]:
     return [*found, *(box for box, _ in taken)] if draft.holds(name, layers) else []
 
 
-def _share_rest(draft: _Draft) -> None:
-    """Give each free box to the service that is poorest of those that it holds alone; several that hold one together,
-    to that."""
+def _share_rest(draft: _Draft, wanted: Collection[str]) -> None:
+    """Give each box that has nothing to the service that is poorest of those that it holds alone; several that hold one
+    together, to that. Those that are placed otherwise wait for that."""
     for box in draft.free():
         whole = [name for name in draft.targets if box.is_whole(name)]
-        if whole:
+        if whole and box.id not in wanted and not draft.beside(box):
             draft.give(box, min(whole, key=lambda name: (draft.richness(name, box.power), box.missing(name), name)))
     for name in sorted(draft.targets, key=lambda name: (draft.richness(name), name)):
         parts, layers = list[HostingBox](), 0
-        for box in draft.free():
-            if box.fits(name) and not draft.holds(name, layers):
+        for box in draft.unused(name):
+            if box.id not in wanted and not draft.holds(name, layers):
                 parts.append(box)
                 layers += box.fits(name)
         if draft.holds(name, layers):

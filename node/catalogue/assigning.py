@@ -10,12 +10,12 @@ import trio
 
 from ...bootstrap.trust.entries import MAX_PAYLOAD
 from ...coordinator.demand import mean_lengths
-from ...coordinator.repair.ending import is_planned_without
-from ...coordinator.services.hosting import Assigner, Brought, HostingBox
+from ...coordinator.services.hosting import Assigner, Brought
 from ..joined import Joined
-from ..messages import Advert
 from ..view import NetworkView
+from .hosts import find_hosts, power_of
 from .messages import HOSTING, HostedService, HostingPlan
+from .placing import SharingDesk
 
 LOOK_S: Final = 1.0  # between two decisions; shorter: a new box hears sooner what it is to host
 HEARD_S: Final = 5.0  # after its election a coordinator has heard of all boxes; shorter: it may give one service twice
@@ -32,16 +32,26 @@ class AssignmentDesk:
         self._assigner = Assigner()
         self._plan = HostingPlan(epoch=0, serial=0)
         self._led_since: float | None = None
+        self._sharing = SharingDesk(joined)
 
     def __repr__(self) -> str:
         return f"<AssignmentDesk {self._plan.number} {self._assigner}>"
 
     async def run(self) -> None:
         """Decide, again and again, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._place)
+            while True:
+                plan = self.look(trio.current_time())
+                if plan is not None:
+                    self._joined.publish(HOSTING, plan)
+                await trio.sleep(LOOK_S)
+
+    async def _place(self) -> None:
+        """Place services anew while this node coordinates."""
         while True:
-            plan = self.look(trio.current_time())
-            if plan is not None:
-                self._joined.publish(HOSTING, plan)
+            if self._led_since is not None:
+                await self._sharing.look(self._assigner, self._led_since)
             await trio.sleep(LOOK_S)
 
     def look(self, now: float) -> HostingPlan | None:
@@ -68,21 +78,12 @@ class AssignmentDesk:
         return self._plan
 
 
-def find_hosts(view: NetworkView) -> list[HostingBox]:
-    """The boxes that host what they are given, and stay."""
-    return [
-        HostingBox(id=str(peer), offer=advert.hosting, power=_power_of(advert), serves=_find_served(advert))
-        for peer, advert in sorted(view.adverts.items())
-        if advert.hosting is not None and not advert.draining and not is_planned_without(advert.ends_in_s)
-    ]
-
-
 def find_brought(view: NetworkView) -> dict[str, Brought]:
     """By entry, what boxes have that were started with its model, and what clients ask of it."""
     power: defaultdict[str, float] = defaultdict(float)
     fits: defaultdict[str, int] = defaultdict(int)
     tokens_s: defaultdict[str, float] = defaultdict(float)
-    placed = set()
+    placed, served = set(), set()
     for advert in view.adverts.values():
         model = advert.model
         entry = view.catalogue.entry_of(model.service, model.name) if model is not None else None
@@ -92,12 +93,20 @@ def find_brought(view: NetworkView) -> dict[str, Brought]:
         if demand is not None:
             tokens_s[entry.name] += demand.requests_s * sum(mean_lengths((demand,)) or ())
         if advert.hosting is None and not advert.draining:
-            power[entry.name] += _power_of(advert)
+            power[entry.name] += power_of(advert)
             fits[entry.name] += min(advert.fits, model.layers)
             if fits[entry.name] >= model.layers:
                 placed.add(entry.name)
+            if advert.engine is not None and advert.engine.state == "ready" and not advert.hung:
+                served.add(entry.name)
     return {
-        name: Brought(power=power[name], fits=fits[name], is_placed=name in placed, tokens_s=tokens_s[name])
+        name: Brought(
+            power=power[name],
+            fits=fits[name],
+            is_placed=name in placed,
+            is_served=name in served,
+            tokens_s=tokens_s[name],
+        )
         for name in {*power, *tokens_s}
     }
 
@@ -111,14 +120,3 @@ def group_hosts(hosts: Mapping[str, str]) -> tuple[HostedService, ...]:
         if left >= 0:
             boxes[name].append(box)
     return tuple(HostedService(name=name, boxes=tuple(each)) for name, each in sorted(boxes.items()))
-
-
-def _find_served(advert: Advert) -> str:
-    """The entry for which a box's engine is ready, or waits for others that hold the model with it; "" for none."""
-    is_ready = advert.engine is not None and advert.engine.state in ("ready", "waiting") and not advert.hung
-    return advert.hosting.hosts if is_ready and advert.hosting is not None else ""
-
-
-def _power_of(advert: Advert) -> float:
-    hardware = advert.hardware
-    return sum(gpu.memory_gib for gpu in hardware.gpus) or hardware.memory_gib

@@ -121,7 +121,14 @@ class HostingLife:
         if engine is not None and engine.state == FAILED and self.hosts in models:
             fault = f"its engine has failed: {engine.detail}"[:300]
             models[self.hosts] = HostedModel(fault=fault)
-        return HostingOffer(hosts=self.hosts, prepares=self._prepares, detail=self._detail, models=models)
+        return HostingOffer(
+            hosts=self.hosts,
+            prepares=self._prepares,
+            detail=self._detail,
+            models=models,
+            beside=self._shelf.beside,
+            room_bytes=self._shelf.room_bytes,
+        )
 
     def after(self) -> HostingLife:
         """The life that follows this one, with what it has made ready."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, final
 
@@ -11,11 +12,12 @@ from ...coordinator.costs.gpus import GpuError
 from ...coordinator.services.catalogue import CatalogueEntry
 from ...coordinator.services.hosting import HostedModel
 from ..box.errors import NodeError
+from ..box.fitting import measure_room
 from ..box.hardware import Hardware
 from ..engine.agent_side.engine_link import EngineError
 from ..engine.backend import EngineBackend, ServedModel
 from ..models import ModelError, Report
-from ..settings import NodeSettings
+from ..settings import BoxEngineSettings, NodeSettings
 
 CANNOT: Final = (ModelError, NodeError, GpuError, EngineError, NetworkError, OSError)
 """What a model that this box cannot host is told by."""
@@ -39,6 +41,8 @@ class ModelShelf:
         self._hardware = hardware
         self._engine = settings.engine
         self._hosting = hosting
+        self.beside = hosting.beside
+        self.room_bytes = measure_shared_room(hardware, settings.engine, len(hosting.beside))
 
     def __repr__(self) -> str:
         return f"<ModelShelf {self._hosting}>"
@@ -63,6 +67,7 @@ class ModelShelf:
                 layers=info.layers,
                 weight_bytes=info.weights.of_stage(0, info.layers),
                 missing_bytes=self._check_disk(served),
+                shape=info.shape,
             )
         except CANNOT as error:
             return HostedModel(fault=describe_fault(error))
@@ -100,6 +105,16 @@ class ModelShelf:
                     f"that are used, and {most:g} are allowed"
                 )
         return missing
+
+
+def measure_shared_room(hardware: Hardware, engine: BoxEngineSettings, nodes: int) -> int:
+    """Bytes for the weights of all engines that share a process, beside the KV of each; 0 for one alone. `engine`: of
+    one of so many nodes, each with its part of what the box has."""
+    if nodes < 2:
+        return 0
+    whole = replace(engine, memory_gib=None if engine.memory_gib is None else engine.memory_gib * nodes)
+    room = measure_room(hardware, whole, tp=1, working_bytes=nodes * engine.fitting.gpu_fixed_bytes)
+    return max(0, room.memory_bytes - nodes * (room.kv_cache_bytes or 0))
 
 
 def describe_fault(error: BaseException) -> str:

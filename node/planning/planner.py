@@ -15,6 +15,7 @@ import trio
 
 from ...coordinator import Plan, PlanError
 from ...coordinator.regrouping.steps import RegroupProposal
+from ...coordinator.services.replacing import FoundSharing, SharingTask
 from ..settings import NodeTuning
 from .coordination import PlanningTask
 from .worker import HURRY, LENGTH, PlannerAnswer, PlannerTask
@@ -59,6 +60,10 @@ class Planner:
         """As `PlanningTask.propose`, likewise."""
         asked = PlannerTask(task=task, search_s=self._tuning.planning_s, seeks_groups=True)
         return (await self._answer(asked)).proposal
+
+    async def place(self, task: SharingTask) -> FoundSharing | None:
+        """As `SharingTask.run`, likewise."""
+        return (await self._answer(PlannerTask(sharing=task, search_s=self._tuning.planning_s))).sharing
 
     async def _answer(self, task: PlannerTask) -> PlannerAnswer:
         asked = msgspec.msgpack.encode(task)

@@ -24,6 +24,7 @@ import msgspec
 
 from ...coordinator import Plan
 from ...coordinator.regrouping.steps import RegroupProposal
+from ...coordinator.services.replacing import FoundSharing, SharingTask
 from .coordination import PlanningTask
 
 LENGTH: Final = struct.Struct("<I")
@@ -32,18 +33,21 @@ HURRY: Final = LENGTH.pack(0)
 
 class PlannerTask(msgspec.Struct, frozen=True, kw_only=True):
     """What to plan, and for how many seconds to search. `seeks_groups`: other groups of boxes are wanted, and no
-    plan."""
+    plan. `sharing`: which services share which boxes is wanted, and nothing else."""
 
-    task: PlanningTask
+    task: PlanningTask | None = None
     search_s: float
     seeks_groups: bool = False
+    sharing: SharingTask | None = None
 
 
 class PlannerAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """`plan`: what was found, None where nobody is ready. `refused`: why there is no plan that could be followed.
-    `failed`: what went wrong with these figures. `proposal`: the groups that were wanted; None: none are better."""
+    `failed`: what went wrong with these figures. `proposal`: the groups that were wanted; None: none are better.
+    `sharing`: what was wanted of it."""
 
     plan: Plan | None = None
+    sharing: FoundSharing | None = None
     proposal: RegroupProposal | None = None
     refused: str = ""
     failed: str = ""
@@ -60,6 +64,7 @@ def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
     """Plan, until `is_hurried` at the latest. What goes wrong is an answer, too: a task that fails is no reason to
     end."""
     from ...coordinator import PlanError
+    from ...coordinator.placement.values import PlacementError
 
     end = time.monotonic() + asked.search_s
 
@@ -67,10 +72,13 @@ def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
         return time.monotonic() > end or is_hurried()
 
     try:
+        if asked.sharing is not None:
+            return PlannerAnswer(sharing=asked.sharing.run(is_spent))
+        assert asked.task is not None, "something is to be planned"
         if asked.seeks_groups:
             return PlannerAnswer(proposal=asked.task.propose(is_spent))
         return PlannerAnswer(plan=asked.task.run(is_spent))
-    except PlanError as error:
+    except (PlanError, PlacementError) as error:
         return PlannerAnswer(refused=str(error))
     except MemoryError:
         return PlannerAnswer(failed="out of memory")

@@ -117,14 +117,15 @@ def _settings(arguments: SimpleNamespace, home: Path, where: str | None) -> Node
         engine=settings_of(BoxEngineSettings, arguments),
         routing=RoutingSettings(policy=arguments.routing),
         phase=Phase(arguments.phase) if arguments.phase is not None else None,
-        tuning=_tuning(arguments.max_ttft),
+        tuning=_tuning(arguments.max_ttft, arguments.replace_every),
     )
 
 
-def _tuning(max_ttft: tuple[float, float] | None) -> NodeTuning:
+def _tuning(max_ttft: tuple[float, float] | None, replace_every: float) -> NodeTuning:
+    tuning = replace(WAN, replace_s=replace_every)
     if max_ttft is None:
-        return WAN
-    return replace(WAN, clients=replace(WAN.clients, admission=AdmissionSettings.with_limit(*max_ttft)))
+        return tuning
+    return replace(tuning, clients=replace(WAN.clients, admission=AdmissionSettings.with_limit(*max_ttft)))
 
 
 def _run_node(settings: NodeSettings, arguments: SimpleNamespace) -> int:

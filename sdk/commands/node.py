@@ -132,6 +132,10 @@ def join(arguments: SimpleNamespace) -> int:
         from ..replicas.sharing import join_with_models
 
         return join_with_models(arguments, arguments.models)
+    if arguments.model is None and arguments.max_services > 1:
+        from ..replicas.sharing import join_with_models
+
+        return join_with_models(arguments, (None,) * arguments.max_services)
     if arguments.replicas != 1:
         require_model(arguments)
         from ..replicas.running import join_with_replicas

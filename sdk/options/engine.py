@@ -151,6 +151,14 @@ hosting_options: Final = combine(
         help="where models are looked for, by their folders' names, and downloads go (default: the Hugging Face cache)",
     ),
     _hosting(
+        "--max-services",
+        type=click.IntRange(1, 2),
+        default=1,
+        metavar="N",
+        help="host so many services at once, 1 or 2: their engines share one GPU, and take turns; the network says "
+        "which (default: 1)",
+    ),
+    _hosting(
         "--max-disk-gib",
         type=FIGURE,
         metavar="GIB",

@@ -33,7 +33,13 @@ def read_hosting(arguments: SimpleNamespace) -> HostingSettings | None:
     if both:
         raise UsageError(f"not: {both[0]} is also what --only names")
     models_dir = _open_folder(arguments.models_dir) if arguments.models_dir is not None else None
-    return HostingSettings(only=only, excluded=excluded, models_dir=models_dir, max_disk_gib=arguments.max_disk_gib)
+    return HostingSettings(
+        only=only,
+        excluded=excluded,
+        models_dir=models_dir,
+        max_disk_gib=arguments.max_disk_gib,
+        beside=getattr(arguments, "beside", ()),  # of several nodes of a box
+    )
 
 
 def _open_folder(given: Path) -> Path:

@@ -12,7 +12,7 @@ from ...kernels.codecs import CODEC_NAMES
 from .. import environment
 from .command import OPTIONS, Decorated, combine, option
 from .secrets import warn_on_stderr
-from .values import COUNT, FIGURE, FILE, POSITIVE, SECONDS, Parsed, ttft_limit
+from .values import AGE, COUNT, FIGURE, FILE, POSITIVE, SECONDS, Parsed, ttft_limit
 
 
 class _Text(click.ParamType[str]):
@@ -192,6 +192,15 @@ def place_options(*, port: int, folder: str, has_short: bool = True) -> Decorate
             default=30.0,
             metavar="S",
             help="on Ctrl-C or SIGTERM let requests finish for so long; a second one leaves at once (default: 30)",
+        ),
+        option(
+            "--replace-every",
+            shared=True,
+            type=AGE,
+            default=60.0,
+            metavar="TIME",
+            help="while this node coordinates, services are placed anew on boxes of --max-services 2 so often at most; "
+            "less often while traffic stays as it is (default: 1m)",
         ),
     )
 

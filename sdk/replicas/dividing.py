@@ -52,10 +52,15 @@ def divide_box(options: Mapping[str, Any], replicas: int, visible: Sequence[str]
     return _make_parts(options, [{}] * replicas, [{VISIBLE: ",".join(each)} for each in cards])
 
 
-def share_box(options: Mapping[str, Any], models: Sequence[str], gpus: int) -> tuple[NodePart, ...]:
-    """The parts of a node for each of these models on a box of so many GPUs, of which all use the first. Raises
-    UsageError or AddressError."""
-    if len({*models}) < len(models):
+def share_box(options: Mapping[str, Any], models: Sequence[str | None], gpus: int) -> tuple[NodePart, ...]:
+    """The parts of a node for each of these models (None: one that the network gives it) on a box of so many GPUs, of
+    which all use the first. Raises UsageError or AddressError."""
+    if None in models and gpus > 1:
+        raise UsageError(
+            f"max-services: engines that share a process have one GPU, and this box has {gpus}; run a join for each "
+            "GPU (CUDA_VISIBLE_DEVICES), or leave --max-services out"
+        )
+    if None not in models and len({*models}) < len(models):
         raise UsageError("model: each is given once; for several replicas of one take --replicas")
     if options["replicas"] != 1:
         raise UsageError("replicas: they are of one model; leave --replicas out, or all models but one")

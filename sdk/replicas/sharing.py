@@ -1,4 +1,5 @@
-"""`p2pserve join` with several models: a node for each, whose engines share one process and step one at a time."""
+"""`p2pserve join` with several models, or without one and --max-services: a node for each, whose engines share one
+process and step one at a time."""
 
 from __future__ import annotations
 
@@ -32,9 +33,9 @@ from .running_box import identify
 _BACKLOG: Final = 16
 
 
-def join_with_models(arguments: SimpleNamespace, models: Sequence[str]) -> int:
-    """Run a node for each model until all of them have left; the exit code. Raises UsageError, AddressError,
-    TokenError, GpuError or NodeError."""
+def join_with_models(arguments: SimpleNamespace, models: Sequence[str | None]) -> int:
+    """Run a node for each model (None: one that the network gives it) until all of them have left; the exit code.
+    Raises UsageError, AddressError, TokenError, GpuError or NodeError."""
     given = vars(arguments)
     if given["api_key_file"] == STDIN:
         raise UsageError("api_key_file: several nodes do not read standard input; give a file")
@@ -49,7 +50,9 @@ def join_with_models(arguments: SimpleNamespace, models: Sequence[str]) -> int:
     with lock_home(home / BOX), tempfile.TemporaryDirectory(prefix="p2pserve-") as folder:
         if not options["site"] and not names_one_place(find_announced_part(parts[0]).address.host):
             options["site"] = name_of(identify(home, parts[0]))  # see `running`: they are at one place all the same
-        print(f"{len(parts)} models share this box: {', '.join(models)}", file=sys.stderr, flush=True)
+        if None in models:
+            options["beside"] = tuple(str(identify(home, part)) for part in parts)
+        print(_describe(models), file=sys.stderr, flush=True)
         tell, greet = show_lines(len(folder_of_node(len(parts))), arguments.format)
         options["engine_socket"] = at = Path(folder) / "engines"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -64,6 +67,13 @@ def join_with_models(arguments: SimpleNamespace, models: Sequence[str]) -> int:
                 serves_api=options["http"] is not None,
             )
             return trio.run(run_until_signal, SharedBox(nodes, server, tell))
+
+
+def _describe(models: Sequence[str | None]) -> str:
+    given = [model for model in models if model is not None]
+    if not given:
+        return f"{len(models)} services at most share this box, as the network says"
+    return f"{len(given)} models share this box: {', '.join(given)}"
 
 
 @final

@@ -25,6 +25,9 @@ ABLE = HostedModel(fits=4, layers=4)
 class Shelf:
     """Finds every model; `fetch_s` seconds bring one, which `error` may end."""
 
+    beside = ()
+    room_bytes = 0
+
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.examined: list[str] = []

@@ -12,7 +12,8 @@ from p2pserve.coordinator import Demand
 from p2pserve.coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue
 from p2pserve.coordinator.services.hosting import LATE_S, Brought, HostedModel, HostingOffer
 from p2pserve.node.box.hardware import Gpu
-from p2pserve.node.catalogue.assigning import HEARD_S, AssignmentDesk, find_brought, find_hosts, group_hosts
+from p2pserve.node.catalogue.assigning import HEARD_S, AssignmentDesk, find_brought, group_hosts
+from p2pserve.node.catalogue.hosts import find_hosts
 from p2pserve.node.catalogue.messages import HostedService, HostingPlan, read_hosting, read_hosting_number
 from p2pserve.node.messages import Advert
 from p2pserve.node.view import NetworkView
@@ -111,7 +112,7 @@ def test_what_boxes_bring_and_clients_ask_counts_for_the_entry_of_their_model() 
     hosting = msgspec.structs.replace(advert("x"), demand=asked, hosting=OFFER)
     part = msgspec.structs.replace(advert("x"), fits=3, draining=True)
     found = find_brought(network(p=bringing, q=hosting, r=part))
-    assert found == {"chat": Brought(power=8.0, fits=4, is_placed=True, tokens_s=880.0)}
+    assert found == {"chat": Brought(power=8.0, fits=4, is_placed=True, is_served=True, tokens_s=880.0)}
 
 
 def test_what_is_said_fits_one_entry_of_gossip() -> None:

@@ -73,7 +73,7 @@ class Backend:
         if self.error is not None:
             raise self.error
         weights = SimpleNamespace(of_stage=lambda first, last: 1000 * (last - first))
-        info = SimpleNamespace(name=self.name or Path(model).name, service="s", layers=4, weights=weights)
+        info = SimpleNamespace(name=self.name or Path(model).name, service="s", layers=4, weights=weights, shape=None)
         if "/" in model and not model.startswith("/") and not self.name:
             info.name = model
         files = SimpleNamespace(info=info, count_missing=lambda layers: self.missing, fetch=self.fetch)

@@ -1,0 +1,44 @@
+"""The boxes that host what they are given, as a coordinator sees them."""
+
+from __future__ import annotations
+
+from ...bootstrap import PeerId
+from ...coordinator.repair.ending import is_planned_without
+from ...coordinator.services.hosting import HostingBox, HostingOffer
+from ..messages import Advert
+from ..view import NetworkView
+
+
+def find_hosts(view: NetworkView) -> list[HostingBox]:
+    """The nodes that host what they are given, and stay. Those of one box have equal parts of it."""
+    found = []
+    for peer, advert in sorted(view.adverts.items()):
+        if advert.hosting is not None and not advert.draining and not is_planned_without(advert.ends_in_s):
+            beside = _find_beside(view, peer, advert.hosting)
+            power = power_of(advert) / max(1, len(beside))
+            served = _find_served(advert)
+            found.append(HostingBox(id=str(peer), offer=advert.hosting, power=power, serves=served, beside=beside))
+    return found
+
+
+def _find_beside(view: NetworkView, peer: PeerId, offer: HostingOffer) -> tuple[str, ...]:
+    """The nodes of a box, where all of them that are here say the same; () for one alone, and for one that names
+    others who know nothing of it."""
+    beside = offer.beside
+    if len(beside) < 2 or len({*beside}) < len(beside) or peer not in beside:
+        return ()
+    others = (view.adverts.get(PeerId(each)) for each in beside)
+    told = {each.hosting.beside if each.hosting is not None else () for each in others if each is not None}
+    return beside if told == {beside} else ()
+
+
+def power_of(advert: Advert) -> float:
+    """GiB of its GPUs, or of the box."""
+    hardware = advert.hardware
+    return sum(gpu.memory_gib for gpu in hardware.gpus) or hardware.memory_gib
+
+
+def _find_served(advert: Advert) -> str:
+    """The entry for which a box's engine is ready, or waits for others that hold the model with it; "" for none."""
+    is_ready = advert.engine is not None and advert.engine.state in ("ready", "waiting") and not advert.hung
+    return advert.hosting.hosts if is_ready and advert.hosting is not None else ""

@@ -1,0 +1,204 @@
+"""Which services share which boxes, while this node coordinates: asked of the search that the simulator runs, in a
+process of its own, at intervals that adapt."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from statistics import mode
+from typing import final
+
+import trio
+
+from ...bootstrap import PeerId
+from ...coordinator import Demand, PlanError
+from ...coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
+from ...coordinator.costs.model_shape import ModelShape
+from ...coordinator.names import name_of
+from ...coordinator.placement.replacement import ReplacementPace
+from ...coordinator.services.hosting import Assigner, HostingBox
+from ...coordinator.services.replacing import (
+    UNKNOWN_LENGTHS,
+    BoxToPlace,
+    FoundSharing,
+    ServiceToPlace,
+    SharingTask,
+    assign_slots,
+)
+from ..joined import Joined
+from ..messages import Advert
+from ..planning.planner import PlannerFailed, open_planner
+from ..view import MIN_FIGURE, UNMEASURED_CPU, UNMEASURED_GPU, NetworkView
+from .hosts import find_hosts
+
+
+@final
+class SharingDesk:
+    """One per node; it acts while the node coordinates."""
+
+    def __init__(self, joined: Joined) -> None:
+        self._joined = joined
+        self._led_since = -1.0
+        self._pace = ReplacementPace(now=0.0)
+
+    def __repr__(self) -> str:
+        return f"<SharingDesk {self._pace}>"
+
+    async def look(self, assigner: Assigner, led_since: float) -> None:
+        """Place services anew, where it is time for that, and `assigner` has nothing under way."""
+        now, tuning = trio.current_time(), self._joined.settings.tuning
+        if led_since != self._led_since:
+            self._led_since = led_since
+            self._pace = ReplacementPace(now=led_since, interval_s=tuning.replace_s, shortest_s=tuning.replace_s)
+        if now < self._pace.next_at or not assigner.is_settled(now):
+            return
+        view = self._joined.view
+        task = find_task(view, find_hosts(view), assigner.given(), self._pace.interval_s)
+        if task is None:
+            self._pace.note(None, now)
+            return
+        found, why = None, ""
+        async with open_planner(tuning) as planner:
+            try:
+                found = await planner.place(task)
+            except (PlanError, PlannerFailed) as error:
+                why = str(error)
+        now = trio.current_time()
+        self._pace.note(found.running if found is not None else None, now)
+        if found is None:
+            self._joined.say(f"services stay where they are: {why}")
+            return
+        self._pace.expect(found.expected)
+        if found.hosts:
+            assigner.wanted = assign_slots(find_hosts(view), assigner.given(), found.hosts)
+            self._joined.say(describe_sharing(task, found))
+
+
+def describe_sharing(task: SharingTask, found: FoundSharing) -> str:
+    """For people: what moves, and what for."""
+    before = {box.id: box.hosts for box in task.boxes}
+    changed = [
+        f"{name_of(box)} {'+'.join(names) or 'nothing'}"
+        for box, names in sorted(found.hosts.items())
+        if {*names} != {*before.get(box, ())}
+    ]
+    return (
+        f"services are placed anew: {', '.join(changed)}; requests would take {found.running:.2g} -> "
+        f"{found.expected:.2g} times as long as alone"
+    )
+
+
+def find_task(
+    view: NetworkView, hosts: list[HostingBox], given: Mapping[str, str], period_s: float
+) -> SharingTask | None:
+    """What is to be decided; None where there is no choice: nobody asks for anything, no box may host several
+    services, or there is but one to host."""
+    nodes: defaultdict[str, list[HostingBox]] = defaultdict(list)
+    for host in hosts:
+        nodes[host.machine].append(host)
+    if max(map(len, nodes.values()), default=0) < 2:
+        return None
+    shapes = _find_shapes(hosts)
+    services = {
+        entry.name: ServiceToPlace(
+            name=entry.name,
+            shape=shapes[entry.name],
+            demands=_find_demands(view, entry.name),
+            lengths=entry.lengths or UNKNOWN_LENGTHS,
+        )
+        for entry in view.catalogue.entries
+        if entry.name in shapes
+    }
+    boxes = [
+        box
+        for machine, own in sorted(nodes.items())
+        if (box := _box_to_place(machine, own, given, view.adverts, services)) is not None
+    ]
+    boxes += _find_pinned(view, services)
+    able = {name for box in boxes for name in box.able}
+    left = tuple(service for name, service in services.items() if name in able)
+    if len(left) < 2 or not any(demand.requests_s for service in left for demand in service.demands):
+        return None
+    return SharingTask(boxes=tuple(boxes), services=left, period_s=period_s)
+
+
+def _box_to_place(
+    machine: str,
+    own: list[HostingBox],
+    given: Mapping[str, str],
+    adverts: Mapping[PeerId, Advert],
+    services: Mapping[str, ServiceToPlace],
+) -> BoxToPlace | None:
+    """A box; None for one that holds a part of a model with others, and one that holds none alone."""
+    hosted = tuple(sorted({name for box in own if (name := given.get(box.id, "")) in services}))
+    able = tuple(sorted(name for name in services if all(box.is_whole(name) for box in own)))
+    if not able or not set(hosted) <= set(able):
+        return None
+    ready = tuple(name for name in able if not own[0].missing(name))
+    card = _card_of([adverts[PeerId(box.id)] for box in own])
+    room = min(box.offer.room_bytes for box in own) if len(own) > 1 else 0
+    return BoxToPlace(id=machine, card=card, most=len(own), able=able, ready=ready, hosts=hosted, room_bytes=room)
+
+
+def _find_pinned(view: NetworkView, services: Mapping[str, ServiceToPlace]) -> list[BoxToPlace]:
+    """Boxes that were started with the model of a service, and serve it alone: they stay."""
+    found = []
+    for peer, advert in sorted(view.adverts.items()):
+        model, engine = advert.model, advert.engine
+        entry = view.catalogue.entry_of(model.service, model.name) if model is not None else None
+        if advert.hosting is not None or advert.draining or model is None or entry is None or engine is None:
+            continue
+        if entry.name in services and advert.fits >= model.layers and engine.state == "ready":
+            name, card = (entry.name,), _card_of([advert])
+            found.append(BoxToPlace(id=str(peer), card=card, most=1, able=name, ready=name, hosts=name))
+    return found
+
+
+def _find_shapes(hosts: list[HostingBox]) -> dict[str, ModelShape]:
+    """By entry, its model as most boxes that can host it alone tell of it."""
+    told: defaultdict[str, list[ModelShape]] = defaultdict(list)
+    for box in hosts:
+        for name, model in box.offer.models.items():
+            if model.shape is not None and model.shape.layers == model.layers and box.is_whole(name):
+                told[name].append(model.shape)
+    return {name: mode(shapes) for name, shapes in told.items()}
+
+
+def _find_demands(view: NetworkView, name: str) -> tuple[Demand, ...]:
+    """What gateways are asked of an entry."""
+    found = Counter[Demand]()
+    for advert in view.adverts.values():
+        model = advert.model
+        entry = view.catalogue.entry_of(model.service, model.name) if model is not None else None
+        if advert.demand is not None and entry is not None and entry.name == name:
+            found[advert.demand] += 1
+    return tuple(found.elements())
+
+
+def _card_of(adverts: list[Advert]) -> GpuSpec:
+    """The GPUs of a box as one: as the table has them, or as its engine has measured them; guessed before."""
+    hardware = adverts[0].hardware
+    count, name = max(1, len(hardware.gpus)), hardware.gpus[0].name if hardware.gpus else "processor"
+    measured = [
+        each.engine for each in adverts
+        if each.engine is not None and min(each.engine.tflops, each.engine.memory_gbps) >= MIN_FIGURE
+    ]  # fmt: skip
+    each = UNMEASURED_GPU if hardware.gpus else UNMEASURED_CPU
+    try:
+        known = gpu_table().find(name, hardware.emulated_as or Specs.DENSE)
+        each, specs = (known.tflops, known.memory_gbps), known.specs
+    except GpuError:
+        specs = Specs.ENGINE
+    tflops, memory_gbps = (figure * count for figure in each)
+    if measured and not hardware.emulated:
+        tflops, memory_gbps, specs = measured[0].tflops, measured[0].memory_gbps, Specs.ENGINE
+    return GpuSpec(
+        name=name,
+        memory_gib=sum(gpu.memory_gib for gpu in hardware.gpus) or hardware.memory_gib,
+        memory_gbps=float(f"{memory_gbps:.2g}"),  # alike for boxes that are nearly so
+        tflops=float(f"{tflops:.2g}"),
+        nvlink_gbps=0.0,
+        pcie_gen=0,
+        usd_per_hour=0.0,
+        specs=specs,
+    )
