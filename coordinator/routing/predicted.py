@@ -9,8 +9,8 @@ on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and liv
     TOKENS more        steps of the batch in which it decodes, and the prompts that are computed in between
 
 Where the plan has deadlines, a route costs what is likely to be missed on it: the first token and the time from token
-to token by the sixth power of their parts of their deadlines, the end by the share of the latest answers that would be too
-long for it (`AnswerTail`). So nobody is sent to a fast first token whose answer comes too late.
+to token by the sixth power of their parts of their deadlines, the end by the share of the latest answers that would be
+too long for it (`AnswerTail`). So nobody is sent to a fast first token whose answer comes too late.
 
 What waits and what decodes together counts twice (MARGINAL): for this request, and for those that it holds up. With its
 own time alone every request would go to the fastest replica until that is as slow as the others. A request counts as
@@ -23,10 +23,10 @@ Where prompts wait for long and sharing does not help, any replica may take a re
 for the other phase.
 
 A pair whose KV leaves its boxes, and that had more than its share of the latest requests, counts as that much later, as
-in `plan_and_queues`: that is what the plan knows of links; where there are deadlines,
-its times count as so much longer. Of routes that are expected to be nearly as good, the one on
-cheaper boxes is taken, where their prices are known; and where there are several gateways, one by lot: all hear the
-same reports, and would go to the same replica until the next.
+in `plan_and_queues`: that is what the plan knows of links; where there are deadlines, its times count as so much
+longer. Of routes that are expected to be nearly as good, the one on cheaper boxes is taken, where their prices are
+known; and where there are several gateways, one by lot: all hear the same reports, and would go to the same replica
+until the next.
 
 Nothing here needs a coordinator that is alive: a gateway goes on by the last plan, with what it sees. State and work
 are of the order of the plan's pairs.
