@@ -9,8 +9,8 @@ on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and liv
     TOKENS more        steps of the batch in which it decodes, and the prompts that are computed in between
 
 Where the plan has deadlines, a route costs what is likely to be missed on it: the first token and the time from token
-to token by the sixth power of their parts of their deadlines, the end by the share of the latest answers that would be too
-long for it (`AnswerTail`). So nobody is sent to a fast first token whose answer comes too late.
+to token by the sixth power of their parts of their deadlines, the end by the share of the latest answers that would be
+too long for it (`AnswerTail`). So nobody is sent to a fast first token whose answer comes too late.
 
 What waits and what decodes together counts twice (MARGINAL): for this request, and for those that it holds up. With its
 own time alone every request would go to the fastest replica until that is as slow as the others. A request counts as
@@ -23,10 +23,10 @@ Where prompts wait for long and sharing does not help, any replica may take a re
 for the other phase.
 
 A pair whose KV leaves its boxes, and that had more than its share of the latest requests, counts as that much later, as
-in `plan_and_queues`: that is what the plan knows of links; where there are deadlines,
-its times count as so much longer. Of routes that are expected to be nearly as good, the one on
-cheaper boxes is taken, where their prices are known; and where there are several gateways, one by lot: all hear the
-same reports, and would go to the same replica until the next.
+in `plan_and_queues`: that is what the plan knows of links; where there are deadlines, its times count as so much
+longer. Of routes that are expected to be nearly as good, the one on cheaper boxes is taken, where their prices are
+known; and where there are several gateways, one by lot: all hear the same reports, and would go to the same replica
+until the next.
 
 Nothing here needs a coordinator that is alive: a gateway goes on by the last plan, with what it sees. State and work
 are of the order of the plan's pairs.
@@ -64,6 +64,12 @@ LEAST_CHUNK: Final = 0.25
 TOKENS: Final = 10.0
 """Of an answer, that count beside its first one. More: requests go to where answers are generated fast; fewer: to where
 prompts are computed soon."""
+
+LATELY_S: Final = 10.0
+"""For so long prompts count that a replica was sent. Longer: steadier; shorter: it follows bursts."""
+
+BUSIEST: Final = 0.9
+"""Of a replica's time, what prompts take at most: a tenth is left for answers, in steps that have both."""
 
 SOON: Final = 0.1
 """Requests that count as missed where a time is just as long as its deadline, as times are guessed high: at half of it
@@ -189,6 +195,10 @@ class PredictedTimes(RoutingPolicy):
         self.prompts: dict[RequestId, int] = {}  # of requests that have not ended
         self.mean_prompt = self.mean_output = 0.0
         self.routed = 0  # lately
+        self._computed = np.zeros(
+            len(plan.replicas)
+        )  # tokens of prompts that this gateway has sent, those before fading
+        self._faded_at = 0.0
         self._known: list[ReplicaProfile | None] = []
         self._speeds: _Speeds | None = None
         self._routes: _Routes | None = None
@@ -220,7 +230,8 @@ class PredictedTimes(RoutingPolicy):
         is_shared = shared_s < prefill_s
         first_s = np.maximum(np.where(is_shared, shared_s, prefill_s), forecast.room_s[routes.decode])
         own_prompts = routes.is_whole * (uncached / prompt)[routes.decode]
-        beside_s = (self._shapes.is_mixed[routes.decode] + own_prompts) * forecast.beside_s[routes.decode]
+        beside_s = self._beside_s(forecast, speeds, loads, now)[routes.decode]
+        beside_s += own_prompts * forecast.beside_s[routes.decode]
         pace_s = forecast.decode_s[routes.decode] + beside_s
         saved_s = None
         if request.cached_tokens is not None and request.cached_tokens.any():
@@ -233,10 +244,20 @@ class PredictedTimes(RoutingPolicy):
             cost[routes.is_lent & ~self._may_lend(routes, first_s, forecast, is_shared)] = np.inf
         best = _pick(cost, loads.usd_per_hour[routes.prefill] + loads.usd_per_hour[routes.decode], loads, rng)
         self._queues.note_sent(best)
+        self._computed[routes.prefill[best]] += uncached[routes.prefill[best]]
         ends = loads.ids[routes.prefill[best]], loads.ids[routes.decode[best]]
         if is_shared[best]:
             return Route(prefill=ends[0], decode=ends[1], split=prompt, splits_there=True)
         return Route.between(*ends, 0 if routes.is_whole[best] else routes.table.split(best, prompt))
+
+    def _beside_s(self, forecast: _Forecast, speeds: _Speeds, loads: ReplicaLoads, now: float) -> Floats:
+        """By replica, from token to token, for prompts that it computes in between: as many as answers end there, or as
+        it has been sent lately, since it may compute others' as well."""
+        self._computed *= np.exp(min(0.0, self._faded_at - now) / LATELY_S)
+        self._faded_at = now
+        busy = loads.gateways * self._computed / LATELY_S * speeds.token_s / self._shapes.stages
+        busy = np.minimum(busy, BUSIEST)
+        return np.maximum(self._shapes.is_mixed * forecast.beside_s, forecast.decode_s * busy / (1.0 - busy))
 
     def _cost(self, first_s: Floats, pace_s: Floats, tokens: float, saved_s: Floats | None) -> Floats:
         """By route, of a first token after so long and of each one more: in seconds, or by the plan's deadlines in

@@ -196,9 +196,19 @@ def test_long_prompts_go_where_prompts_are_fast_though_many_decode_there() -> No
 
 def test_several_gateways_that_hear_the_same_do_not_all_go_to_one_replica() -> None:
     router = router_of(plan_of(dict.fromkeys("abcd", M)))
-    assert {router.route(500).decode for _ in range(50)} == {"a"}
+    assert {router.route(500, now=100.0 * each).decode for each in range(50)} == {"a"}
     router.loads.gateways = 4.0
-    assert {router.route(500).decode for _ in range(50)} == {"a", "b", "c", "d"}
+    assert {router.route(500, now=100.0 * each).decode for each in range(50, 100)} == {"a", "b", "c", "d"}
+
+
+def test_answers_are_not_generated_where_many_prompts_are_computed_for_others() -> None:
+    plan = plan_of({"a": M, "b": M, "d": D}, {("a", "d"): 0.8, ("a", "a"): 0.1, ("b", "b"): 0.1})
+    router = router_of(msgspec.structs.replace(plan, deadlines=Deadlines(tpot_s=0.1)), {"b": profile(1.2)})
+    assert router.route(500, exclude=frozenset({"d"})).decode == "a"
+    for each in range(40):  # all of them have been computed since, 0.8 s of work in each second
+        assert router.route(8000, exclude=frozenset({"b"}), now=each / 2.0).prefill in ("a", None)
+    assert router.route(500, exclude=frozenset({"d"}), now=20.0).decode == "b"
+    assert router.route(500, exclude=frozenset({"d"}), now=200.0).decode == "a"
 
 
 # ---- replicas that do what is not of their phase ----------------------------------------------------------
