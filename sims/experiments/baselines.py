@@ -17,18 +17,8 @@ from ..results.trials import SECONDS
 from .deployments import RATES
 from .page import Curves, Page, PageTable, Picture, ResultRow
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, highest_rate, outcome, spread
-from .systems import (
-    IN_HOUSE,
-    IN_HOUSE_TRIED,
-    LINKS,
-    SYSTEMS,
-    WHOLE,
-    System,
-    best_colocated,
-    chosen,
-    scope_of_trials,
-    systems,
-)
+from .systems import IN_HOUSE, LINKS, SYSTEMS, WHOLE, System, best_colocated, chosen, scope_of_trials, systems
+from .systems import IN_HOUSE_TRIED as TRIED
 
 TITLE: Final = "Figure 9, and deadlines of figures 7 and 8"
 ATTAINMENT: Final = "Figures 7 and 8"
@@ -298,7 +288,7 @@ def baselines(scope: Scope) -> Page:
             "replicas that do both, of any GPUs and degrees, each with the token budget of a step (vLLM's "
             "max_num_batched_tokens) that the deadline allows, as ours; `2048`: replicas searched for with that "
             "budget, which is vLLM's default. DistServe-like and vLLM-like: all splits, and all sizes of equal "
-            f"replicas, on the eight A100, of which the {IN_HOUSE_TRIED} with the best estimates are tried; no others "
+            f"replicas, on the eight A100, of which the {TRIED} with the best estimates are tried; no others "
             "challenge the best of those.\n\nOurs and "
             "HexGen-like are searched for at 1, 1.5 and 2 times the rate that is expected of a colocated plan. The six "
             f"of which most is expected are tried with requests of other seeds, and up to {scope.challengers} others "
