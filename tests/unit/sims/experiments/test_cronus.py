@@ -99,9 +99,15 @@ def test_cronus_carries_more_than_data_parallel_and_splits_prompts(pair: cronus_
 
 def test_the_page_has_the_papers_figures_beside_ours() -> None:
     page = cronus(SMALL)
-    throughput, use, latencies, lower, fits, equal = page.records()["tables"].values()
+    throughput, use, latencies, lower, fits, equal, equal_latencies = page.records()["tables"].values()
     assert "The first 100 conversations" in " ".join(page.markdown().split())
     assert [len(rows) for rows in (throughput, use, latencies, lower, fits, equal)] == [20, 8, 60, 7, 2, 4]
+    carried = {(row["cards_and_model"], system): row[system] for row in equal for system in ("dp", "cronus")}
+    for row in equal_latencies:
+        system = row["system"].lower()
+        if system in ("dp", "cronus"):
+            assert row["load"] == pytest.approx(row["rate"] / carried[row["cards_and_model"], system])
+    assert len(equal_latencies) == 60
     rates = {(row["cards_and_model"], row["system"]): row for row in throughput}
     for name, papers in PAPERS_RATES.items():
         for pair, paper in zip(PAIRS, papers, strict=True):
