@@ -289,7 +289,9 @@ def show_models_report(report: ModelsDemoReport, console: Console) -> None:
         for line in fold_lines(answer.prompt_end, INDENT):
             console.print(line)
         console.print("answer:")
-        for line in fold_lines(answer.text.strip("\n"), INDENT):
+        begun = answer.prompt_end[len(answer.prompt_end.rstrip(" ")) :]  # what the answer's first line begins with
+        text = answer.text if "\n" in answer.prompt_end else answer.text.lstrip(" ")  # of code, blanks say something
+        for line in fold_lines((begun + text).strip("\n"), INDENT):
             console.print(line)
     console.print()
     console.print(_table(report.answers))
@@ -314,7 +316,7 @@ def fold_lines(text: str, indent: str) -> list[str]:
 def _end_of(prompt: str) -> str:
     """The last of a prompt, from the beginning of a line or a word on."""
     end = prompt[-SHOWN_CHARACTERS:]
-    return end[max(end.find("\n"), end.find(" ") if "\n" not in end else 0) :].strip("\n")
+    return end[end.find("\n") :].strip("\n") if "\n" in end else end[end.find(" ") + 1 :]
 
 
 def _table(answers: tuple[ModelAnswer, ...]) -> Table:
