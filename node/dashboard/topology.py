@@ -327,6 +327,8 @@ def _tell_box(view: View, node: NodeSummary) -> str:
     """A box in three lines."""
     queue = f"{node.running} running, {node.waiting} waiting" if node.running is not None else "no engine runs"
     kv = f", KV {units.share(node.kv_usage)}" if node.kv_usage is not None else ""
+    if kv and node.kv_quota < 1.0:
+        kv += f" of one memory with other models, {units.share(node.kv_quota)} its own when all need it"
     roles = [node.phase or "no part in the plan", node.state if node.state != "alive" else ""]
     roles.append("coordinates" if node.is_coordinator else "")
     roles.append("shows you this" if node.id == view.snapshot.answered_by else "")

@@ -104,6 +104,9 @@ def _network_families(now: Snapshot) -> Iterator[Metric]:
     own = next((node for node in now.nodes if node.id == now.node), None)
     tokens = {"computed": own.prefilled_tokens, "prefix cache": own.cached_tokens} if own is not None else {}
     yield _counter("prefill_tokens_total", "Prompt tokens of this box, by where their KV is from", "source", tokens)
+    usage, quota = (own.kv_usage or 0.0, own.kv_quota) if own is not None else (0.0, 1.0)
+    yield _gauge("kv_usage_ratio", "Part of the box's KV memory that this node's model has in use", usage)
+    yield _gauge("kv_quota_ratio", "Part that it may have when models beside it need theirs", quota)
     members = GaugeMetricFamily(f"{PREFIX}members", "Boxes by state, as this node sees them", labels=["state"])
     states = [node.state for node in now.nodes]
     for state in ("alive", "draining", "suspect", "dead", "left"):

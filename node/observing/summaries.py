@@ -101,6 +101,7 @@ def _with_advert(node: NodeSummary, advert: Advert, phase: str, layers: tuple[in
         running=stats.running if stats is not None else None,
         waiting=stats.waiting if stats is not None else None,
         kv_usage=min(1.0, stats.kv_usage) if stats is not None else None,
+        kv_quota=min(1.0, stats.kv_quota) if stats is not None else 1.0,
         kv_tokens=engine.kv_tokens if engine is not None else None,
         requests_s=advert.demand.requests_s if advert.demand is not None else None,
         refused_s=advert.served.refused_s if advert.served is not None else 0.0,

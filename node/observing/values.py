@@ -188,7 +188,8 @@ class NodeSummary(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[Count, Count] | None = None  # of the model, that it holds by the plan
     running: Count | None = None
     waiting: Count | None = None
-    kv_usage: Share | None = None
+    kv_usage: Share | None = None  # of the KV memory, which models of one box share
+    kv_quota: Share = 1.0  # that it may have when others need it, too
     kv_tokens: Count | None = None
     requests_s: Figure | None = None  # that clients ask of it
     refused_s: Figure = 0.0  # requests per second that its gateway has no place for

@@ -379,4 +379,5 @@ def _load(advert: Advert) -> str:
     stats = advert.stats
     if stats is None:
         return "-"
-    return f"{stats.running} running, {stats.waiting} waiting, KV {stats.kv_usage:.0%}"
+    quota = f" (may have {stats.kv_quota:.0%})" if stats.kv_quota < 1.0 else ""
+    return f"{stats.running} running, {stats.waiting} waiting, KV {min(1.0, stats.kv_usage):.0%}{quota}"

@@ -243,7 +243,8 @@ def node_lines(node: NodeSummary, topology: Topology) -> Iterator[str]:
     yield f"  engine    {node.engine_state or 'none'}{detail}; {node.engine or '-'}"
     yield f"  serves    {node.service or 'nothing'}"
     if node.running is not None and node.kv_usage is not None:
-        kv = f"KV {node.kv_usage:.0%} of {node.kv_tokens} tokens"
+        quota = f" (may have {node.kv_quota:.0%})" if node.kv_quota < 1.0 else ""
+        kv = f"KV {node.kv_usage:.0%}{quota} of {node.kv_tokens} tokens"
         yield f"  load      {node.running} running, {node.waiting} waiting, {kv}"
     yield f"  served    {node.prefilled_tokens} tokens prefilled, {node.decoded_tokens} decoded since it was started"
     if node.cached_tokens:

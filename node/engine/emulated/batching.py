@@ -119,7 +119,7 @@ class Batcher:
         self._waiting: deque[BatchedRequest] = deque()
         self._awaiting_kv: dict[str, BatchedRequest] = {}  # have blocks, and wait for external KV
         self._sending: set[BatchedRequest] = set()  # have ended; their KV is still being sent
-        self._places = self._tokens_left = self._promised = 0  # of the turn that is chosen
+        self._places = self._tokens_left = self._reserved = 0  # of the turn that is chosen
 
     def __repr__(self) -> str:
         counts = f"{self.running} running, {self.waiting} waiting, {len(self._sending)} sending"
@@ -227,7 +227,7 @@ class Batcher:
     def begin_choice(self) -> None:
         """A turn is chosen: all of a step is free. What is cached may have been overwritten by another engine."""
         self._places = self._max_requests - len(self._running)
-        self._tokens_left, self._promised = self._step_tokens, 0
+        self._tokens_left, self._reserved = self._step_tokens, 0
         self._prefixes.shrink(self.memory.free)
 
     def take(self, sequence: BatchedRequest, make_room: Callable[[int], bool]) -> bool:
@@ -239,11 +239,11 @@ class Batcher:
         tokens = min(self._tokens_left, sequence.known - sequence.computed)
         positions = sequence.computed + tokens if runs else sequence.known
         missing = self._blocks(positions) - sequence.blocks - len(sequence.shared)
-        while missing > 0 and (lacking := self._promised + missing - self.memory.free) > 0:
+        while missing > 0 and (lacking := self._reserved + missing - self.memory.free) > 0:
             if not make_room(lacking):
                 return False
         self._places -= not runs
-        self._promised += max(0, missing)
+        self._reserved += max(0, missing)
         self._tokens_left -= tokens
         return True
 

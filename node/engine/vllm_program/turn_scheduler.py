@@ -45,7 +45,7 @@ class TurnScheduler(Scheduler):
         self.scheduled_tokens = 0
         """Of the last step."""
         self._places, self._tokens = 0, 0  # left in the turn that is chosen
-        self._promised = 0  # blocks, to those that were taken into it
+        self._reserved = 0  # blocks, to those that were taken into it
         self._allocate = self.kv_cache_manager.allocate_slots
         cast("Any", self.kv_cache_manager).allocate_slots = self._allocate_or_evict
 
@@ -64,7 +64,7 @@ class TurnScheduler(Scheduler):
                 self._announce(request)
         self._places = self.max_num_active_reqs - len(self.running)
         self._tokens = self.max_num_scheduled_tokens
-        self._promised = 0
+        self._reserved = 0
 
     def take(self, request_id: str) -> bool:
         """See `sharing.process.TurnEngine`."""
@@ -75,11 +75,11 @@ class TurnScheduler(Scheduler):
         tokens = min(self._tokens, request.num_tokens - request.num_computed_tokens)
         # vLLM begins a prompt only where all of it has room.
         missing = self._count_missing(request, request.num_computed_tokens + tokens if runs else request.num_tokens)
-        while missing and (lacking := self._promised + missing - self._pool.get_num_free_blocks()) > 0:
+        while missing and (lacking := self._reserved + missing - self._pool.get_num_free_blocks()) > 0:
             if not self.turns.make_room(request_id, lacking * self._pool.block_bytes):
                 return False
         self._places -= not runs
-        self._promised += missing
+        self._reserved += missing
         self._tokens -= tokens
         return True
 

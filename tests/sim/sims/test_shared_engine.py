@@ -8,6 +8,7 @@ import pytest
 
 from p2pserve.coordinator.sharing.baselines import FirstComeFirstServed
 from p2pserve.coordinator.sharing.doubling_budget import DoublingBudget
+from p2pserve.coordinator.sharing.kv_shares import KvShares
 from p2pserve.coordinator.sharing.orders import TURN_ORDERS
 from p2pserve.coordinator.sharing.service_profile import ExpectedMoments, ExpectedService, ServiceProfile
 from p2pserve.coordinator.sharing.turn_queue import TurnOrder
@@ -21,6 +22,7 @@ SMALL = SimEngineSettings(max_batched_tokens=100, max_sequences=8, block_tokens=
 FAST = LinearTimes(step=1.0, token=0.01, request=0.1, context=0.001)
 SLOW = LinearTimes(step=2.0, token=0.02, request=0.2, context=0.002)
 MakeOrder = Callable[[Mapping[str, ServiceProfile]], TurnOrder]
+LENGTHS = {"slow": (180, 16), "fast": (100, 2)}
 Arrival = tuple[float, str, Sequence]
 
 
@@ -133,6 +135,22 @@ def test_a_service_keeps_the_kv_that_it_is_sure_of() -> None:
     signals = run(engine, [(0.0, "slow", Sequence(1, 16, 5)), (3.5, "fast", Sequence(2, 124, 2))])
     assert engine.counts.preemptions == 0
     assert moments(signals, SignalKind.DONE)[1] < moments(signals, SignalKind.FIRST_TOKEN)[2]
+
+
+def test_a_flood_of_one_service_leaves_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of `slow` fill the memory for minutes; `fast` has its turn at once. With a pool of who comes first it
+    waits until an answer has ended."""
+    arrivals: list[Arrival] = [(0.0, "slow", Sequence(key, *LENGTHS["slow"])) for key in range(8)]
+    arrivals.append((20.0, "fast", Sequence(9, *LENGTHS["fast"])))
+    engine = engine_of(DoublingBudget, kv_tokens=800)
+    first = moments(run(engine, arrivals), SignalKind.FIRST_TOKEN)[9]
+    assert first < 20.0 + 10.0
+    assert engine.counts.preemptions > 0
+
+    monkeypatch.setattr(KvShares, "may_lose", lambda self, service, asker, **_: service == asker)
+    naive = engine_of(DoublingBudget, kv_tokens=800)
+    arrivals = [(at, service, Sequence(each.key, *LENGTHS[service])) for at, service, each in arrivals]
+    assert moments(run(naive, arrivals), SignalKind.FIRST_TOKEN)[9] > 20.0 + 30.0
 
 
 @pytest.mark.parametrize("name", TURN_ORDERS)

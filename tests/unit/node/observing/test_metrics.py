@@ -65,6 +65,14 @@ def test_a_request_counts_where_it_should() -> None:
     assert found["events_total", ("request.ended",)] == 1.0
 
 
+def test_a_model_has_a_part_of_the_kv_memory() -> None:
+    node = NodeSummary(id="here", role="worker", state="alive", address="", kv_usage=0.5, kv_quota=0.75)
+    found = samples(NodeCounts(), Snapshot(node="here", nodes=(node,)))
+    assert (found["kv_usage_ratio", ()], found["kv_quota_ratio", ()]) == (0.5, 0.75)
+    found = samples(NodeCounts(), Snapshot(node="there", nodes=(node,)))
+    assert (found["kv_usage_ratio", ()], found["kv_quota_ratio", ()]) == (0.0, 1.0)
+
+
 def test_keys_are_told_apart_by_name_whatever_it_is() -> None:
     found = samples(NodeCounts(), Snapshot(node="here", key_usd={'al"ice\n': 0.75, "": 0.125}))
     assert found["key_cost_usd_total", ('al"ice\n',)] == 0.75

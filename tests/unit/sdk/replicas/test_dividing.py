@@ -175,11 +175,13 @@ def test_a_part_with_more_options_keeps_the_others() -> None:
     assert part.with_options({"divided": 1}).options == {**part.options, "divided": 1}
 
 
-def test_models_that_share_a_box_have_its_first_gpu_and_a_part_of_its_kv() -> None:
-    given = options("--kv-cache-mib", "1000", "--usd-per-hour", "3", "--http", "127.0.0.1:0")
+def test_models_that_share_a_box_have_its_first_gpu_and_one_kv_memory() -> None:
+    """All name the whole of it; what else of the memory they may take is divided."""
+    given = options("--kv-cache-mib", "1024", "--usd-per-hour", "3", "--http", "127.0.0.1:0", "--memory-gib", "10")
     parts = share_box(given, ("a", "b", "c"), 2)
     assert [part.options["model"] for part in parts] == ["a", "b", "c"]
-    assert {part.options["kv_cache_mib"] for part in parts} == {333}
+    assert {part.options["kv_cache_mib"] for part in parts} == {1024}
+    assert {part.options["memory_gib"] for part in parts} == {4.0}
     assert {part.options["tp"] for part in parts} == {1}
     assert [part.listen.port for part in parts] == [4002, 4003, 4004]
     assert [part.options["usd_per_hour"] for part in parts] == [1.0] * 3
@@ -188,7 +190,7 @@ def test_models_that_share_a_box_have_its_first_gpu_and_a_part_of_its_kv() -> No
 
 def test_without_a_gpu_they_share_the_usual_kv_cache() -> None:
     parts = share_box(options(), ("a", "b"), 0)
-    assert [part.options["kv_cache_mib"] for part in parts] == [128, 128]
+    assert [part.options["kv_cache_mib"] for part in parts] == [256, 256]
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,8 @@ def test_requests_that_lose_their_kv_are_answered(
             alone = {"one": await start(), "other": await start(model=str(other_model))}
             shared = await start_shared(start, other_model, kv_cache_mib=8)
             asked = [(name, prompt_of(60, seed)) for name in shared for seed in range(10)]
-            expected = [alone[name].submit(prompt, count=LONG) for name, prompt in asked]
-            requests = [shared[name].submit(prompt, count=LONG) for name, prompt in asked]
+            expected = [alone[name].submit(prompt, count=LONG, deadline_s=280) for name, prompt in asked]
+            requests = [shared[name].submit(prompt, count=LONG, deadline_s=280) for name, prompt in asked]
             for (name, _), request, same in zip(asked, requests, expected, strict=True):
                 tokens = (await ended(shared[name], request)).tokens
                 assert tokens == (await ended(alone[name], same)).tokens
@@ -119,7 +119,7 @@ def test_requests_that_lose_their_kv_are_answered(
 
 async def ended(engine: Engine, request: str) -> Result:
     """What came of it, which takes its time."""
-    with trio.fail_after(100):
+    with trio.fail_after(200):
         while True:
             with suppress(trio.TooSlowError):
                 return await engine.finished(request)
