@@ -89,8 +89,8 @@ def describe_sharing(task: SharingTask, found: FoundSharing) -> str:
         if {*names} != {*before.get(box, ())}
     ]
     return (
-        f"services are placed anew: {', '.join(changed)}; requests would take {found.running:.2g} -> "
-        f"{found.expected:.2g} times as long as alone"
+        f"services are placed anew: {', '.join(changed)}; they cost {found.running_cost:.2g} -> "
+        f"{found.found_cost:.2g}, where 1 is every request as fast as alone"
     )
 
 
