@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(700)
 SERVICES = {"chat": "llama-7b", "code": "qwen2-7b", "talk": "opt-6.7b"}
 PROMPT = "def fibonacci(n):"
 TOKENS = 24
-BUSY, QUIET = 0.12, 0.6
+BUSY, QUIET = 0.15, 0.7
 """Seconds between two requests of the service that is asked most, and of the others."""
 
 PLACEMENTS = 4
