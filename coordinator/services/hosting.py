@@ -2,7 +2,7 @@
 
     assigner = Assigner()
     found = assigner.assign(entries, boxes, brought, now)     # node -> the name of an entry
-    assigner.wanted = assign_slots(...)                       # where services are to come to, by `replacing.py`
+    assigner.place(assign_slots(...), now)                    # where services are to come to, by `replacing.py`
 
 Every service that can be placed gets as many boxes as hold its model once; the others go by weight and by what
 clients ask for. What a box hosts it keeps, unless a service is without one, or far poorer than the one that it serves.
@@ -48,6 +48,10 @@ FORGET_S: Final = 1800.0
 SETTLED_S: Final = 10.0
 """A service is served elsewhere when a box has been ready for so long: plans have it by then, and gateways know them.
 Longer: safer on slow links; shorter: services are placed anew sooner."""
+
+STUCK_S: Final = 120.0
+"""After so long services may be placed anew though they have not come to where they were placed last: none of two nodes
+goes first where each serves alone what the other is to. Shorter: than moves take, and they would be begun in vain."""
 
 MAX_BESIDE: Final = 8
 """Nodes of a box that share its engine process."""
@@ -237,8 +241,8 @@ class Assigner:
     """One per coordinator. It remembers what it has given to whom, and since when."""
 
     def __init__(self) -> None:
-        self.wanted: Mapping[str, str] = {}
-        """What nodes are to come to, as services have been placed last: an entry, or "" for none."""
+        self._wanted: Mapping[str, str] = {}  # what nodes are to come to, as services have been placed last
+        self._wanted_at = 0.0
         self._given: dict[str, tuple[str, float]] = {}  # box -> entry, since
         self._seen: dict[str, float] = {}
         self._boxes: dict[str, HostingBox] = {}  # as they were seen last
@@ -268,12 +272,13 @@ class Assigner:
         draft = _Draft(boxes, _weigh(entries, boxes, brought), brought, self._find_late(boxes, now))
         for box in boxes:
             # What the box has counts where nothing was given here: an earlier coordinator's word, or its own start.
-            name = self._given[box.id][0] if box.id in self._given else box.offer.hosts
+            name = self._given[box.id][0] if box.id in self._given else ""
+            name = name or (box.offer.hosts if box.id not in self._wanted else "")
             if name in draft.targets and box.fits(name):
                 draft.give(box, name)
         _place_all(entries, draft)
         self._follow(draft, {name for name, each in brought.items() if each.is_served}, now)
-        _share_rest(draft, self.wanted)
+        _share_rest(draft, self._wanted)
         self._move_one(draft, now)
         self._note(draft, now)
         return dict(sorted(draft.given.items()))
@@ -299,8 +304,31 @@ class Assigner:
         """What each node was given."""
         return {box: name for box, (name, _) in self._given.items()}
 
+    def place(self, wanted: Mapping[str, str], now: float) -> None:
+        """Nodes are to come to these entries, or to none (""); until then nothing else is placed."""
+        self._wanted, self._wanted_at = wanted, now
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Nodes that are to let go of what they host, and have not yet."""
+        let_go = (node for node, name in sorted(self._wanted.items()) if not name and node not in self._given)
+        return tuple(node for node in let_go if node in self._boxes and self._boxes[node].offer.hosts)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether nodes have been given all that they are to come to, and serve it."""
+        given, here = self.given(), self._boxes
+        return all(
+            name == given.get(node, "") == self._serves.get(node, ("",))[0]
+            for node, name in self._wanted.items()
+            if node in here
+        )
+
     def is_settled(self, now: float) -> bool:
-        """Whether every node that was given something serves it, but for those that do not get on."""
+        """Whether services may be placed anew: every node serves what it was given, but for those that do not get on,
+        and has come to what it was to come to, where that was possible."""
+        if not self.is_in_place and now - self._wanted_at <= STUCK_S:
+            return False
         late = self._find_late(self._boxes.values(), now)
         return all(box in late or self._serves.get(box, ("",))[0] == name for box, (name, _) in self._given.items())
 
@@ -314,7 +342,7 @@ class Assigner:
     def _follow(self, draft: _Draft, brought: Collection[str], now: float) -> None:
         """Nodes to what they are to come to. One that serves something leaves it when it is served elsewhere, by one
         that stays; one that is to have nothing, when the others of its box are ready, too."""
-        for id_, name in sorted(self.wanted.items()):
+        for id_, name in sorted(self._wanted.items()):
             box, before = draft.boxes.get(id_), draft.given.get(id_, "")
             if box is None or name == before or (name and name not in draft.targets):
                 continue
@@ -332,7 +360,7 @@ class Assigner:
     def _is_served(self, draft: _Draft, name: str, without: str, now: float) -> bool:
         """Whether a node that is to keep an entry has been ready for it for a while, one aside."""
         others = (box.id for box in draft.of(name) if box.id != without)
-        return any(self.wanted.get(each, name) == name and self._is_ready(draft, each, now) for each in others)
+        return any(self._wanted.get(each, name) == name and self._is_ready(draft, each, now) for each in others)
 
     def _is_ready(self, draft: _Draft, node: str, now: float) -> bool:
         """Whether a node has served for a while what it was given, if anything."""
@@ -343,7 +371,7 @@ class Assigner:
         """One box from a rich service to a poor one, where the rich one stays well ahead of what the poor one had."""
         for box in draft.spare():
             before = draft.given[box.id]
-            if box.id in self.wanted or now - self._given.get(box.id, ("", now))[1] < REST_S:
+            if box.id in self._wanted or now - self._given.get(box.id, ("", now))[1] < REST_S:
                 continue
             others = [name for name in draft.targets if name != before and box.is_whole(name) and draft.fits(box, name)]
             poorest = min(others, key=lambda name: (draft.richness(name), name), default="")

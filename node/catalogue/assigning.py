@@ -19,7 +19,8 @@ from .placing import SharingDesk
 
 LOOK_S: Final = 1.0  # between two decisions; shorter: a new box hears sooner what it is to host
 HEARD_S: Final = 5.0  # after its election a coordinator has heard of all boxes; shorter: it may give one service twice
-MAX_HOSTS_BYTES: Final = MAX_PAYLOAD - 8192  # of boxes' ids in one entry, beside the names of services
+MAX_HOSTS_BYTES: Final = MAX_PAYLOAD - 16384  # of boxes' ids in one entry, beside the names of services
+MAX_IDLE: Final = 64  # boxes that are told at once to let go of what they host; the others a moment later
 _BOX_BYTES: Final = 2  # of MessagePack, beside an id
 
 
@@ -68,13 +69,13 @@ class AssignmentDesk:
         if now - self._led_since < HEARD_S:
             return None
         hosts = self._assigner.assign(view.catalogue.entries, find_hosts(view), find_brought(view), now)
-        services = group_hosts(hosts)
-        if self._plan.epoch == leader[1] and services == self._plan.services:
+        services, idle = group_hosts(hosts), self._assigner.idle[:MAX_IDLE]
+        if self._plan.epoch == leader[1] and (services, idle) == (self._plan.services, self._plan.idle):
             return None
         if not services and not self._plan.services:
             return None  # a network without such boxes says nothing of them
         serial = self._plan.serial + 1 if self._plan.epoch == leader[1] else 1
-        self._plan = HostingPlan(epoch=leader[1], serial=serial, services=services)
+        self._plan = HostingPlan(epoch=leader[1], serial=serial, services=services, idle=idle)
         return self._plan
 
 

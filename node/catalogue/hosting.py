@@ -11,13 +11,13 @@ network and what the others know of its links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final, NamedTuple, final
 
 import trio
 
-from ...bootstrap import Unreachable
+from ...bootstrap import PeerId, Unreachable
 from ...coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue
 from ...coordinator.services.hosting import HostedModel, HostingOffer
 from ..engine.backend import ServedModel
@@ -54,12 +54,27 @@ def find_wanted(
     plan: HostingPlan | None, own: str, catalogue: ServiceCatalogue, models: Mapping[str, HostedModel], hosts: str
 ) -> str:
     """Which entry the box is to host: what the coordinator gives it, where it can do that; else what it has. "": none,
-    as when its entry is no longer in the catalogue."""
+    as when its entry is no longer in the catalogue, or the coordinator says so."""
+    if plan is not None and own in plan.idle:
+        return ""
     kept = hosts if catalogue.find(hosts) is not None else ""
     given = plan.entry_of(own) if plan is not None else ""
     model = models.get(given)
     is_possible = catalogue.find(given) is not None and model is not None and model.is_possible
     return given if is_possible else kept
+
+
+def leave_room(models: Mapping[str, HostedModel], taken: Collection[str], room_bytes: int) -> dict[str, HostedModel]:
+    """Those that this node can host beside what the others of its box have: whole, none of the same, and all weights
+    within the room of their process. A coordinator of the last release knows nothing of that."""
+    if not taken:
+        return dict(models)
+    used = sum(models[name].weight_bytes for name in taken if name in models)
+    return {
+        name: model
+        for name, model in models.items()
+        if name not in taken and model.fits >= model.layers and used + model.weight_bytes <= room_bytes
+    }
 
 
 def find_due(catalogue: ServiceCatalogue, looked: Mapping[str, Looked], now: float) -> CatalogueEntry | None:
@@ -197,7 +212,9 @@ class HostingLife:
         if entry is None and self.placed is not None and joined.view.catalogue.version < self.placed.version:
             return  # it has just come back, and has not heard of the latest yet
         if entry is None:
-            self._end(None, joined, f"{self.hosts} is out of the catalogue: this box hosts it no more")
+            is_listed = joined.view.catalogue.find(self.hosts) is not None
+            why = "has its place elsewhere now" if is_listed else "is out of the catalogue"
+            self._end(None, joined, f"{self.hosts} {why}: this box hosts it no more")
             return
         joined.say(f"{wanted} is to be hosted here: its model is {entry.model}")
         self._tell("fetches its files", wanted, on_news)
@@ -232,7 +249,13 @@ class HostingLife:
                 fetching.cancel()
 
     def _find_wanted(self, joined: Joined) -> str:
+        beside = self._shelf.beside
+        others = [joined.view.adverts.get(PeerId(peer)) for peer in beside if peer != joined.own]
+        offers = [other.hosting for other in others if other is not None and other.hosting is not None]
+        before = beside.index(joined.own) if beside else 0
         models = {name: each.model for name, each in self._looked.items()}
+        taken = {each.hosts for each in offers} | {each.prepares for each in offers[:before]}
+        models = leave_room(models, taken - {""}, self._shelf.room_bytes)
         return find_wanted(joined.view.hosting, joined.own, joined.view.catalogue, models, self.hosts)
 
     def _tell(self, detail: str, prepares: str, on_news: Callable[[], None]) -> None:

@@ -22,12 +22,13 @@ class HostedService(Message, frozen=True, kw_only=True):
 
 
 class HostingPlan(Message, frozen=True, kw_only=True):
-    """What a coordinator publishes of the boxes that host what they are given. `serial` counts within an epoch. Earlier
-    releases do not read it, and have no such boxes."""
+    """What a coordinator publishes of the boxes that host what they are given. `serial` counts within an epoch; `idle`:
+    those that are to let go of what they host. Earlier releases do not read it, and have no such boxes."""
 
     epoch: Counter
     serial: Counter
     services: Annotated[tuple[HostedService, ...], msgspec.Meta(max_length=MAX_SERVICES)] = ()
+    idle: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_PEERS)] = ()
 
     @property
     def number(self) -> tuple[int, int]:

@@ -39,6 +39,7 @@ class SharingDesk:
     def __init__(self, joined: Joined) -> None:
         self._joined = joined
         self._led_since = -1.0
+        self._is_moving = False
         self._pace = ReplacementPace(now=0.0)
 
     def __repr__(self) -> str:
@@ -50,6 +51,10 @@ class SharingDesk:
         if led_since != self._led_since:
             self._led_since = led_since
             self._pace = ReplacementPace(now=led_since, interval_s=tuning.replace_s, shortest_s=tuning.replace_s)
+            self._is_moving = False
+        if self._is_moving and assigner.is_in_place:
+            self._is_moving = False
+            self._joined.say("services are where they were placed")
         if now < self._pace.next_at or not assigner.is_settled(now):
             return
         view = self._joined.view
@@ -70,7 +75,8 @@ class SharingDesk:
             return
         self._pace.expect(found.expected)
         if found.hosts:
-            assigner.wanted = assign_slots(find_hosts(view), assigner.given(), found.hosts)
+            assigner.place(assign_slots(find_hosts(view), assigner.given(), found.hosts), now)
+            self._is_moving = True
             self._joined.say(describe_sharing(task, found))
 
 
@@ -83,8 +89,8 @@ def describe_sharing(task: SharingTask, found: FoundSharing) -> str:
         if {*names} != {*before.get(box, ())}
     ]
     return (
-        f"services are placed anew: {', '.join(changed)}; requests would take {found.running:.2g} -> "
-        f"{found.expected:.2g} times as long as alone"
+        f"services are placed anew: {', '.join(changed)}; they cost {found.running_cost:.2g} -> "
+        f"{found.found_cost:.2g}, where 1 is every request as fast as alone"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...coordinator.names import count_of, name_of, with_names
 from ...coordinator.regrouping.refusals import describe_refusal
 from ...coordinator.regrouping.steps import describe_boxes
 from ...coordinator.repair.ending import is_planned_without
+from ...coordinator.services.hosting import HostingOffer
 from ...node.adverts import find_fault, join_faults, parts_of, plans_of
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.observing.ages import describe_age
@@ -124,10 +125,16 @@ def ending_lines(status: Status) -> list[str]:
 
 
 def hosting_lines(status: Status) -> list[str]:
-    """One line for each box that makes ready what it is to host, or waits for that."""
+    """One line for each box that hosts several services, and each that makes ready what it is to host, or waits for
+    that."""
     lines = []
+    offers = _offers_of(status)
     for node in status.nodes:
-        offer = node.advert.hosting if node.advert is not None and node.state not in GONE else None
+        offer = offers.get(node.peer)
+        if offer is not None and offer.beside and offer.beside[0] == node.peer:
+            hosts = [offers[peer].hosts for peer in offer.beside if peer in offers and offers[peer].hosts]
+            names = " and ".join(name_of(peer) for peer in offer.beside)
+            lines.append(f"shared: {names} are one box: {' and '.join(hosts) or 'nothing yet'}")
         if offer is not None and offer.detail:
             what = f"makes {offer.prepares} ready: " if offer.prepares else ""
             lines.append(f"hosting: {name_of(node.peer)} {what}{offer.detail}")
@@ -149,18 +156,34 @@ def unplaced_lines(status: Status) -> list[str]:
 
 def hosting_faults(status: Status, name: str) -> dict[str, str]:
     """By box, why those that host what they are given cannot host an entry alone, for people."""
-    offers = {
-        node.peer: node.advert.hosting.models.get(name)
-        for node in status.nodes
-        if node.advert is not None and node.advert.hosting is not None and node.state not in GONE
-    }
+    offers = _offers_of(status)
     found = {}
-    for peer, model in offers.items():
+    for peer, offer in offers.items():
+        model = offer.models.get(name)
         if model is not None and model.fault:
             found[peer] = model.fault
         elif model is not None and model.fits < model.layers:
             found[peer] = f"has room for {model.fits} of {count_of(model.layers, 'layer')}"
+        elif model is not None and not offer.hosts and (lacking := _lacking_beside(offers, offer, name)):
+            found[peer] = lacking
     return found
+
+
+def _offers_of(status: Status) -> dict[str, HostingOffer]:
+    """By node, what those say that host what they are given."""
+    adverts = {node.peer: node.advert for node in status.nodes if node.advert is not None and node.state not in GONE}
+    return {peer: advert.hosting for peer, advert in adverts.items() if advert.hosting is not None}
+
+
+def _lacking_beside(offers: Mapping[str, HostingOffer], offer: HostingOffer, name: str) -> str:
+    """Why a node cannot host an entry beside what the others of its box do; "" where it can."""
+    beside = {offers[peer].hosts for peer in offer.beside if peer in offers} - {"", name}
+    sizes = [offer.models[each].weight_bytes for each in {*beside, name} if each in offer.models]
+    if not beside or sum(sizes) <= offer.room_bytes:
+        return ""
+    gib = 1 << 30
+    wanted, room = f"{sum(sizes) / gib:.1f} GiB", f"{offer.room_bytes / gib:.1f}"
+    return f"no room beside {' and '.join(sorted(beside))}: {wanted} of weights, and there is room for {room}"
 
 
 def _short(advert: Advert | None, columns: Sequence[str]) -> dict[str, str]:

@@ -16,7 +16,14 @@ _OF_A_MODEL = {"served_model_name": "--served-model-name is", "vllm_options": "o
 def read_hosting(arguments: SimpleNamespace) -> HostingSettings | None:
     """None for a box with a model of its own. Downloads go to --models-dir from here on. Raises UsageError."""
     only, excluded = tuple(arguments.only), tuple(arguments.excluded)
-    given = {"only": only, "not": excluded, "models-dir": arguments.models_dir, "max-disk-gib": arguments.max_disk_gib}
+    several = arguments.max_services if getattr(arguments, "max_services", 1) > 1 else None
+    given = {
+        "max-services": several,
+        "only": only,
+        "not": excluded,
+        "models-dir": arguments.models_dir,
+        "max-disk-gib": arguments.max_disk_gib,
+    }
     if arguments.model is not None:
         for option, value in given.items():
             if value not in ((), None):

@@ -12,7 +12,7 @@ from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.placement.values import PlacementError
 from p2pserve.coordinator.services.catalogue import CatalogueEntry
-from p2pserve.coordinator.services.hosting import SETTLED_S, Assigner, HostedModel, HostingBox, HostingOffer
+from p2pserve.coordinator.services.hosting import SETTLED_S, STUCK_S, Assigner, HostedModel, HostingBox, HostingOffer
 from p2pserve.coordinator.services.replacing import (
     MAX_DRAWN,
     MAX_LENGTH,
@@ -83,17 +83,22 @@ def test_no_node_leaves_a_service_before_another_has_served_it_for_a_while() -> 
     boxes = [*pair("a"), *pair("b")]
     given = assigner.assign((CHAT, CODE), boxes, {}, now)
     boxes = serve(boxes, given)
-    assigner.wanted = assign_slots(boxes, given, {"ax": ("code",), "bx": ("chat",)})
-    assert assigner.wanted == {"ax": "", "ay": "code", "bx": "", "by": "chat"}, "what is new loads beside what serves"
+    wanted = assign_slots(boxes, given, {"ax": ("code",), "bx": ("chat",)})
+    assert wanted == {"ax": "", "ay": "code", "bx": "", "by": "chat"}, "what is new loads beside what serves"
+    assigner.place(wanted, now)
     both = {"ax": "chat", "ay": "code", "bx": "code", "by": "chat"}
     for now in (1.0, 2.0, 500.0):
         assert assigner.assign((CHAT, CODE), boxes, {}, now) == both
     boxes = serve(boxes, both)
     assert assigner.assign((CHAT, CODE), boxes, {}, 501.0) == both
-    assert not Assigner().is_settled(0.0) or assigner.is_settled(501.0)
-    after = assigner.assign((CHAT, CODE), boxes, {}, 501.0 + SETTLED_S)
-    assert after == {"ay": "code", "by": "chat"}
+    after = {"ay": "code", "by": "chat"}
+    for now in (501.0 + SETTLED_S, 502.0 + SETTLED_S):
+        assert assigner.assign((CHAT, CODE), boxes, {}, now) == after
+        assert assigner.idle == ("ax", "bx"), "they are told until they have let go"
     assert assigner.assign((CHAT, CODE), serve(boxes, after), {}, 600.0) == after, "nothing comes back by itself"
+    assert assigner.idle == ()
+    assert assigner.is_in_place
+    assert assigner.is_settled(600.0)
 
 
 def test_where_there_is_no_room_beside_it_goes_first_if_others_serve_it() -> None:
@@ -103,14 +108,16 @@ def test_where_there_is_no_room_beside_it_goes_first_if_others_serve_it() -> Non
     assert given == {"ax": "chat", "bx": "chat"}
     boxes = serve(boxes, given)
     assigner.assign((CHAT,), boxes, {}, 1.0)
-    assigner.wanted = assign_slots(boxes, given, {"ax": ("code",), "bx": ("chat",)})
-    assert assigner.wanted["ax"] == "code"
+    wanted = assign_slots(boxes, given, {"ax": ("code",), "bx": ("chat",)})
+    assert wanted["ax"] == "code"
+    assigner.place(wanted, 1.0)
     assert assigner.assign((CHAT, CODE), boxes, {}, 20.0)["ax"] == "code"
     alone = Assigner()
     alone.assign((CHAT,), boxes[:2], {}, 0.0)
-    alone.wanted = {"ax": "code", "ay": ""}
+    alone.place({"ax": "code", "ay": ""}, 0.0)
     for now in (1.0, 60.0, 600.0):
         assert alone.assign((CHAT, CODE), boxes[:2], {}, now) == {"ax": "chat"}, "nobody else serves it"
+        assert alone.is_settled(now) == (now > STUCK_S)
 
 
 def test_two_that_would_each_leave_what_the_other_leaves_do_not_both_go() -> None:
@@ -118,7 +125,7 @@ def test_two_that_would_each_leave_what_the_other_leaves_do_not_both_go() -> Non
     assigner = Assigner()
     boxes = serve(boxes, assigner.assign((CHAT,), boxes, {}, 0.0))
     assigner.assign((CHAT,), boxes, {}, 1.0)
-    assigner.wanted = {"ax": "code", "ay": "", "bx": "code", "by": ""}
+    assigner.place({"ax": "code", "ay": "", "bx": "code", "by": ""}, 1.0)
     found = assigner.assign((CHAT, CODE), boxes, {}, 60.0)
     assert sorted(found.values()) == ["chat", "code"], "the entry without a box took one; the last one stays"
 

@@ -9,7 +9,7 @@ import pytest
 from p2pserve.coordinator.services.catalogue import EMPTY, CatalogueEntry, ServiceCatalogue
 from p2pserve.coordinator.services.hosting import HostedModel
 from p2pserve.node.box.errors import NodeError
-from p2pserve.node.catalogue.hosting import HostingLife, Looked, describe_idle, find_due, find_wanted
+from p2pserve.node.catalogue.hosting import HostingLife, Looked, describe_idle, find_due, find_wanted, leave_room
 from p2pserve.node.catalogue.messages import HostedService, HostingPlan
 from p2pserve.node.catalogue.shelf import CANNOT, ModelShelf, NotHosted, describe_fault, measure_disk
 from p2pserve.node.messages import EngineAdvert
@@ -38,12 +38,23 @@ def given(name: str) -> HostingPlan:
         (None, "prose", ""),  # which is in the catalogue no more
         (HostingPlan(epoch=1, serial=2), "chat", "chat"),  # what the coordinator does not speak of stays
         (HostingPlan(epoch=1, serial=2), "", ""),
+        (HostingPlan(epoch=1, serial=2, idle=("me",)), "chat", ""),
+        (HostingPlan(epoch=1, serial=2, idle=("other",)), "chat", "chat"),
     ],
 )
 def test_a_box_hosts_what_it_is_given_and_can_do_and_else_what_it_has(
     plan: HostingPlan | None, hosts: str, wanted: str
 ) -> None:
     assert find_wanted(plan, "me", LISTED, {"chat": ABLE, "code": UNABLE, "prose": ABLE}, hosts) == wanted
+
+
+def test_a_node_hosts_nothing_that_another_of_its_box_has_and_nothing_without_room_beside_it() -> None:
+    models = {name: HostedModel(fits=4, layers=4, weight_bytes=size) for name, size in (("chat", 10), ("code", 20))}
+    models["part"] = HostedModel(fits=3, layers=4, weight_bytes=1)
+    assert leave_room(models, (), 0) == models
+    assert set(leave_room(models, ("chat",), 30)) == {"code"}
+    assert set(leave_room(models, ("chat",), 29)) == set()
+    assert set(leave_room(models, ("code", "gone"), 30)) == {"chat"}
 
 
 def test_new_entries_are_looked_at_first_and_what_was_not_possible_again() -> None:

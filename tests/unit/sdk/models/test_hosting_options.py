@@ -93,3 +93,27 @@ def test_status_says_what_boxes_make_ready_and_what_nobody_hosts() -> None:
     assert len(ghost) < 150
     assert hosting_faults(shown, "ghost") == {FIRST: models["ghost"].fault}
     assert hosting_lines(status(*hosts[:0])) == unplaced_lines(status(*hosts)) == []
+
+
+def test_status_says_what_shares_a_box_and_what_has_no_room_beside_it() -> None:
+    models = {name: HostedModel(fits=4, layers=4, weight_bytes=12 << 30) for name in ("chat", "big")}
+    offer = HostingOffer(models=models, beside=(FIRST, SECOND), room_bytes=20 << 30)
+    one = node(FIRST, advert=msgspec.structs.replace(advert(), hosting=msgspec.structs.replace(offer, hosts="chat")))
+    two = node(SECOND, advert=msgspec.structs.replace(advert(), model=None, hosting=offer))
+    first, second = name_of(FIRST), name_of(SECOND)
+    assert hosting_lines(status(one, two)) == [f"shared: {first} and {second} are one box: chat"]
+    lacking = "no room beside chat: 24.0 GiB of weights, and there is room for 20.0"
+    assert hosting_faults(status(one, two), "big") == {SECOND: lacking}
+    roomy = msgspec.structs.replace(offer, room_bytes=24 << 30)
+    two = node(SECOND, advert=msgspec.structs.replace(advert(), model=None, hosting=roomy))
+    assert hosting_faults(status(one, two), "big") == {}
+
+
+def test_a_box_for_several_services_has_one_gpu_and_no_model_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    several = ("--max-services", "2")
+    assert main([*JOIN, "--model", "bundled", *several]) == 2
+    assert "max-services: it is for a box that takes what it is given" in capsys.readouterr().err
+    assert main([*JOIN, "--emulate", "2xA40", "--kv-cache-mib", "4096", *several]) == 2
+    assert "max-services: engines that share a process have one GPU, and this box has 2" in capsys.readouterr().err
+    assert main([*JOIN, "--emulate", "1xA40", *several]) == 2
+    assert "kv_cache_mib: say how much" in capsys.readouterr().err

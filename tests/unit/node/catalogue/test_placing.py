@@ -1,0 +1,89 @@
+"""What a coordinator asks the search for: which boxes, services and requests it makes of what members say."""
+
+from typing import Any
+
+import msgspec
+
+from p2pserve.bootstrap import PeerId
+from p2pserve.coordinator import Demand
+from p2pserve.coordinator.costs.model_shape import model_shape
+from p2pserve.coordinator.services.hosting import HostedModel, HostingOffer
+from p2pserve.coordinator.services.replacing import SharingTask
+from p2pserve.node.catalogue.hosts import find_hosts
+from p2pserve.node.catalogue.placing import find_task
+from p2pserve.node.messages import Advert
+from p2pserve.node.view import NetworkView
+
+from ..planning.test_coordination import advert
+from .test_assigning import LISTED
+
+SHAPE = model_shape("llama-7b")
+WHOLE = HostedModel(fits=SHAPE.layers, layers=SHAPE.layers, weight_bytes=SHAPE.weight_bytes, shape=SHAPE)
+ASKED = Demand(requests_s=2.0, arrival_cv=1.0, lengths=((100, 10),))
+
+
+def node(*beside: str, **changes: Any) -> Advert:
+    offer = HostingOffer(models={"chat": WHOLE, "code": WHOLE}, beside=beside, room_bytes=9)
+    return msgspec.structs.replace(
+        advert("x"), **{"model": None, "engine": None, "hosting": offer, "demand": None, **changes}
+    )
+
+
+def network(**boxes: Advert) -> NetworkView:
+    view = NetworkView(adverts={PeerId(name): each for name, each in boxes.items()})
+    view.catalogue = LISTED
+    return view
+
+
+def asking() -> Advert:
+    """A box that was started with chat's model, and is asked for it."""
+    return msgspec.structs.replace(advert("x"), demand=ASKED)
+
+
+def task_of(view: NetworkView, **given: str) -> SharingTask | None:
+    return find_task(view, find_hosts(view), given, 60.0)
+
+
+def test_nodes_are_one_box_where_all_that_are_here_say_so() -> None:
+    def told(**boxes: Advert) -> dict[str, tuple[str, ...]]:
+        return {box.id: box.beside for box in find_hosts(network(**boxes))}
+
+    both = ("p", "q")
+    assert told(p=node(*both), q=node(*both)) == {"p": both, "q": both}
+    assert told(p=node(*both)) == {"p": both}, "the other one is away for a moment"
+    assert told(liar=node("liar", "p"), p=node()) == {"liar": (), "p": ()}
+    assert told(p=node("q", "p"), q=node(*both)) == {"p": (), "q": ()}
+    assert told(p=node("p", "p"), q=node("r", "s")) == {"p": (), "q": ()}
+    halves = find_hosts(network(p=node(*both), q=node(*both)))
+    assert sum(box.power for box in halves) == find_hosts(network(p=node()))[0].power
+
+
+def test_boxes_services_and_requests_are_those_that_members_tell_of() -> None:
+    pair = {name: node("p", "q") for name in "pq"}
+    found = task_of(network(**pair, a=asking()), p="chat", q="code")
+    assert found is not None
+    assert [(box.id, box.most, box.hosts, box.able, box.room_bytes) for box in found.boxes] == [
+        ("p", 2, ("chat", "code"), ("chat", "code"), 9),
+        ("a", 1, ("chat",), ("chat",), 0),
+    ]
+    assert {service.name: service.demands for service in found.services} == {"chat": (ASKED,), "code": ()}
+
+
+def test_there_is_nothing_to_decide_without_requests_a_second_service_or_a_box_for_two() -> None:
+    pair = {name: node("p", "q") for name in "pq"}
+    assert task_of(network(**pair)) is None, "nobody asks"
+    assert task_of(network(p=node(), a=asking())) is None, "no box hosts two"
+    only = HostingOffer(models={"chat": WHOLE}, beside=("p", "q"), room_bytes=9)
+    assert task_of(network(p=node(hosting=only), q=node(hosting=only), a=asking())) is None, "one service"
+    plain = {"chat": WHOLE, "code": msgspec.structs.replace(WHOLE, shape=None)}
+    earlier = HostingOffer(models=plain, beside=("p", "q"), room_bytes=9)
+    assert task_of(network(p=node(hosting=earlier), q=node(hosting=earlier), a=asking())) is None
+
+
+def test_boxes_that_hold_a_part_are_left_out() -> None:
+    part = msgspec.structs.replace(WHOLE, fits=2)
+    offer = HostingOffer(models={"chat": WHOLE, "code": part})
+    pair = {name: node("p", "q") for name in "pq"}
+    found = task_of(network(**pair, r=node(hosting=offer), a=asking()), p="chat", r="code")
+    assert found is not None
+    assert [box.id for box in found.boxes] == ["p", "a"]
