@@ -26,7 +26,7 @@ class Corpora:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
+class TrainingSchedule:
     """The figures that decide a training, beside texts and geometry."""
 
     tokens: int = 30_000_000
@@ -112,7 +112,7 @@ class Recipe:
     words: str
     chat_template: str
     read: Callable[[Path | None], Corpora]
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: TrainingSchedule = field(default_factory=TrainingSchedule)
     prompts: tuple[str, ...] = ()
     """Beginnings that the card shows with what the model makes of them."""
     ships_held_out: bool = False
@@ -192,7 +192,7 @@ PROSE: Final = Recipe(
     ),
     read=read_austen,
     ships_held_out=True,
-    schedule=Schedule(tokens=4_000_000, decay_fraction=0.25, middle_from=0.65, long_from=0.93, dropout=0.1),
+    schedule=TrainingSchedule(tokens=4_000_000, decay_fraction=0.25, middle_from=0.65, long_from=0.93, dropout=0.1),
     prompts=(
         "It was a fine morning in June, and Mrs. Bennet",
         "Mr. Knightley came into the room, and",

@@ -102,11 +102,7 @@ def train(recipe: Recipe, corpora: Corpora, out: Path, *, resume: bool) -> dict[
 
     model: Any = LlamaForCausalLM(recipe.geometry.config()).float()
     model.set_attn_implementation("sdpa")
-    drop = torch.nn.Dropout(schedule.dropout)
-    if schedule.dropout:
-        for layer in model.model.layers:
-            for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
-                added.register_forward_hook(lambda _module, _inputs, output: drop(output))
+    drop = _add_dropout(model, schedule.dropout)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     optimizers = (
@@ -160,13 +156,8 @@ def train(recipe: Recipe, corpora: Corpora, out: Path, *, resume: bool) -> dict[
             )
         if time.monotonic() - last_save > 240:
             last_save = time.monotonic()
-            state = {
-                "model": model.state_dict(),
-                "optimizers": [o.state_dict() for o in optimizers],
-                "tokens": tokens,
-                "seconds": seconds,
-            }
-            torch.save(state, checkpoint.with_suffix(".tmp"))
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
+            torch.save(state | {"tokens": tokens, "seconds": seconds}, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").replace(checkpoint)
             drop.eval()
             figure = bits_per_byte(model, tokenizer, checked)
@@ -174,6 +165,15 @@ def train(recipe: Recipe, corpora: Corpora, out: Path, *, resume: bool) -> dict[
             print(f"{'':7}  held out, in part: {figure:.3f} bits per byte", file=sys.stderr, flush=True)
     drop.eval()
     return export(model, tokenizer, recipe, corpora.held_out, out, tokens=tokens, seconds=seconds)
+
+
+def _add_dropout(model: Any, share: float) -> torch.nn.Dropout:
+    """Of what each attention and MLP adds to the residual stream."""
+    drop = torch.nn.Dropout(share)
+    for layer in model.model.layers if share else ():
+        for added in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            added.register_forward_hook(lambda _module, _inputs, output: drop(output))
+    return drop
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from p2pserve.node.models import open_model
 
-from .test_demo import ROOT, environment, left_behind
+from ..test_demo import ROOT, environment, left_behind
 
 pytestmark = pytest.mark.timeout(400)
 
