@@ -66,7 +66,7 @@ TOKENS: Final = 10.0
 prompts are computed soon."""
 
 LATELY_S: Final = 10.0
-"""For so long prompts count that a replica was sent. Longer: steadier; shorter: it follows bursts."""
+"""For so long others' prompts count that a replica was sent. Longer: steadier; shorter: it follows bursts."""
 
 BUSIEST: Final = 0.9
 """Of a replica's time, what prompts take at most: a tenth is left for answers, in steps that have both."""
@@ -195,9 +195,7 @@ class PredictedTimes(RoutingPolicy):
         self.prompts: dict[RequestId, int] = {}  # of requests that have not ended
         self.mean_prompt = self.mean_output = 0.0
         self.routed = 0  # lately
-        self._computed = np.zeros(
-            len(plan.replicas)
-        )  # tokens of prompts that this gateway has sent, those before fading
+        self._computed = np.zeros(len(plan.replicas))  # tokens of others' prompts, sent from here, those before fading
         self._faded_at = 0.0
         self._known: list[ReplicaProfile | None] = []
         self._speeds: _Speeds | None = None
@@ -244,20 +242,21 @@ class PredictedTimes(RoutingPolicy):
             cost[routes.is_lent & ~self._may_lend(routes, first_s, forecast, is_shared)] = np.inf
         best = _pick(cost, loads.usd_per_hour[routes.prefill] + loads.usd_per_hour[routes.decode], loads, rng)
         self._queues.note_sent(best)
-        self._computed[routes.prefill[best]] += uncached[routes.prefill[best]]
+        if not routes.is_whole[best]:
+            self._computed[routes.prefill[best]] += uncached[routes.prefill[best]]
         ends = loads.ids[routes.prefill[best]], loads.ids[routes.decode[best]]
         if is_shared[best]:
             return Route(prefill=ends[0], decode=ends[1], split=prompt, splits_there=True)
         return Route.between(*ends, 0 if routes.is_whole[best] else routes.table.split(best, prompt))
 
     def _beside_s(self, forecast: _Forecast, speeds: _Speeds, loads: ReplicaLoads, now: float) -> Floats:
-        """By replica, from token to token, for prompts that it computes in between: as many as answers end there, or as
-        it has been sent lately, since it may compute others' as well."""
+        """By replica, from token to token, for prompts that it computes in between: as many as answers end there, and
+        those that it was sent lately for answers that others generate."""
         self._computed *= np.exp(min(0.0, self._faded_at - now) / LATELY_S)
         self._faded_at = now
         busy = loads.gateways * self._computed / LATELY_S * speeds.token_s / self._shapes.stages
         busy = np.minimum(busy, BUSIEST)
-        return np.maximum(self._shapes.is_mixed * forecast.beside_s, forecast.decode_s * busy / (1.0 - busy))
+        return np.asarray(self._shapes.is_mixed * forecast.beside_s + forecast.decode_s * busy / (1.0 - busy))
 
     def _cost(self, first_s: Floats, pace_s: Floats, tokens: float, saved_s: Floats | None) -> Floats:
         """By route, of a first token after so long and of each one more: in seconds, or by the plan's deadlines in
