@@ -238,20 +238,19 @@ def _ratio(rate: float, other: float) -> float:
 
 
 REMARKS: Final = """\
-- All six aims are missed with equal options. At 3 times a lone request's times ours carries 1.68 and 1.52 times what
-  the best colocated plan does, where 2.0 was the aim; at 5 times coding gains 1.14; in the other three cases ours is
-  a plan that does not split.
+- All six aims are missed with equal options. At 3 times a lone request's times ours carries 1.68 and 1.69 times what
+  the best colocated plan does, where 2.0 was the aim; at 5 times coding gains 1.21 (1.4); in the other three cases
+  ours is a plan that does not split.
 
   8 bits leave less to gain than 16, with which it is [2.2 and 2.0 times at 3 times, 1.1 and 1.3 at 5, 1.0 and 1.1 at
   10](strictness.md), after more of a search.
-- The default is within 3 % of `plan` or ahead of it, but for conversations at 3 times: 4 % less. There one pair is slow
-  to decode, and gets more requests than its share; most of their answers end too late. Before its routes went by the
-  plan's deadlines, coding at 5 times gained 1.01 by it instead of 1.14, and conversations at 5 times 0.98.
+- The default is ahead of `plan` at 3 and 5 times, and within 2 % of it at 10. Before its routes went by the plan's
+  deadlines and by the prompts that replicas compute for others, coding at 5 times gained 1.01 by it.
 - KV in 8 bits carries 1.6 times what 16 do for conversations at 10 times (the aim was 1.3), 1.1 times for coding, of
   colocated plans as of ours. LLaMA-30B has a KV head for each query head, 1.6 MB a token in 16 bits, so that decode
   is short of room and of bandwidth here. Models with fewer KV heads have less to gain.
 - Eight A100 are ahead of everybody at 3 times, per dollar as well (the box costs 1.24 times as much as the cloud). At
-  5 times ours is ahead of them per dollar by 1.12 and 1.35 times, at 10 times by 1.7 and more.
+  5 times ours is ahead of them per dollar by 1.12 and 1.42 times, at 10 times by 1.7 and more.
 - Not shown: 40 Gb/s; either option without the other; what converting to 8 bits costs on a GPU, where decode may gain
   less than half of its reads; and any answer's quality.
 """
