@@ -108,13 +108,15 @@ class ModelShelf:
 
 
 def measure_shared_room(hardware: Hardware, engine: BoxEngineSettings, nodes: int) -> int:
-    """Bytes for the weights of all engines that share a process, beside the KV of each; 0 for one alone. `engine`: of
-    one of so many nodes, each with its part of what the box has."""
+    """Bytes for the weights of all engines that share a process, beside the KV pool of all; 0 for one alone. `engine`:
+    of one of so many nodes, each with the whole pool and its part of what is left of the box's memory."""
     if nodes < 2:
         return 0
-    whole = replace(engine, memory_gib=None if engine.memory_gib is None else engine.memory_gib * nodes)
+    kv_gib = (engine.kv_cache_mib or 0) / 1024
+    limit_gib = None if engine.memory_gib is None else kv_gib + nodes * max(0.0, engine.memory_gib - kv_gib)
+    whole = replace(engine, memory_gib=limit_gib)
     room = measure_room(hardware, whole, tp=1, working_bytes=nodes * engine.fitting.gpu_fixed_bytes)
-    return max(0, room.memory_bytes - nodes * (room.kv_cache_bytes or 0))
+    return max(0, room.memory_bytes - (room.kv_cache_bytes or 0))
 
 
 def describe_fault(error: BaseException) -> str:

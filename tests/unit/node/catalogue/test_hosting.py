@@ -9,12 +9,21 @@ import pytest
 from p2pserve.coordinator.services.catalogue import EMPTY, CatalogueEntry, ServiceCatalogue
 from p2pserve.coordinator.services.hosting import HostedModel
 from p2pserve.node.box.errors import NodeError
+from p2pserve.node.box.fitting import measure_room
+from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.catalogue.hosting import HostingLife, Looked, describe_idle, find_due, find_wanted, leave_room
 from p2pserve.node.catalogue.messages import HostedService, HostingPlan
-from p2pserve.node.catalogue.shelf import CANNOT, ModelShelf, NotHosted, describe_fault, measure_disk
+from p2pserve.node.catalogue.shelf import (
+    CANNOT,
+    ModelShelf,
+    NotHosted,
+    describe_fault,
+    measure_disk,
+    measure_shared_room,
+)
 from p2pserve.node.messages import EngineAdvert
 from p2pserve.node.models import ModelError
-from p2pserve.node.settings import HostingSettings
+from p2pserve.node.settings import BoxEngineSettings, HostingSettings
 
 CHAT, CODE = CatalogueEntry(name="chat", model="a/chat"), CatalogueEntry(name="code", model="/srv/models/coder")
 LISTED = ServiceCatalogue(version=1, entries=(CHAT, CODE))
@@ -163,3 +172,14 @@ def test_an_engine_that_was_given_up_is_offered_no_more() -> None:
     failed = life.offer(EngineAdvert(state="failed", detail="out of memory"))
     assert failed.models["chat"].fault == "its engine has failed: out of memory"
     assert failed.hosts == "chat"
+
+
+@pytest.mark.parametrize(("memory_gib", "whole_gib"), [(None, None), (5.0, 6.0)])
+def test_weights_of_engines_that_share_a_process_have_what_the_pool_of_kv_leaves(
+    memory_gib: float | None, whole_gib: float | None
+) -> None:
+    box = Hardware(cores=4, memory_gib=64.0, processor="")
+    each = BoxEngineSettings(kv_cache_mib=4096, memory_gib=memory_gib)  # of 6 GiB in all, 4 for KV and 1 for each
+    room = measure_room(box, BoxEngineSettings(kv_cache_mib=4096, memory_gib=whole_gib), tp=1).memory_bytes
+    assert measure_shared_room(box, each, 2) == room - (4 << 30)
+    assert measure_shared_room(box, each, 1) == 0
