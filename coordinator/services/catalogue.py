@@ -47,7 +47,7 @@ class OfferedName(NamedTuple):
 
 
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One service. `model`: a folder on the boxes, a Hugging Face id, `bundled` or a name that emulated engines know.
+    """One service. `model`: a folder on the boxes, a Hugging Face id, a bundled or an emulated model.
     `slo`: its deadlines; "": those that the coordinator plans for anyway. `weight`: its part of the boxes that may
     host any service, beside the others'. `prompt_tokens`, `output_tokens`: of its requests on average, as the network
     has learned; 0: nobody has asked."""
@@ -138,7 +138,7 @@ def find_entry_fault(entry: CatalogueEntry) -> str:
     if fault := find_name_fault(entry.name):
         return f"name: {fault}"
     if not entry.model or not entry.model.isprintable() or entry.model != entry.model.strip():
-        return f"model: {entry.model[:80]!r} is none; give a folder, `bundled`, or a Hugging Face id"
+        return f"model: {entry.model[:80]!r} is none; give a folder, bundled or bundled-prose, or a Hugging Face id"
     if entry.model.startswith((".", "~")):
         return (
             f"model: {entry.model[:200]} depends on where it is looked for; give the folder's whole path on the boxes"
