@@ -66,7 +66,7 @@ class ReplacementPace:
         if real is not None and self._expected is not None and self._expected > 0.0:
             off = abs(real - self._expected) / self._expected
             factor = 1.0 - self._beta if off > self._beta else 1.0 + self._beta if off < self._beta else 1.0
-            self.interval_s = min(max(self._shortest_s, self.interval_s * factor), LONGEST_S)
+            self.interval_s = max(self._shortest_s, min(self.interval_s * factor, LONGEST_S))
         self.next_at = now + self.interval_s
 
     def expect(self, estimate: float) -> None:

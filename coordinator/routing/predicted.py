@@ -266,7 +266,7 @@ class PredictedTimes(RoutingPolicy):
         deadlines = self._plan.deadlines
         if not (deadlines.ttft_s or deadlines.tpot_s or deadlines.e2e_s):
             return np.asarray(seconds - gain)
-        missed = np.zeros(len(first_s))
+        missed = LEAST_S * seconds  # of routes that are likely to miss nothing, the soonest
         for limit_s, expected_s in ((deadlines.ttft_s, first_s), (deadlines.tpot_s, pace_s)):
             if limit_s:
                 missed += SOON * _raise(expected_s / max(limit_s, LEAST_S))

@@ -278,7 +278,7 @@ class Assigner:
                 draft.give(box, name)
         _place_all(entries, draft)
         self._follow(draft, {name for name, each in brought.items() if each.is_served}, now)
-        _share_rest(draft, self._wanted)
+        _share_rest(draft, {node for node, name in self._wanted.items() if not name or name in draft.targets})
         self._move_one(draft, now)
         self._note(draft, now)
         return dict(sorted(draft.given.items()))
@@ -330,7 +330,8 @@ class Assigner:
         if not self.is_in_place and now - self._wanted_at <= STUCK_S:
             return False
         late = self._find_late(self._boxes.values(), now)
-        return all(box in late or self._serves.get(box, ("",))[0] == name for box, (name, _) in self._given.items())
+        here = {box: name for box, (name, _) in self._given.items() if now - self._seen.get(box, now) <= AWAY_S}
+        return all(box in late or self._serves.get(box, ("",))[0] == name for box, name in here.items())
 
     def _note_served(self, boxes: Iterable[HostingBox], now: float) -> None:
         here = {box.id: box.serves for box in boxes if box.serves}

@@ -162,7 +162,8 @@ def _draw(number: int, demand: Demand, span_s: float, rng: np.random.Generator) 
     cv = min(max(_STEADIEST, demand.arrival_cv), _WILDEST)
     gaps = rng.gamma(1.0 / cv**2, cv**2, count)
     arrivals = np.cumsum(gaps)
-    arrivals *= span_s / arrivals[-1]  # as many in this time as are told
+    if arrivals[-1] > 0.0:
+        arrivals *= span_s / arrivals[-1]  # as many in this time as are told
     lengths = np.minimum(np.array(demand.lengths, dtype=np.float64), float(MAX_LENGTH))
     pairs = lengths[rng.integers(len(lengths), size=count)]
     return np.column_stack([np.full(count, float(number)), arrivals, pairs])

@@ -58,8 +58,11 @@ class SharingDesk:
         if now < self._pace.next_at or not assigner.is_settled(now):
             return
         view = self._joined.view
-        task = find_task(view, find_hosts(view), assigner.given(), self._pace.interval_s)
+        hosts = find_hosts(view)
+        task = find_task(view, hosts, assigner.given(), self._pace.interval_s)
         if task is None:
+            if not any(host.beside for host in hosts):  # the last box that may host several has left
+                assigner.place({}, now)
             self._pace.note(None, now)
             return
         found, why = None, ""

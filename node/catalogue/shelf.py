@@ -43,6 +43,7 @@ class ModelShelf:
         self._hosting = hosting
         self.beside = hosting.beside
         self.room_bytes = measure_shared_room(hardware, settings.engine, len(hosting.beside))
+        self._float_bytes = measure_room(hardware, settings.engine, tp=1).float_bytes
 
     def __repr__(self) -> str:
         return f"<ModelShelf {self._hosting}>"
@@ -65,7 +66,7 @@ class ModelShelf:
             return HostedModel(
                 fits=min(fits, info.layers),
                 layers=info.layers,
-                weight_bytes=info.weights.of_stage(0, info.layers),
+                weight_bytes=info.weights.of_stage(0, info.layers, self._float_bytes),  # as they are in memory
                 missing_bytes=self._check_disk(served),
                 shape=info.shape,
             )

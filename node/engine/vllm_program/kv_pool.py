@@ -186,6 +186,9 @@ class KvPool:
         pages = self.pages
         for pool in self._pools.values():
             pool.forget_idle()
+        for page in (-each for each in pages.free):  # may lie in a page of another model from now on
+            if self._buffer is not None and page in self._last_owners:
+                self._buffer[page * pages.page_bytes : (page + 1) * pages.page_bytes].zero_()
         pages.merge(number)
         self._last_owners.clear()
         for service, pool in self._pools.items():
@@ -244,12 +247,12 @@ class PagedBlockPool(BlockPool):
     def quota(self) -> float:
         """What part of the pool it may have when memory is short."""
         shares = self._pool.pages.shares
-        return shares.quota(self._service) / shares.budget
+        return shares.quota(self._service) / max(1, shares.budget)  # 0: all pages have blocks of several models
 
     def get_usage(self) -> float:
         """What part of the pool this engine has in use."""
         shares = self._pool.pages.shares
-        return shares.used[self._service] / shares.budget
+        return shares.used[self._service] / max(1, shares.budget)
 
     def leaves_floors(self, blocks: int) -> bool:
         """Whether it may take so many that it cannot give back for a while."""

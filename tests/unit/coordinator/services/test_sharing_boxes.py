@@ -120,6 +120,27 @@ def test_where_there_is_no_room_beside_it_goes_first_if_others_serve_it() -> Non
         assert alone.is_settled(now) == (now > STUCK_S)
 
 
+def test_a_box_that_has_left_holds_up_no_placement() -> None:
+    assigner = Assigner()
+    boxes = [*pair("a"), *pair("b")]
+    boxes = serve(boxes, assigner.assign((CHAT, CODE), boxes, {}, 0.0))
+    assigner.assign((CHAT, CODE), boxes, {}, 1.0)
+    assert assigner.is_settled(1.0)
+    here = [box for box in boxes if box.id.startswith("a")]
+    for now in (2.0, 60.0):
+        given = assigner.assign((CHAT, CODE), here, {}, now)
+        here = serve(here, given)
+    assigner.assign((CHAT, CODE), here, {}, 61.0)
+    assert assigner.is_settled(61.0)
+
+
+def test_a_node_that_was_to_come_to_what_is_no_more_takes_something_else() -> None:
+    assigner = Assigner()
+    boxes = pair("a")[:1]
+    assigner.place({"ax": "code"}, 0.0)
+    assert assigner.assign((CHAT,), boxes, {}, 0.0) == {"ax": "chat"}
+
+
 def test_two_that_would_each_leave_what_the_other_leaves_do_not_both_go() -> None:
     boxes = [*pair("a", 19 * GIB), *pair("b", 19 * GIB)]
     assigner = Assigner()

@@ -92,7 +92,7 @@ class Backend:
         self.asked.append(model)
         if self.error is not None:
             raise self.error
-        weights = SimpleNamespace(of_stage=lambda first, last: 1000 * (last - first))
+        weights = SimpleNamespace(of_stage=lambda first, last, float_bytes: 250 * float_bytes * (last - first))
         info = SimpleNamespace(name=self.name or Path(model).name, service="s", layers=4, weights=weights, shape=None)
         if "/" in model and not model.startswith("/") and not self.name:
             info.name = model
@@ -104,10 +104,10 @@ class Backend:
 
 
 def shelf(backend: Backend, **hosting: Any) -> ModelShelf:
-    settings: Any = SimpleNamespace(hosting=HostingSettings(**hosting), engine=None)
+    """Of a box without a GPU, whose engines compute in float32: a number of a weight takes four bytes."""
+    settings: Any = SimpleNamespace(hosting=HostingSettings(**hosting), engine=BoxEngineSettings())
     made: Any = backend
-    hardware: Any = None
-    return ModelShelf(made, hardware, settings)
+    return ModelShelf(made, Hardware(cores=1, memory_gib=8.0, processor=""), settings)
 
 
 def test_what_a_box_can_do_of_a_model_is_what_its_engine_says() -> None:
