@@ -212,7 +212,7 @@ def print_proposals(
     cluster = problem.cluster
     console.print(
         f"{count_of(cluster.gpus, 'GPU')} in {count_of(len(cluster.boxes), 'box')}, ${cluster.usd_per_hour:.2f}/h, "
-        f"GPU figures: {_specs(problem)}\n{_figures_by(proposals)}, not measurements"
+        f"GPU figures: {_specs(problem)}\n{figures_by(proposals)}, not measurements"
     )
     for service, proposal, why in zip(problem.services, proposals, explained, strict=True):
         print_service(service, problem, proposal, console, explained=why)
@@ -294,7 +294,8 @@ def _by_phase(replica: Replica) -> tuple[int, str]:
     return ((Phase.PREFILL, Phase.MIXED, Phase.DECODE).index(replica.phase), replica.id)
 
 
-def _figures_by(proposals: Sequence[Proposal]) -> str:
+def figures_by(proposals: Sequence[Proposal]) -> str:
+    """What the figures of these plans come from."""
     simulated = min(proposal.simulated_requests for proposal in proposals)
     return f"expected by {simulated:,} simulated requests" if simulated else "estimates"
 

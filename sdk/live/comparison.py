@@ -1,11 +1,12 @@
 """A live run beside its simulation and what was planned: figures, ratios and verdicts.
 
-    expected     by the planner, of the plan that the network follows, at this rate for ever
-    steady       that plan simulated, with many more requests of the same kind
+    estimated    by the formulas that plans are searched by, of the plan that the network follows, at this rate
+    expected     what `plan --live` says of it: 1,000 simulated requests, of boxes as their nodes describe them
+    steady       that plan simulated with the boxes as they are, and with many more requests of the same kind
     simulated    the run itself: the same requests, the plans as they changed, what happened to nodes and links
     live         emulated nodes on this machine, asked by a client
 
-The planner estimates well where `expected` and `steady` agree, the simulator where `simulated` and `live` do.
+The planner says well what comes where `expected` and `steady` agree, the simulator where `simulated` and `live` do.
 What differs between the last two is all that the simulator leaves out: gossip that lags and processes that wait for a
 core.
 """
@@ -43,7 +44,7 @@ Floats = NDArray[np.float64]
 TOLERANCE: Final = 0.05
 """Between live and simulated."""
 ESTIMATE_TOLERANCE: Final = 0.1
-"""Between what the planner expects and what the simulator finds."""
+"""Between what `plan --live` expects and what the simulator finds."""
 STEADY_REQUESTS: Final = 4000
 SPREAD: Final = (-2e-3, -1.5e-3, -1e-3, -5e-4, 0.0, 5e-4, 1e-3, 1.5e-3, 2e-3)
 """Seconds that messages take more or less in runs that are simulated beside each other: which of two boxes a request
@@ -81,9 +82,9 @@ class LiveTraffic:
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
     """One figure of all runs.
 
-    `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1; None where there is
-    nothing to compare. `spread`: standard deviation over mean of the simulated runs. `counts`, `is_estimated`: whether
-    they are held against a tolerance."""
+    `estimated`: by formulas; `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1;
+    None where there is nothing to compare. `spread`: standard deviation over mean of the simulated runs. `counts`,
+    `is_estimated`: whether they are held against a tolerance."""
 
     name: str
     expected: float | None
@@ -95,6 +96,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     difference: float
     counts: bool
     is_estimated: bool
+    estimated: float | None = None
 
 
 class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +171,7 @@ def compare(
     expected: Mapping[str, float] | None = None,
     steady: Mapping[str, float] | None = None,
     *,
+    estimated: Mapping[str, float] | None = None,
     has_faults: bool = False,
 ) -> tuple[Figure, ...]:
     """All side by side; of the simulated runs the mean. Where something goes wrong, goodput alone counts: what single
@@ -190,6 +193,7 @@ def compare(
             difference=_difference(value, modelled),
             counts=name.startswith("goodput") if has_faults else not name.startswith(SHOWN_ONLY),
             is_estimated=has_both and name in ESTIMATED,
+            estimated=(estimated or {}).get(name),
         )
 
     return tuple(figure(name, value) for name, value in live.items())
@@ -216,12 +220,13 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     say("simulating the same requests")
     run = trace, live.plans, live.happened
     simulated = network.run(*run)
-    expected = steady = None
+    estimated = expected = steady = None
     if not settings.schedule:
         say(f"simulating {STEADY_REQUESTS} requests of the same kind")
         gbps, rtt_s = float(network.cluster.gbps[0, -1]), float(network.cluster.rtt_s[0, -1])
-        proposal = expect_plan(live.before, plan, traffic.workload(rate), slo, gbps, rtt_s)
-        expected = expected_figures(proposal, rate) if proposal is not None else None
+        planned = expect_plan(live.before, plan, traffic.workload(rate), slo, gbps, rtt_s)
+        if planned is not None:
+            estimated, expected = (expected_figures(proposal, rate) for proposal in planned)
         steady = figures_of(_steady(network, traffic, rate, plan), plan.deadlines)
     seen, modelled = (_without_lead(outcomes, traffic.lead) for outcomes in (live.outcomes, simulated))
     predicted = network.predict(trace, live.plans[0][1], live.happened) if settings.schedule else None
@@ -233,6 +238,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         ],
         expected,
         steady,
+        estimated=estimated,
         has_faults=bool(settings.schedule),
     )
     phases: dict[str, int] = {}

@@ -131,6 +131,7 @@ class LiveFigureRow(ResultRow, frozen=True):
     workload: str
     deadlines: str
     figure: str
+    estimated: float | None
     expected: float | None
     simulated_long: float | None
     long_over_expected: float | None
@@ -221,9 +222,10 @@ expects so many at no rate, down to a tenth of what fills a plan, which depends 
 is with the highest of {shares} in time, or else what fills replicas or links of the running plan, in time or not (*rate
 is*). The first fifth of the requests fills the network and does not count.
 
-*Expected* is the planner's estimate of the plan that the network made and followed; *simulated long* is that plan with
-{steady:,} requests. Both take all links for as fast as the median of those that nodes measured, since all of them share
-this machine. *Live* is what a client saw.
+Of the plan that the network made and followed, *estimated* is what the formulas say that plans are searched by, and
+*expected* what `plan --live` says: 1,000 simulated requests to boxes as their nodes describe them. *Simulated long* is
+that plan with {steady:,} other requests and the boxes as they are. All three take all links for as fast as the median
+of those that nodes measured, since all of them share this machine. *Live* is what a client saw.
 
 *Simulated* is the live run's own requests with its plans as they changed, links as nodes measured them, on average over
 {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a request goes to hangs on
@@ -268,6 +270,7 @@ def _figure_row(part: PagePart, found: LiveComparison, figure: Figure) -> LiveFi
         workload=part.workload,
         deadlines=part.slo,
         figure=_LABELS[figure.name],
+        estimated=figure.estimated,
         expected=figure.expected,
         simulated_long=figure.steady,
         long_over_expected=None if figure.estimate_error is None else 1.0 + figure.estimate_error,
@@ -319,20 +322,22 @@ network made. Where the simulated coordinator makes the plans, too, it is {plann
 
 
 def _describe_estimates(calm: Sequence[LiveComparison]) -> str:
-    """Attainment of both, where the estimate misses it."""
+    """Attainment by formulas and simulated, where those miss it."""
     pairs = [
-        (figure.expected or 0.0, figure.steady or 0.0)
+        (figure.estimated, figure.steady or 0.0)
         for each in calm
         for figure in each.figures
-        if figure.name == "attainment" and abs(figure.estimate_error or 0.0) > ESTIMATE_TOLERANCE
+        if figure.name == "attainment"
+        and figure.estimated is not None
+        and abs((figure.steady or 0.0) / max(1e-9, figure.estimated) - 1.0) > ESTIMATE_TOLERANCE
     ]
     if not pairs:
         return ""
-    expected, simulated = (", ".join(f"{value:.2f}" for value in column) for column in zip(*pairs, strict=True))
+    estimated, simulated = (", ".join(f"{value:.2f}" for value in column) for column in zip(*pairs, strict=True))
     return f"""
-- Attainment is expected at {expected}, and simulated at {simulated}, of the same plans over the same links. So it is
-the estimate that is off here, more than for [described clusters](expectations.md), and why is not known; the plans
-that `plan` makes are chosen by simulated trials, those of the running network by the estimate."""
+- Formulas estimate attainment at {estimated}; {simulated} is simulated, of the same plans over the same links. They
+are off by more here than for [described clusters](expectations.md), and why is not known. The plans that `plan` makes
+are chosen by simulated trials, those of the running network by the estimate."""
 
 
 def _describe_tails(calm: Sequence[LiveComparison]) -> str:

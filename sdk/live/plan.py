@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
@@ -28,13 +28,17 @@ from ...coordinator.regrouping.recuts import NetworkFigures, propose_recuts
 from ...coordinator.regrouping.steps import RegroupProposal
 from ...kernels.codecs import DEFAULT, codec_named
 from ...node.adverts import divided_boxes, plans_of
+from ...node.engine.transfers.wait_limits import WaitLimitSettings
 from ...node.messages import Status
 from ...node.view import NetworkView
+from ...sims.results.expectations import expect_by_simulation
+from ...sims.results.trials import AS_NETWORK
 from ..actions.network import client_of
-from ..actions.plan import print_service
+from ..actions.plan import figures_by, print_service
 from ..actions.status_view import open_console, print_prose, shortened
 from ..errors import NotReady, UsageError
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json
+from ..simulating.changes import settings_with_network_times
 from .regrouping import apply_proposal, print_proposal, proposal_json
 
 OF_FILES: Final = (
@@ -89,7 +93,7 @@ def run_live_plan(arguments: SimpleNamespace) -> int:
         reasons = NetworkView.of_status(status).describe_unserved(service, 0.0)
         known = f" ({reasons})" if reasons else ""
         raise NotReady(f"no box of the network is ready to serve {service}{known}: see `p2pserve status`")
-    found = compare(network, plan)
+    found = simulate_plans(compare(network, plan))
     explained = _explain(network, found.running or found.best) if arguments.explain else None
     proposal = _propose(status, network, plan) if plan is not None else None
     begun = apply_proposal(arguments, status, service, proposal) if arguments.apply else None
@@ -183,6 +187,27 @@ def expect_running(network: NetworkProblem, plan: Plan) -> Proposal | None:
     return _expected(network, plan, running) if running is not None else None
 
 
+def simulate_plans(found: LivePlans) -> LivePlans:
+    """With what simulated requests get of both plans in the place of the estimates that chose the best."""
+    best = expect_by_requests(found.network, found.best, found.best.plan)
+    if found.running is None or found.plan is None:
+        return replace(found, best=best)
+    return replace(found, running=expect_by_requests(found.network, found.running, found.plan), best=best)
+
+
+def expect_by_requests(network: NetworkProblem, estimate: Proposal, plan: Plan) -> Proposal:
+    """What 1,000 simulated requests get of this plan, of which `estimate` is: asked for at all boxes in turn, under the
+    default policy, in a network that hears of things as late as the running one. Of a plan that names boxes which are
+    not there, as it would be without those."""
+    boxes = [box.id for box in network.problem.cluster.boxes]
+    if set(plan.peers) <= set(boxes):
+        estimate = replace(estimate, plan=msgspec.structs.replace(plan, why=estimate.plan.why))
+    settings = replace(AS_NETWORK, gateways=tuple(boxes), kv_wait_limit=WaitLimitSettings().gain)
+    settings = settings_with_network_times(settings, len(boxes), killed=False)
+    (found,) = expect_by_simulation(network.problem, (estimate,), 0, settings=settings)
+    return found
+
+
 def _running(network: NetworkProblem, plan: Plan | None) -> Solution | None:
     """Those replicas of the plan that are there; None where they cannot serve."""
     if plan is None:
@@ -230,7 +255,8 @@ def print_live(found: LivePlans, console: Console, explained: Explanation | None
     count = problem.cluster.gpus
     gpus = "1 GPU or processor" if count == 1 else f"{count} GPUs or processors"
     boxes = count_of(len(problem.cluster.boxes), "box")
-    about = f"{gpus} in {boxes}, {network.asked:.3g} requests/s asked for; estimates, not measurements"
+    said = figures_by([found.best])
+    about = f"{gpus} in {boxes}, {network.asked:.3g} requests/s asked for; {said}, not measurements"
     named = partial(shortened, peers=[box.id for box in problem.cluster.boxes])
     print_prose((about, *(f"  {named(line)}" for line in network.why)), console)
     if found.plan is None:

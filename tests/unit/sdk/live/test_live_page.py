@@ -24,10 +24,12 @@ def logging_as_before() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def figure(name: str, live: float, *, counts: bool = True, expected: float | None = None) -> Figure:
+def figure(
+    name: str, live: float, *, counts: bool = True, expected: float | None = None, estimated: float | None = None
+) -> Figure:
     """Of which 1.0 was simulated."""
     return Figure(
-        name=name, expected=expected, steady=1.0, simulated=1.0, spread=0.0, live=live,
+        name=name, estimated=estimated, expected=expected, steady=1.0, simulated=1.0, spread=0.0, live=live,
         difference=live - 1.0, counts=counts,
         estimate_error=None if expected is None else 1.0 / expected - 1.0, is_estimated=expected is not None,
     )  # fmt: skip
@@ -62,11 +64,15 @@ def test_remarks_follow_the_figures() -> None:
 
 
 def test_remarks_say_what_is_not_explained() -> None:
-    tail = [figure("tpot_p50_s", 1.01), figure("tpot_p90_s", 1.5), figure("attainment", 0.9, expected=0.5)]
+    tail = [
+        figure("tpot_p50_s", 1.01),
+        figure("tpot_p90_s", 1.5),
+        figure("attainment", 0.9, estimated=0.5, expected=0.99),
+    ]
     calm = msgspec.structs.replace(comparison(*tail), plans=20)
     faulty = comparison(figure("goodput_requests_s", 0.97))
     text = " ".join(build_page([(CALM_PARTS[0], calm)], (FAULTY_PART, faulty)).markdown().split())
-    assert "Attainment is expected at 0.50, and simulated at 1.00" in text
+    assert "Formulas estimate attainment at 0.50; 1.00 is simulated" in text
     assert "1.01 times the simulated at the 50th percentile and 1.50 at the 90th, attainment 0.90" in text
     assert "changed its plan 19 to 19 times a run" in text
     assert "messages take 2.0 to 2.0 ms more" in text

@@ -116,8 +116,12 @@ def test_a_plan_is_expected_over_the_links_that_it_is_simulated_over() -> None:
         expect_plan(status, split_plan(status), workload(97), Slo(tpot_s=0.05), gbps, 0.001) for gbps in (40.0, 0.4)
     ]
     fast, slow = (each for each in found if each is not None)
-    assert fast.attainment > slow.attainment
-    assert fast.tpot_s.p99 < 0.5 * slow.tpot_s.p99
+    assert fast.estimated.attainment > slow.estimated.attainment
+    assert fast.estimated.tpot_s.p99 < 0.5 * slow.estimated.tpot_s.p99
+    assert fast.expected.e2e_s.p50 < slow.expected.e2e_s.p50
+    assert [each.expected.simulated_requests for each in found if each is not None] == [
+        pytest.approx(1000, rel=0.1)
+    ] * 2
 
 
 def test_a_rate_that_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
