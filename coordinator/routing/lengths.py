@@ -138,7 +138,7 @@ class AnswerTail:
         # The nearest of these lengths is near enough, and found many times as fast as by `np.interp`; `np.clip` takes
         # as long as all the rest.
         at = np.log(np.minimum(np.maximum(tokens, 1.0), LONGEST)) / _LOG_TOKENS[1] + 0.5
-        return self._beyond.take(at.astype(np.intp))
+        return np.asarray(self._beyond.take(at.astype(np.intp)))
 
     def _read(self) -> None:
         over = (np.log(np.array(self._unread, dtype=np.float64))[:, None] - _LOG_TOKENS) / BLUR

@@ -427,7 +427,7 @@ class PredictedTimes(RoutingPolicy):
     def _is_bearable(self, decode: Indices, forecast: _Forecast) -> Bools:
         """By route, whether a prompt in chunks keeps the plan's deadline from token to token, if it has one."""
         limit_s = self._plan.deadlines.tpot_s or np.inf
-        return (forecast.chunk_s <= limit_s).take(decode)
+        return np.asarray((forecast.chunk_s <= limit_s).take(decode))
 
 
 def _raise(part: Floats) -> Floats:
