@@ -117,14 +117,16 @@ class AnswerTail:
 
     def __init__(self) -> None:
         prior = np.sort(azure_lengths("conversation")[1])
-        self._outputs = deque(prior[:: max(1, len(prior) // PRIOR)].tolist(), maxlen=SAMPLE)
+        self._unread: list[float] = prior[:: max(1, len(prior) // PRIOR)].tolist()
         self._recorded = 0
         self._read_after = 0
+        self._curves = np.zeros((SAMPLE, len(_LOG_TOKENS)))  # of the latest answers that were read, one each
+        self._curve_count = 0
         self._beyond = np.zeros(len(_LOG_TOKENS))
 
     def record(self, output_tokens: int) -> None:
         """A request has been answered in full."""
-        self._outputs.append(output_tokens)
+        self._unread.append(output_tokens)
         self._recorded += 1
 
     def share_beyond(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -132,11 +134,19 @@ class AnswerTail:
         if self._recorded >= self._read_after:
             # Read anew after an eighth more: a few answers change little of what hundreds say.
             self._read_after = self._recorded + max(8, min(self._recorded, SAMPLE) // 8)
-            over = (np.log(np.array(self._outputs, dtype=np.float64)) - _LOG_TOKENS[:, None]) / BLUR
-            self._beyond = (1.0 / (1.0 + np.exp(np.clip(-over, -50.0, 50.0)))).mean(axis=1)
-        # The nearest of these lengths is near enough, and found many times as fast as by `np.interp`.
-        at = np.log(np.clip(tokens, 1.0, LONGEST)) / _LOG_TOKENS[1] + 0.5
-        return np.asarray(self._beyond[at.astype(np.intp)])
+            self._read()
+        # The nearest of these lengths is near enough, and found many times as fast as by `np.interp`; `np.clip` takes
+        # as long as all the rest.
+        at = np.log(np.minimum(np.maximum(tokens, 1.0), LONGEST)) / _LOG_TOKENS[1] + 0.5
+        return np.asarray(self._beyond.take(at.astype(np.intp)))
+
+    def _read(self) -> None:
+        over = (np.log(np.array(self._unread, dtype=np.float64))[:, None] - _LOG_TOKENS) / BLUR
+        places = (self._curve_count + np.arange(len(over))) % SAMPLE
+        self._curves[places] = 1.0 / (1.0 + np.exp(np.clip(-over, -50.0, 50.0)))
+        self._curve_count += len(over)
+        self._unread.clear()
+        self._beyond = self._curves[: self._curve_count].mean(axis=0)
 
 
 _PREDICTORS: Final[tuple[Callable[[], LengthPredictor], ...]] = (LearnedLengths, SampledLengths)

@@ -119,15 +119,36 @@ class _Speeds(NamedTuple):
     length_s: Floats
     kv_tokens: Floats
 
-    def decode_step_s(self, requests: Floats, context: float) -> Floats:
-        """Of a step over so many requests of this context, by replica."""
-        return np.asarray(
-            self.step_s + self.length_s * context + (self.context_s * context + self.request_s) * requests
+    def at_context(self, context: float) -> _StepTimes:
+        """Of steps over requests that hold so many tokens each."""
+        context_s = self.context_s * context
+        return _StepTimes(
+            begin_s=self.begin_s,
+            token_s=self.token_s,
+            context_s=context_s,
+            step_s=self.step_s + self.length_s * context,
+            request_s=context_s + self.request_s,
         )
 
-    def mixed_step_s(self, tokens: Floats | float, requests: Floats, context: float) -> Floats:
+
+class _StepTimes(NamedTuple):
+    """By replica, for requests of one length, in seconds: of a decode step `step_s`, with `request_s` for each request;
+    of one that computes prompts as well `begin_s`, with `token_s` for each of its tokens and `context_s` for each
+    request."""
+
+    begin_s: Floats
+    token_s: Floats
+    context_s: Floats
+    step_s: Floats
+    request_s: Floats
+
+    def decode_step_s(self, requests: Floats) -> Floats:
+        """Of a step over so many requests."""
+        return np.asarray(self.step_s + self.request_s * requests)
+
+    def mixed_step_s(self, tokens: Floats | float, requests: Floats) -> Floats:
         """Of one that computes so many tokens of prompts as well: each request costs one more, and its context."""
-        return np.asarray(self.begin_s + self.token_s * (tokens + requests) + self.context_s * context * requests)
+        return np.asarray(self.begin_s + self.token_s * (tokens + requests) + self.context_s * requests)
 
 
 class _Shapes(NamedTuple):
@@ -142,15 +163,15 @@ class _Shapes(NamedTuple):
 
 class _Routes(NamedTuple):
     """The pairs of the `table`, and then each replica that has none with itself, alone. By route: the replicas;
-    `is_whole`: both are the same; `is_lent`: it has none in the plan; `can_share`: two boxes, so that they may share a
-    prompt: a pipeline's stages would idle with so few prompts at a time."""
+    `is_whole`: both are the same; `can_share`: two boxes, so that they may share a prompt: a pipeline's stages would
+    idle with so few prompts at a time. `lent_from`: the first route that the plan does not have."""
 
     table: RouteTable
     prefill: Indices
     decode: Indices
     is_whole: Bools
-    is_lent: Bools
     can_share: Bools
+    lent_from: int
 
 
 class _Backlog(NamedTuple):
@@ -223,14 +244,14 @@ class PredictedTimes(RoutingPolicy):
         cached = np.zeros(len(loads.ids)) if request.cached_tokens is None else request.cached_tokens
         uncached = prompt - cached
         forecast = self._forecast(prompt, uncached, speeds, loads)
-        prefill_s = forecast.prefill_s[routes.prefill]
+        # `take` is twice as fast as an index, and a plan may have thousands of routes.
+        prefill_s = forecast.prefill_s.take(routes.prefill)
         shared_s = self._shared_prefill_s(uncached, routes, speeds, forecast)
         is_shared = shared_s < prefill_s
-        first_s = np.maximum(np.where(is_shared, shared_s, prefill_s), forecast.room_s[routes.decode])
-        own_prompts = routes.is_whole * (uncached / prompt)[routes.decode]
-        beside_s = self._beside_s(forecast, speeds, loads, now)[routes.decode]
-        beside_s += own_prompts * forecast.beside_s[routes.decode]
-        pace_s = forecast.decode_s[routes.decode] + beside_s
+        first_s = np.maximum(np.where(is_shared, shared_s, prefill_s), forecast.room_s.take(routes.decode))
+        beside_s = self._beside_s(forecast, speeds, loads, now).take(routes.decode)
+        beside_s += routes.is_whole * (uncached / prompt * forecast.beside_s).take(routes.decode)
+        pace_s = forecast.decode_s.take(routes.decode) + beside_s
         saved_s = None
         if request.cached_tokens is not None and request.cached_tokens.any():
             saved_s = CACHED * (cached * speeds.token_s)[routes.prefill]
@@ -238,8 +259,8 @@ class PredictedTimes(RoutingPolicy):
         beyond_share = self._queues.beyond_share()
         later[: len(beyond_share)] += beyond_share
         cost = self._cost(first_s * later, pace_s * later, min(output, TOKENS), saved_s)
-        if routes.is_lent.any():
-            cost[routes.is_lent & ~self._may_lend(routes, first_s, forecast, is_shared)] = np.inf
+        if routes.lent_from < len(cost):
+            cost[routes.lent_from :][~self._may_lend(routes, first_s, forecast, is_shared)] = np.inf
         best = _pick(cost, loads.usd_per_hour[routes.prefill] + loads.usd_per_hour[routes.decode], loads, rng)
         self._queues.note_sent(best)
         if not routes.is_whole[best]:
@@ -322,21 +343,22 @@ class PredictedTimes(RoutingPolicy):
         backlog = self._read_backlog(speeds, loads)
         batch, held, stages, step_tokens = backlog.batch, backlog.held, self._shapes.stages, self._shapes.step_tokens
         chunk = np.maximum(step_tokens - batch / stages, LEAST_CHUNK * step_tokens)
-        chunk_s = speeds.mixed_step_s(chunk, batch, held)
+        steps_of = speeds.at_context(held)
+        chunk_s = steps_of.mixed_step_s(chunk, batch)
         # Beside answers a prompt begins when a step ends, and each of its own steps takes their time as well.
         # A pipeline's stages work on a prompt's parts one behind the other, so that it takes less than their sum.
         parts = np.maximum(np.ceil(uncached / chunk), 1.0)
         in_line = (stages + parts - 1.0) / (stages * parts)
         steps = np.ceil(backlog.tokens / stages / chunk + parts * in_line)
-        beside_s = 0.5 * speeds.decode_step_s(batch, held) + steps * speeds.mixed_step_s(0.0, batch, held)
+        beside_s = 0.5 * steps_of.decode_step_s(batch) + steps * steps_of.mixed_step_s(0.0, batch)
         own_s = uncached * speeds.token_s * in_line + speeds.prompt_s
         queue_s = backlog.tokens * speeds.token_s / stages
         prompt_s = speeds.token_s * self.mean_prompt + speeds.prompt_s
         return _Forecast(
             prefill_s=MARGINAL * queue_s + np.where(backlog.running > 0.0, beside_s, speeds.begin_s) + own_s,
             own_s=own_s,
-            room_s=self._room_s(prompt, backlog, speeds, loads),
-            decode_s=speeds.decode_step_s(MARGINAL * batch, held),
+            room_s=self._room_s(prompt, backlog, speeds, steps_of, loads),
+            decode_s=steps_of.decode_step_s(MARGINAL * batch),
             beside_s=batch / self.mean_output * prompt_s / stages,
             prompt_s=prompt_s,
             chunk_s=chunk_s,
@@ -349,13 +371,15 @@ class PredictedTimes(RoutingPolicy):
         running = np.where(self._shapes.decodes, requests, loads.decodes)
         # Who takes long is met more often: what a batch holds is more than half of a mean answer for each request.
         held = self.mean_prompt + self.mean_output
-        most = np.clip(speeds.kv_tokens / held, 1.0, MOST_REQUESTS)
+        most = np.minimum(np.maximum(speeds.kv_tokens / held, 1.0), MOST_REQUESTS)
         # Of steps that compute prompts as well, so many tokens are left for answers, in the long run.
         fed = np.maximum(self._shapes.stages * self._shapes.step_tokens * self.mean_output / held, 1.0)
         most = np.where(self._shapes.is_mixed, np.minimum(most, fed), most)
         return _Backlog(tokens, running, np.minimum(running + 1.0, most), most, held)
 
-    def _room_s(self, prompt: int, backlog: _Backlog, speeds: _Speeds, loads: ReplicaLoads) -> Floats:
+    def _room_s(
+        self, prompt: int, backlog: _Backlog, speeds: _Speeds, steps_of: _StepTimes, loads: ReplicaLoads
+    ) -> Floats:
         """By replica, until requests have ended whose KV is in the way: those beyond its batch; those whose room this
         one needs, as it is long or they are longer than most by what the replica reports; at least one where that is
         full. Their steps are as many as their answers need, or as the budget of a step allows for prompts and answers
@@ -368,8 +392,8 @@ class PredictedTimes(RoutingPolicy):
         step_tokens = self._shapes.stages * self._shapes.step_tokens
         steps = np.maximum(answers / backlog.batch, (answers + backlog.tokens) / step_tokens)
         queue_s = backlog.tokens * speeds.token_s / self._shapes.stages
-        mixed_s = queue_s + steps * speeds.mixed_step_s(0.0, backlog.batch, backlog.held)
-        waits = np.maximum(steps * speeds.decode_step_s(backlog.batch, backlog.held), mixed_s)
+        mixed_s = queue_s + steps * steps_of.mixed_step_s(0.0, backlog.batch)
+        waits = np.maximum(steps * steps_of.decode_step_s(backlog.batch), mixed_s)
         return np.where(speeds.kv_tokens < prompt, NEVER_S, np.where(ahead > 0.0, MARGINAL * waits, 0.0))
 
     def _shared_prefill_s(self, uncached: Floats, routes: _Routes, speeds: _Speeds, forecast: _Forecast) -> Floats:
@@ -377,29 +401,33 @@ class PredictedTimes(RoutingPolicy):
         prompt is not to be shared: see `_Routes.can_share`; where the steps of the decode replica would be too long;
         and where the first token is early enough without."""
         prefill, decode = routes.prefill, routes.decode
-        chunked_token_s = forecast.chunked_token_s[decode]
-        # Both take as long for their parts of a prompt, which is this per token of all of it.
-        part_s = 1.0 / (1.0 / speeds.token_s[prefill] + 1.0 / chunked_token_s)
-        first_part_s = forecast.prefill_s[prefill] - uncached[prefill] * (speeds.token_s[prefill] - part_s)
-        seconds = np.maximum(first_part_s, forecast.tokens[decode] * chunked_token_s) + uncached[prefill] * part_s
         can = routes.can_share & self._is_bearable(decode, forecast)
         if self._plan.deadlines.ttft_s > 0.0:
-            can &= forecast.prefill_s[prefill] > SHARED_FROM * self._plan.deadlines.ttft_s
+            can &= (forecast.prefill_s > SHARED_FROM * self._plan.deadlines.ttft_s).take(prefill)
+        if not can.any():
+            return np.full(len(can), np.inf)
+        chunked_token_s = forecast.chunked_token_s.take(decode)
+        token_s, own_tokens = speeds.token_s.take(prefill), uncached.take(prefill)
+        # Both take as long for their parts of a prompt, which is this per token of all of it.
+        part_s = 1.0 / (1.0 / token_s + 1.0 / chunked_token_s)
+        first_part_s = forecast.prefill_s.take(prefill) - own_tokens * (token_s - part_s)
+        seconds = np.maximum(first_part_s, forecast.tokens.take(decode) * chunked_token_s) + own_tokens * part_s
         return np.where(can, seconds, np.inf)
 
     def _may_lend(self, routes: _Routes, first_s: Floats, forecast: _Forecast, is_shared: Bools) -> Bools:
-        """By route, whether its replica may do what is not of its phase: on the plan's routes prompts wait for long,
-        and the answers beside it can bear that."""
-        by_plan = int(np.where(routes.is_lent, np.inf, first_s).argmin())
-        prefill = routes.prefill[by_plan]
+        """By lent route, whether its replica may do what is not of its phase: on the plan's routes prompts wait for
+        long, and the answers beside it can bear that."""
+        by_plan = int(first_s[: routes.lent_from].argmin()) if routes.lent_from else 0
+        prefill, lent = routes.prefill[by_plan], routes.decode[routes.lent_from :]
         long_s = max(SHARED_FROM * self._plan.deadlines.ttft_s, LENT_FROM * forecast.prompt_s[prefill])
-        is_late = first_s[by_plan] - forecast.own_s[prefill] > long_s and not is_shared[by_plan]
-        return self._is_bearable(routes.decode, forecast) & is_late
+        if first_s[by_plan] - forecast.own_s[prefill] > long_s and not is_shared[by_plan]:
+            return self._is_bearable(lent, forecast)
+        return np.zeros(len(lent), dtype=bool)
 
     def _is_bearable(self, decode: Indices, forecast: _Forecast) -> Bools:
         """By route, whether a prompt in chunks keeps the plan's deadline from token to token, if it has one."""
         limit_s = self._plan.deadlines.tpot_s or np.inf
-        return np.asarray(forecast.chunk_s[decode] <= limit_s)
+        return np.asarray((forecast.chunk_s <= limit_s).take(decode))
 
 
 def _raise(part: Floats) -> Floats:
@@ -418,8 +446,8 @@ def _add_lone_replicas(table: RouteTable, is_one_box: Bools) -> _Routes:
         prefill=prefill,
         decode=decode,
         is_whole=prefill == decode,
-        is_lent=np.arange(len(prefill)) >= len(table.split_share),
         can_share=(prefill != decode) & is_one_box[prefill] & is_one_box[decode],
+        lent_from=len(table.split_share),
     )
 
 
