@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
@@ -175,9 +175,13 @@ class VllmTurns:
         scheduler.note_turn()
         return scheduler.scheduled_tokens
 
-    def held_bytes(self, request: str) -> int:
+    def can_lose_kv(self, request: str) -> bool:
         """See the protocol."""
-        return self._scheduler.held_bytes(request)
+        return self._scheduler.can_lose_kv(request)
+
+    def freed_bytes(self, requests: Sequence[str], *, for_others: bool) -> int:
+        """See the protocol."""
+        return self._scheduler.freed_bytes(requests, for_others=for_others)
 
     def evict(self, request: str) -> None:
         """See the protocol."""
