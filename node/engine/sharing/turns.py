@@ -209,6 +209,13 @@ class ProcessTurns:
         opened = self._services[service] = ServiceTurns(self, self._queue, service, self._clock)
         return opened
 
+    def close_service(self, service: str) -> None:
+        """Its engine has left, and has no requests any more: what was learned of it is forgotten."""
+        assert self._queue is not None, "it was opened"
+        self._queue.close_service(service)
+        del self._profiles[service], self._services[service]
+        self.token_bytes.pop(service, None)
+
     def choose(self, room: TurnRoom) -> Turn | None:
         """Who steps next; None: nobody can."""
         if self._queue is None:

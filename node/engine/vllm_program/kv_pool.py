@@ -87,6 +87,8 @@ class KvPool:
         if pool is not None:
             pool.leave_foreign_pages()
         self._longest.pop(service, None)
+        for page in [page for page, owner in self._last_owners.items() if owner == service]:
+            self._last_owners[page] = ""  # who comes back by that name may be another model
         if self._per_page.pop(service, None) is not None:
             self.pages.close_service(service)
 
