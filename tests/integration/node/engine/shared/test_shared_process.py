@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import faulthandler
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -173,3 +176,15 @@ def test_nothing_is_left_of_engines_that_have_gone() -> None:
         assert {service for service, _ in turns._queue._lines} == {*turns._queue._waits} == {"1"}
         assert children._engines.keys() == {1}
         assert children.end(1).exits == [(CHANNEL, protocol.EngineExited(engine=71, status=1))]
+
+
+@pytest.mark.timeout(300)
+def test_engines_of_vllm_that_have_left_are_collected(random_model: Path) -> None:
+    """And what vLLM has once for a process is still there."""
+    script = Path(__file__).with_name("leaving_engines.py")
+    command = [sys.executable, str(script), str(random_model)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280).stdout.splitlines()
+    told = [line for line in found if line.startswith(("left:", "stages:"))]
+    assert told[-1] == "stages: 1"
+    assert [int(line.split()[1]) for line in told[:-1]][-1] <= 1, "all but the last, which goes when another comes"
+    assert told[-2].endswith("of 3")
