@@ -81,6 +81,11 @@ class BlockCache:
                     self._held[name] = None
         return added
 
+    def count_unused_without(self, users: Iterable[Sequence[int]]) -> int:
+        """How many would be unused by that, if users of these had all ended."""
+        ended = Counter(name for names in users for name in names)
+        return sum(self._users[name] == number for name, number in ended.items())
+
     def leave(self, names: Sequence[int]) -> int:
         """A user of these has ended; returns how many are unused by that."""
         before = len(self._unused)

@@ -20,11 +20,12 @@ use stay where they are; a page in which those of several models are then is nob
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
-from .kv_shares import KvShares
+from .kv_shares import FLOOR, KvShares
 from .values import SharingError
 
 WASTE: Final = 0.1
@@ -61,6 +62,18 @@ def split_pages(page_bytes: int, block_bytes: int, most_bytes: int) -> PageSplit
     if best is None:
         raise SharingError(f"a block of {block_bytes} bytes of KV has no room in pages of at most {most_bytes}")
     return best[1]
+
+
+class _MergedPages(NamedTuple):
+    """As pages would be. `used`: bytes by model."""
+
+    count: int
+    page_bytes: int
+    owners: list[str | None]
+    in_use: list[int]
+    free: list[int]
+    used: dict[str, int]
+    budget: int
 
 
 @final
@@ -158,32 +171,48 @@ class KvPages:
         del self._idle[owner][page]
         self._free(page)
 
-    def can_merge(self, number: int) -> bool:
-        """Whether no block is in use where the first page would be, in which models have their null blocks."""
-        return not any(self._in_use[:number])
+    def find_obstacle(self, number: int) -> str:
+        """Why so many pages cannot become one for a model that comes, as things stand, "" where they can: a block is in
+        use where the first page would be, in which models have their null blocks; or so many pages would be of several
+        models until requests end that one more is not sure of a page."""
+        if any(self._in_use[:number]):
+            return "pages cannot be larger while KV is where the first would be"
+        merged = self._plan_merge(number)
+        floor = FLOOR * merged.budget / (len(self._idle) + 1)
+        return "" if merged.page_bytes <= floor else "pages cannot be larger while so many hold KV"
 
     def merge(self, number: int) -> None:
-        """So many pages become one. All that was idle must have been released; what is left over behind the last page
-        is lost."""
+        """So many pages become one, for which there is no obstacle. All that was idle must have been released; what is
+        left over behind the last page is lost."""
         assert not any(self._idle.values())
-        assert self.can_merge(number)
+        assert not any(self._in_use[:number])
+        merged = self._plan_merge(number)
+        self.count, self.page_bytes = merged.count, merged.page_bytes
+        self.owners, self._in_use, self.free = merged.owners, merged.in_use, merged.free
+        self.shares.resize(merged.budget, merged.used)
+
+    def _plan_merge(self, number: int) -> _MergedPages:
         users: dict[int, set[str | None]] = {}
         in_use = [0] * (self.count // number + 1)
         for page, blocks in enumerate(self._in_use):
             if blocks:
                 users.setdefault(page // number, set()).add(self.owners[page])
                 in_use[page // number] += blocks
-        self.count //= number
-        self.page_bytes *= number
-        self.owners, self._in_use = [None] * len(in_use), in_use
+        count, page_bytes = self.count // number, self.page_bytes * number
+        owners: list[str | None] = [None] * len(in_use)
         used = dict.fromkeys(self._idle, 0)
-        for page in range(1, self.count):
+        for page in range(1, count):
             match tuple(users.get(page, ())):
                 case (str(owner),):
-                    self.owners[page] = owner
-                    used[owner] += self.page_bytes
-        self.free = [-page for page in range(self.count - 1, 0, -1) if not in_use[page]]
-        self.shares.resize(len(self.free) * self.page_bytes + sum(used.values()), used)
+                    owners[page] = owner
+                    used[owner] += page_bytes
+        free = [-page for page in range(count - 1, 0, -1) if not in_use[page]]
+        budget = len(free) * page_bytes + sum(used.values())
+        return _MergedPages(count, page_bytes, owners, in_use, free, used, budget)
+
+    def count_freed(self, service: str, blocks: Mapping[int, int]) -> int:
+        """How many of its pages would have no block in use any more, if so many of these pages' had none."""
+        return sum(self.owners[page] == service and self._in_use[page] == number for page, number in blocks.items())
 
     def check(self) -> None:
         """Each page is free, idle, in use or left over, and of one model at most. Raises SharingError."""

@@ -165,6 +165,12 @@ class TurnQueue:
             self._lines.setdefault((service, phase), _Line())
         self._waits.setdefault(service, [])
 
+    def close_service(self, service: str) -> None:
+        """It is gone, with all of its requests."""
+        for phase in PHASES:
+            del self._lines[service, phase]
+        del self._waits[service], self._prompts[service], self._open[service]
+
     def add(self, key: Hashable, service: str, prompt_tokens: int, now: float) -> SharedRequest:
         """A request has come. Raises SharingError for a service that is not here, or a key that is."""
         if service not in self.profiles:

@@ -11,8 +11,9 @@ network and what the others know of its links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Final, NamedTuple, final
 
 import trio
@@ -62,6 +63,13 @@ def find_wanted(
     model = models.get(given)
     is_possible = catalogue.find(given) is not None and model is not None and model.is_possible
     return given if is_possible else kept
+
+
+def find_taken(beside: Sequence[str], own: str, offers: Mapping[str, HostingOffer]) -> set[str]:
+    """What the other nodes of a box host, and those before this one prepare; some may have said nothing yet."""
+    taken = {offer.hosts for peer, offer in offers.items() if peer != own}
+    before = (offers[peer] for peer in takewhile(lambda peer: peer != own, beside) if peer in offers)
+    return (taken | {offer.prepares for offer in before}) - {""}
 
 
 def leave_room(models: Mapping[str, HostedModel], taken: Collection[str], room_bytes: int) -> dict[str, HostedModel]:
@@ -250,12 +258,10 @@ class HostingLife:
 
     def _find_wanted(self, joined: Joined) -> str:
         beside = self._shelf.beside
-        others = [joined.view.adverts.get(PeerId(peer)) for peer in beside if peer != joined.own]
-        offers = [other.hosting for other in others if other is not None and other.hosting is not None]
-        before = beside.index(joined.own) if beside else 0
+        adverts = ((peer, joined.view.adverts.get(PeerId(peer))) for peer in beside)
+        offers = {peer: each.hosting for peer, each in adverts if each is not None and each.hosting is not None}
         models = {name: each.model for name, each in self._looked.items()}
-        taken = {each.hosts for each in offers} | {each.prepares for each in offers[:before]}
-        models = leave_room(models, taken - {""}, self._shelf.room_bytes)
+        models = leave_room(models, find_taken(beside, joined.own, offers), self._shelf.room_bytes)
         return find_wanted(joined.view.hosting, joined.own, joined.view.catalogue, models, self.hosts)
 
     def _tell(self, detail: str, prepares: str, on_news: Callable[[], None]) -> None:

@@ -181,7 +181,8 @@ class ForkServer:
             os._exit(status)
 
     def _reap(self) -> None:
-        self._shared.look()
+        for channel, exited in self._shared.look():
+            self._tell(channel, exited)
         while self._children or self._shared.pid:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:

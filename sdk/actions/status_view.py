@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
+from msgspec.structs import replace
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -131,8 +132,8 @@ def hosting_lines(status: Status) -> list[str]:
     offers = _offers_of(status)
     for node in status.nodes:
         offer = offers.get(node.peer)
-        if offer is not None and offer.beside and offer.beside[0] == node.peer:
-            hosts = [offers[peer].hosts for peer in offer.beside if peer in offers and offers[peer].hosts]
+        if offer is not None and len(offer.beside) > 1 and offer.beside[0] == node.peer:
+            hosts = [offers[peer].hosts for peer in offer.beside if offers[peer].hosts]
             names = " and ".join(name_of(peer) for peer in offer.beside)
             lines.append(f"shared: {names} are one box: {' and '.join(hosts) or 'nothing yet'}")
         if offer is not None and offer.detail:
@@ -170,14 +171,19 @@ def hosting_faults(status: Status, name: str) -> dict[str, str]:
 
 
 def _offers_of(status: Status) -> dict[str, HostingOffer]:
-    """By node, what those say that host what they are given."""
+    """By node, what those say that host what they are given; `beside` has those of them that say the same of it."""
     adverts = {node.peer: node.advert for node in status.nodes if node.advert is not None and node.state not in GONE}
-    return {peer: advert.hosting for peer, advert in adverts.items() if advert.hosting is not None}
+    told = {peer: advert.hosting for peer, advert in adverts.items() if advert.hosting is not None}
+    alike = {
+        peer: tuple(each for each in offer.beside if each in told and told[each].beside == offer.beside)
+        for peer, offer in told.items()
+    }
+    return {peer: replace(offer, beside=alike[peer] if peer in alike[peer] else ()) for peer, offer in told.items()}
 
 
 def _lacking_beside(offers: Mapping[str, HostingOffer], offer: HostingOffer, name: str) -> str:
     """Why a node cannot host an entry beside what the others of its box do; "" where it can."""
-    beside = {offers[peer].hosts for peer in offer.beside if peer in offers} - {"", name}
+    beside = {offers[peer].hosts for peer in offer.beside} - {"", name}
     sizes = [offer.models[each].weight_bytes for each in {*beside, name} if each in offer.models]
     if not beside or sum(sizes) <= offer.room_bytes:
         return ""

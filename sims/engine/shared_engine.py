@@ -238,7 +238,9 @@ class SharedEngine:
     def _make_room(self, asker: SharedRequest, size: int) -> bool:
         """Evict as many as it takes, or nobody."""
         wanted = RoomWanted(asker.service, size - self.shares.free, asker)
-        victims = plan_evictions(self.queue, self.shares, wanted, self._held_bytes)
+        victims = plan_evictions(
+            self.queue, self.shares, wanted, lambda _, victims: sum(map(self._held_bytes, victims))
+        )
         for each in victims or ():
             self._free_blocks(each)
         self._evicted += victims or ()

@@ -23,7 +23,7 @@ of its own; a test runs both on random requests and compares them step by step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, final
@@ -247,10 +247,15 @@ class Batcher:
         self._tokens_left -= tokens
         return True
 
-    def count_evictable(self, sequence: BatchedRequest) -> int:
-        """Blocks that may be free without its KV; none of one that waits for KV, which is being written there."""
-        waits = sequence.request in self._awaiting_kv
-        return 0 if waits else sequence.blocks + len(sequence.shared)
+    def can_lose_kv(self, sequence: BatchedRequest) -> bool:
+        """Whether it holds any; that of one that waits for KV is being written."""
+        return bool(sequence.blocks or sequence.shared) and sequence.request not in self._awaiting_kv
+
+    def count_freed(self, sequences: Iterable[BatchedRequest]) -> int:
+        """Blocks that are free without the KV of all of these."""
+        losing = [each for each in sequences if self.can_lose_kv(each)]
+        shared = self._prefixes.count_unused_without(each.shared for each in losing)
+        return sum(each.blocks for each in losing) + shared
 
     def evict(self, sequence: BatchedRequest) -> None:
         """It is computed again, in a later turn."""

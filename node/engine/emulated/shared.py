@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, final
 
@@ -99,10 +99,15 @@ class EmulatedTurns:
         """See the protocol."""
         return self._engine.batcher.take(self._work_of(request), partial(self._make_room, request))
 
-    def held_bytes(self, request: str) -> int:
+    def can_lose_kv(self, request: str) -> bool:
         """See the protocol."""
         work = self._engine.find(request)
-        return self._engine.batcher.count_evictable(work) * self._block_bytes if work is not None else 0
+        return work is not None and self._engine.batcher.can_lose_kv(work)
+
+    def freed_bytes(self, requests: Sequence[str], *, for_others: bool) -> int:
+        """See the protocol: all engines have all blocks here."""
+        found = (work for each in requests if (work := self._engine.find(each)) is not None)
+        return self._engine.batcher.count_freed(found) * self._block_bytes
 
     def evict(self, request: str) -> None:
         """See the protocol."""

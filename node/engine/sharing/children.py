@@ -10,9 +10,13 @@ from .. import protocol
 from ..backends import find_backend
 from ..mailbox import Outbox
 from ..process import AgentSockets
-from .process import Arrival, Blame, run_shared, send_arrival
+from .process import Arrival, Blame, read_news, run_shared, send_arrival
 
 _MOST_READ: Final = 4096
+
+
+Exit = tuple[socket.socket, protocol.EngineExited]
+"""An agent's channel, and what it is to be told."""
 
 
 class SharingEngine(NamedTuple):
@@ -33,7 +37,7 @@ class EndedProcess(NamedTuple):
     """What follows from the end of a process: what agents are to be told, and engines that it has not taken in any
     more, for which another one is to be made."""
 
-    exits: list[tuple[socket.socket, protocol.EngineExited]]
+    exits: list[Exit]
     left_over: list[tuple[SharingEngine, AgentSockets]]
 
 
@@ -46,7 +50,8 @@ class SharedChildren:
         """Of the process; 0: there is none."""
         self._control: socket.socket | None = None  # to it
         self._blame = Blame()
-        self._engines: dict[int, SharingEngine] = {}  # by their number in it
+        self._engines: dict[int, SharingEngine] = {}  # by their number in it, until they leave
+        self._number = 0  # of the last that has joined
         self._unread: dict[int, AgentSockets] = {}  # of those that it has not taken in yet
 
     def __repr__(self) -> str:
@@ -56,7 +61,7 @@ class SharedChildren:
         """Give this engine to the process that runs; False: none does, and this one is to make it."""
         if self._control is None:
             return False
-        number = len(self._engines) + 1
+        self._number = number = self._number + 1
         self._engines[number] = engine
         self._unread[number] = AgentSockets(*(end.dup() for end in ends))
         with contextlib.suppress(OSError):  # it has just ended: this is left over
@@ -86,31 +91,35 @@ class SharedChildren:
     def add(self, pid: int, engine: SharingEngine) -> None:
         """After it, in the server."""
         self.pid = pid
-        self._engines = {1: engine}
+        self._engines, self._number = {1: engine}, 1
 
-    def look(self) -> None:
-        """See which engines it has taken in: their sockets are its own from then on."""
+    def look(self) -> list[Exit]:
+        """See which engines it has taken in: their sockets are its own from then on. Returns those that have left."""
+        left: list[Exit] = []
         while self._control is not None:
             try:
                 packet = self._control.recv(_MOST_READ)
             except OSError:
-                return
+                break
             if not packet:
-                return
-            ends = self._unread.pop(int.from_bytes(packet, "little"), None)
-            if ends is not None:
-                ends.close()
+                break
+            number, is_new = read_news(packet)
+            if not is_new:
+                channel, spawn = self._engines.pop(number)
+                left.append((channel, protocol.EngineExited(engine=spawn.engine, status=0)))
+            elif number in self._unread:
+                self._unread.pop(number).close()
+        return left
 
     def end(self, status: int) -> EndedProcess:
         """It has ended."""
-        self.look()
+        exits = self.look()
         culprit, engines, unread = self._blame.get(), self._engines, self._unread
         self.pid, self._engines, self._unread = 0, {}, {}
         if self._control is not None:
             self._control.close()
         self._control = None
         name = engines[culprit].service if culprit in engines else ""
-        exits = []
         for number, (channel, spawn) in engines.items():
             if number not in unread:
                 other = name if number != culprit else ""

@@ -18,9 +18,10 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Final, NamedTuple, Protocol, final
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import Final, Protocol, final
 
 import msgspec
 
@@ -99,12 +100,14 @@ class Blame:
         return int.from_bytes(self._shared[:], "little")
 
 
-class Arrival(NamedTuple):
+@dataclass(slots=True)
+class Arrival:
     """An engine that joins: its number in this process, and what it is started with."""
 
     number: int
     config: protocol.EngineConfig
     sockets: AgentSockets
+    has_gone: bool = False  # its agent has hung up
 
 
 @final
@@ -112,8 +115,7 @@ class SharingMember:
     """One engine of the process."""
 
     def __init__(self, arrival: Arrival, engine: TurnEngine, outbox: Outbox, turns: ServiceTurns) -> None:
-        self.number = arrival.number
-        self.sockets = arrival.sockets
+        self.arrival = arrival
         self.engine = engine
         self.outbox = outbox
         self.turns = turns
@@ -122,9 +124,14 @@ class SharingMember:
     def __repr__(self) -> str:
         return f"<SharingMember {self.turns}>"
 
+    @property
+    def number(self) -> int:
+        """In this process."""
+        return self.arrival.number
+
     def hang_up(self) -> None:
         """The agent sees the engine as gone; threads that wait for it end."""
-        for end in self.sockets:
+        for end in self.arrival.sockets:
             try:
                 end.shutdown(socket.SHUT_RDWR)
             except OSError:
@@ -134,6 +141,15 @@ class SharingMember:
 def send_arrival(control: socket.socket, number: int, spawn: protocol.Spawn, sockets: list[int]) -> None:
     """To a process that runs already. Raises OSError: it has just ended."""
     socket.send_fds(control, [protocol.pack(msgspec.structs.replace(spawn, engine=number))], sockets)
+
+
+def _pack_news(number: int, *, is_new: bool) -> bytes:
+    return bytes([is_new]) + number.to_bytes(_NUMBER_BYTES, "little")
+
+
+def read_news(packet: bytes) -> tuple[int, bool]:
+    """What a process tells of an engine of this number: it has taken it in, or, if it is not new, it has left."""
+    return int.from_bytes(packet[1:], "little"), bool(packet[0])
 
 
 def run_shared(arrival: Arrival, control: socket.socket, blame: Blame, share: ShareProcess) -> int:
@@ -155,9 +171,8 @@ class SharedProcess:
         self._control = control
         self._blame = blame
         self._members: dict[str, SharingMember] = {}
-        self._turns = ProcessTurns(sharing.order, time.monotonic, lambda service: self._members[service].engine)
+        self._turns = ProcessTurns(sharing.order, time.monotonic, self._find_holder)
         self._make_program = share(self._turns)
-        self._gone: set[int] = set()  # whose agents have hung up, by number
         self._news = threading.Event()
         self._armed_at = 0.0
 
@@ -185,8 +200,8 @@ class SharedProcess:
             while not self.arrivals.empty():
                 self._add(self.arrivals.get())
             for member in tuple(self._members.values()):
-                with self._blamed(member.number):
-                    wants_more = member.number not in self._gone and member.engine.handle_messages()
+                with self.blamed(member.number):
+                    wants_more = not member.arrival.has_gone and member.engine.handle_messages()
                 if not wants_more:
                     self._dismiss(member)
             if not self._members and self.arrivals.empty():
@@ -196,42 +211,51 @@ class SharedProcess:
 
     def take(self, request: SharedRequest) -> bool:
         """See `TurnRoom`."""
-        key = request.key
+        key, member = request.key, self._members[request.service]
         assert isinstance(key, tuple)
-        return self._members[request.service].engine.take(key[1])
+        self._blame.set(member.number)
+        return member.engine.take(key[1])
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _add(self, arrival: Arrival) -> None:
-        self._control.send(arrival.number.to_bytes(_NUMBER_BYTES, "little"))  # its sockets are in good hands now
+        self._control.send(_pack_news(arrival.number, is_new=True))  # its sockets are in good hands now
         sharing, outbox = arrival.config.sharing, Outbox(arrival.sockets.messages, lambda: self._on_gone(arrival))
         assert sharing is not None
         if sharing.service in self._members:  # its agent has started another, and has not closed this one
             self._dismiss(self._members[sharing.service])
-        with self._blamed(arrival.number):
+        with self.blamed(arrival.number):
             program = self._make_program(arrival.config, outbox, self._news)
             connect(arrival.sockets, outbox, program, lambda: self._on_gone(arrival))
             engine = load(program, outbox)
             if engine is None:
                 arrival.sockets.close()
+                self._tell_left(arrival.number)
                 return
             turns = self._turns.open_service(sharing.service, engine.expect())
             engine.begin(turns)
         self._members[sharing.service] = SharingMember(arrival, engine, outbox, turns)
 
     def _on_gone(self, arrival: Arrival) -> None:
-        self._gone.add(arrival.number)
+        arrival.has_gone = True
         self._news.set()
+
+    def _tell_left(self, number: int) -> None:
+        """The fork server, which forgets the engine, as its agent does."""
+        with suppress(OSError):  # there is none any more
+            self._control.send(_pack_news(number, is_new=False))
 
     def _dismiss(self, member: SharingMember) -> None:
         del self._members[member.turns.service]
-        with self._blamed(member.number):
+        with self.blamed(member.number):
             member.turns.clear()
-            if member.number not in self._gone:
+            if not member.arrival.has_gone:
                 member.outbox.flush()
             member.hang_up()
             member.engine.close()
             member.engine.leave()
+        self._turns.close_service(member.turns.service)
+        self._tell_left(member.number)
         return_freed_memory()
 
     def _take_turn(self) -> bool:
@@ -246,7 +270,7 @@ class SharedProcess:
             pause_s = member.engine.poll_s if member.engine.awaits_news() else LATE_S
             if now - member.looked_at >= pause_s:
                 member.looked_at = now
-                with self._blamed(member.number):
+                with self.blamed(member.number):
                     member.engine.run_turn(())
                     member.engine.tell_stats()
         return turn is not None
@@ -254,7 +278,7 @@ class SharedProcess:
     def _run(self, turn: Turn) -> None:
         member = self._members[turn.service]
         began = time.monotonic()
-        with self._blamed(member.number):
+        with self.blamed(member.number):
             tokens = member.engine.run_turn(ids_of(turn))
         now = member.looked_at = time.monotonic()
         self._turns.charge(turn, now - began, tokens)
@@ -262,9 +286,16 @@ class SharedProcess:
             self._turns.evict_last()
 
     def _choose(self) -> Turn | None:
+        """Blame is of whoever is asked to take a request."""
         for member in self._members.values():
-            member.engine.begin_choice()
-        return self._turns.choose(self)
+            with self.blamed(member.number):
+                member.engine.begin_choice()
+        turn = self._turns.choose(self)
+        self._blame.set(0)
+        return turn
+
+    def _find_holder(self, service: str) -> KvHolder:
+        return _BlamedHolder(self, self._members[service])
 
     def _wait(self) -> None:
         """For a message, an engine, or KV."""
@@ -277,7 +308,7 @@ class SharedProcess:
             return_freed_memory()
             self._news.wait()
 
-    def _blamed(self, number: int) -> AbstractContextManager[None]:
+    def blamed(self, number: int) -> AbstractContextManager[None]:
         """The engine of this number has the process for the body."""
         self._watch()
         return _Blamed(self._blame, number)
@@ -290,16 +321,42 @@ class SharedProcess:
 
 
 @final
+class _BlamedHolder:
+    """See `turns.KvHolder`: one that fails while another has the process."""
+
+    def __init__(self, process: SharedProcess, member: SharingMember) -> None:
+        self._process = process
+        self._member = member
+
+    def can_lose_kv(self, request: str) -> bool:
+        """See the protocol."""
+        with self._process.blamed(self._member.number):
+            return self._member.engine.can_lose_kv(request)
+
+    def freed_bytes(self, requests: Sequence[str], *, for_others: bool) -> int:
+        """See the protocol."""
+        with self._process.blamed(self._member.number):
+            return self._member.engine.freed_bytes(requests, for_others=for_others)
+
+    def evict(self, request: str) -> None:
+        """See the protocol."""
+        with self._process.blamed(self._member.number):
+            self._member.engine.evict(request)
+
+
+@final
 class _Blamed(AbstractContextManager[None]):
-    """It stays with who has raised, or ended the process."""
+    """It stays with who has raised, or ended the process, and goes back to who had it before otherwise."""
 
     def __init__(self, blame: Blame, number: int) -> None:
         self._blame = blame
         self._number = number
+        self._before = 0
 
     def __enter__(self) -> None:
+        self._before = self._blame.get()
         self._blame.set(self._number)
 
     def __exit__(self, kind: object, *rest: object) -> None:
         if kind is None:
-            self._blame.set(0)
+            self._blame.set(self._before)

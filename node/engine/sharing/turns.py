@@ -14,7 +14,7 @@ engine or of another one, by the code that the simulator runs (`coordinator.shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol, final
 
@@ -48,8 +48,11 @@ def expect_unseen(prefill_token_s: float, decode_step_s: float) -> ExpectedServi
 class KvHolder(Protocol):
     """An engine, as far as KV of its requests goes."""
 
-    def held_bytes(self, request: str) -> int:
-        """How many would be free without the KV of a request; 0: it must stay."""
+    def can_lose_kv(self, request: str) -> bool:
+        """Whether a request holds any that need not stay."""
+
+    def freed_bytes(self, requests: Sequence[str], *, for_others: bool) -> int:
+        """How many this engine could take, or the others, without the KV of all of these that can lose it."""
 
     def evict(self, request: str) -> None:
         """Its KV goes, and is computed again; nobody reads it any more when this returns."""
@@ -206,6 +209,13 @@ class ProcessTurns:
         opened = self._services[service] = ServiceTurns(self, self._queue, service, self._clock)
         return opened
 
+    def close_service(self, service: str) -> None:
+        """Its engine has left, and has no requests any more: what was learned of it is forgotten."""
+        assert self._queue is not None, "it was opened"
+        self._queue.close_service(service)
+        del self._profiles[service], self._services[service]
+        self.token_bytes.pop(service, None)
+
     def choose(self, room: TurnRoom) -> Turn | None:
         """Who steps next; None: nobody can."""
         if self._queue is None:
@@ -231,7 +241,7 @@ class ProcessTurns:
         """Have bytes become free for a request, or none where that is not possible."""
         if self._queue is None or self.shares is None:
             return False
-        victims = plan_evictions(self._queue, self.shares, wanted, self._held_bytes)
+        victims = plan_evictions(self._queue, self.shares, wanted, self._freed_bytes)
         for each in victims or ():
             if self.is_choosing:
                 self._evicted.append(each)
@@ -242,13 +252,14 @@ class ProcessTurns:
         """Who came last of those that hold KV loses it, for when nobody can step; False: nobody holds any."""
         holders = [each for each in self._queue.requests.values() if each.holds_kv] if self._queue is not None else []
         for each in sorted(holders, key=lambda each: each.number, reverse=True):
-            if self._held_bytes(each):
+            if self._holder_of(each.service).can_lose_kv(_id_of(each)):
                 self._holder_of(each.service).evict(_id_of(each))
                 return True
         return False
 
-    def _held_bytes(self, request: SharedRequest) -> int:
-        return self._holder_of(request.service).held_bytes(_id_of(request))
+    def _freed_bytes(self, asker: str, requests: list[SharedRequest]) -> int:
+        service = requests[0].service
+        return self._holder_of(service).freed_bytes(tuple(map(_id_of, requests)), for_others=service != asker)
 
     def _need(self, service: str) -> float:
         if self._queue is None or service not in self._profiles:

@@ -12,6 +12,7 @@ page is zero when it changes hands.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -86,6 +87,8 @@ class KvPool:
         if pool is not None:
             pool.leave_foreign_pages()
         self._longest.pop(service, None)
+        for page in [page for page, owner in self._last_owners.items() if owner == service]:
+            self._last_owners[page] = ""  # who comes back by that name may be another model
         if self._per_page.pop(service, None) is not None:
             self.pages.close_service(service)
 
@@ -160,8 +163,8 @@ class KvPool:
             self._pages, split = KvPages(shares, count, block_bytes), PageSplit(1, 1)
         else:
             split = self._split(block_bytes)
-            if not self.pages.can_merge(split.merged):
-                split = split_pages(self.pages.page_bytes, block_bytes, self.pages.page_bytes)
+            if split.merged > 1 and (obstacle := self.pages.find_obstacle(split.merged)):
+                split = self._split_present(block_bytes, obstacle)
         per_page = {each: number * split.merged for each, number in self._per_page.items()} | {service: split.per_page}
         pages = self.pages.count // split.merged - 1
         for each, number in per_page.items():
@@ -180,6 +183,12 @@ class KvPool:
             return split_pages(pages.page_bytes, block_bytes, whole // PAGES)
         except SharingError:
             return split_pages(pages.page_bytes, block_bytes, int(FLOOR * whole / (len(self._per_page) + 1)))
+
+    def _split_present(self, block_bytes: int, obstacle: str) -> PageSplit:
+        try:
+            return split_pages(self.pages.page_bytes, block_bytes, self.pages.page_bytes)
+        except SharingError as error:
+            raise SharingError(f"{error}; {obstacle}") from error
 
     def _merge(self, number: int) -> None:
         """So many pages become one; what is only cached is forgotten."""
@@ -257,6 +266,16 @@ class PagedBlockPool(BlockPool):
     def leaves_floors(self, blocks: int) -> bool:
         """Whether it may take so many that it cannot give back for a while."""
         return self._pool.pages.shares.leaves_floors(self._service, blocks * self.block_bytes)
+
+    def count_freed_bytes(self, block_ids: Iterable[int], *, for_others: bool) -> int:
+        """What this engine can take when these blocks have a user less for each time that they are named; or the
+        others, which take whole pages."""
+        ended = Counter(block_ids)
+        freed = [block for block, users in ended.items() if block and self.blocks[block].ref_cnt == users]
+        pages, per_page = self._pool.pages, self._per_page
+        if for_others:
+            return pages.count_freed(self._service, Counter(block // per_page for block in freed)) * pages.page_bytes
+        return sum(pages.owners[block // per_page] == self._service for block in freed) * self.block_bytes
 
     def get_num_free_blocks(self) -> int:
         """Those that it can have without taking any that is in use."""

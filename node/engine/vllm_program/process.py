@@ -248,6 +248,7 @@ class EngineRunner:
         of their position embeddings."""
         import torch
 
+        self._engine.engine_core._finalizer.detach()  # noqa: SLF001 (it would tear down what is the process's)
         for each in self.model().parameters():
             each.data = torch.empty(0)
         self._core.model_executor.driver_worker.worker.model_runner.kv_caches.clear()

@@ -2,15 +2,16 @@
 
 - The worker's half of the KV connector is a global: each engine has its own, which is there while it loads or steps.
 - KV lies in one pool (`kv_pool`), of which blocks are handed out to each.
-- An engine that is torn down, or collected, takes the process groups of all with it. So nothing is: one that leaves
-  gives back its weights and KV, and what is left of it stays.
+- An engine that is torn down, which vLLM does when one is collected, takes the process groups of all with it. So none
+  is: one that leaves gives back its weights and KV, and is collected when the next one has been built.
 - Workers that are other processes would be forked from one with threads: `tp` above 1 and pipelines are refused.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     import socket
 
     from ....coordinator.sharing.service_profile import ExpectedService
-
-_LEFT: Final[list[EngineRunner]] = []
-"""Engines that have left, so that nothing of theirs is collected."""
 
 POLL_S: Final = 0.005
 """Between looks at KV that is awaited, which says itself when it has come. Less: an earlier end of what nobody hears
@@ -175,9 +173,13 @@ class VllmTurns:
         scheduler.note_turn()
         return scheduler.scheduled_tokens
 
-    def held_bytes(self, request: str) -> int:
+    def can_lose_kv(self, request: str) -> bool:
         """See the protocol."""
-        return self._scheduler.held_bytes(request)
+        return self._scheduler.can_lose_kv(request)
+
+    def freed_bytes(self, requests: Sequence[str], *, for_others: bool) -> int:
+        """See the protocol."""
+        return self._scheduler.freed_bytes(requests, for_others=for_others)
 
     def evict(self, request: str) -> None:
         """See the protocol."""
@@ -198,7 +200,7 @@ class VllmTurns:
 
     def leave(self) -> None:
         """Weights go when whoever still reads them has ended, and blocks at once."""
-        _LEFT.append(self._runner)
         self._runner.drop_memory()
+        gc.unfreeze()  # vLLM has frozen all that was there when an engine had been built, and does so again
         self._agent.drop()
         self._pool.close_service(self._service)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast, final
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,7 +24,7 @@ from vllm.v1.request import RequestStatus
 from .kv_pool import PagedBlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from vllm.v1.request import Request
 
@@ -83,12 +84,18 @@ class TurnScheduler(Scheduler):
         self._tokens -= tokens
         return True
 
-    def held_bytes(self, request_id: str) -> int:
+    def can_lose_kv(self, request_id: str) -> bool:
         """See `sharing.turns.KvHolder`. Where KV is being written from another box, it stays."""
         request = self.requests.get(request_id)
         if request is None or (request.status != RequestStatus.RUNNING and request_id not in self._ready):
-            return 0
-        return self._count_held(request) * self._pool.block_bytes
+            return False
+        return self._count_held(request) > 0
+
+    def freed_bytes(self, request_ids: Sequence[str], *, for_others: bool) -> int:
+        """See `sharing.turns.KvHolder`."""
+        losing = filter(self.can_lose_kv, request_ids)
+        held = (chain.from_iterable(self.kv_cache_manager.get_block_ids(each)) for each in losing)
+        return self._pool.count_freed_bytes(chain.from_iterable(held), for_others=for_others)
 
     def evict(self, request_id: str) -> None:
         """See `sharing.turns.KvHolder`."""

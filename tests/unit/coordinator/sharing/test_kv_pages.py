@@ -99,12 +99,12 @@ def test_merged_pages_stay_with_the_models_whose_blocks_are_in_use() -> None:
     owners = {10: "two", 9: "", 8: "two", 7: "one", 6: "", 5: "", 4: "two", 3: "two", 2: "", 1: ""}
     for page, service in owners.items():
         assert take(pages, service or "one") == page
-    assert not pages.can_merge(3)
+    assert "where the first would be" in pages.find_obstacle(3)
     for page, service in owners.items():
         if not service:
             pages.end_use(page)
             pages.release(page)
-    assert pages.can_merge(3)
+    assert "while so many hold KV" in pages.find_obstacle(3), "one page is left, which is not enough for a third model"
     pages.merge(3)
     assert (pages.count, pages.page_bytes) == (3, 3 * PAGE)
     assert pages.owners[:3] == [None, "two", None]
@@ -169,3 +169,28 @@ def test_the_books_are_right_whatever_happens(seed: int) -> None:
             pages.release(page // 4)
         pages.check()
     assert len(pages.free) == pages.count - 1 == 9
+
+
+def test_pages_become_larger_only_where_a_model_that_comes_is_sure_of_one() -> None:
+    """Of seven pages of four, all but the first hold a block of each of two models, until one has ended."""
+    pages = pages_of(32, one=0, two=0)
+    held = {page: take(pages, "one" if page % 2 else "two") for page in range(31, 3, -1)}
+    before = repr(pages), pages.count
+    assert "while so many hold KV" in pages.find_obstacle(4)
+    assert (repr(pages), pages.count) == before
+    for page in held.values():
+        if page % 2:
+            pages.end_use(page)
+            pages.release(page)
+    assert pages.find_obstacle(4) == ""
+    pages.merge(4)
+    pages.open_service("large")
+    pages.check()
+
+
+def test_pages_are_freed_by_their_own_model_and_in_whole() -> None:
+    pages = pages_of(6, one=0, two=0)
+    for service in ("one", "two"):
+        page = take(pages, service)
+        pages.begin_use(page)
+    assert (pages.count_freed("one", {5: 2, 4: 2}), pages.count_freed("two", {5: 2, 4: 1})) == (1, 0)

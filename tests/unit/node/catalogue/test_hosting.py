@@ -7,11 +7,19 @@ from typing import Any
 import pytest
 
 from p2pserve.coordinator.services.catalogue import EMPTY, CatalogueEntry, ServiceCatalogue
-from p2pserve.coordinator.services.hosting import HostedModel
+from p2pserve.coordinator.services.hosting import HostedModel, HostingOffer
 from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.fitting import measure_room
 from p2pserve.node.box.hardware import Hardware
-from p2pserve.node.catalogue.hosting import HostingLife, Looked, describe_idle, find_due, find_wanted, leave_room
+from p2pserve.node.catalogue.hosting import (
+    HostingLife,
+    Looked,
+    describe_idle,
+    find_due,
+    find_taken,
+    find_wanted,
+    leave_room,
+)
 from p2pserve.node.catalogue.messages import HostedService, HostingPlan
 from p2pserve.node.catalogue.shelf import (
     CANNOT,
@@ -64,6 +72,16 @@ def test_a_node_hosts_nothing_that_another_of_its_box_has_and_nothing_without_ro
     assert set(leave_room(models, ("chat",), 30)) == {"code"}
     assert set(leave_room(models, ("chat",), 29)) == set()
     assert set(leave_room(models, ("code", "gone"), 30)) == {"chat"}
+
+
+def test_of_what_two_nodes_of_a_box_prepare_the_first_ones_counts_whoever_is_away() -> None:
+    offers = {name: HostingOffer(hosts=f"{name} has", prepares=f"{name} wants") for name in "abc"}
+    has = {name: f"{name} has" for name in "abc"}
+    assert find_taken("abc", "b", offers) == {has["a"], has["c"], "a wants"}
+    assert find_taken("abc", "a", offers) == {has["b"], has["c"]}
+    del offers["a"]
+    assert find_taken("abc", "b", offers) == {has["c"]}
+    assert find_taken("", "b", {}) == set()
 
 
 def test_new_entries_are_looked_at_first_and_what_was_not_possible_again() -> None:

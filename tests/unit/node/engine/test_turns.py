@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from p2pserve.coordinator.plan import Phase
@@ -23,16 +25,22 @@ class Room:
 
 
 class Holder:
-    """An engine whose requests hold ten bytes each."""
+    """An engine whose requests hold ten bytes each, or with others a page: nothing of that is free before all are."""
 
     def __init__(self, world: World, service: str) -> None:
         self.world = world
         self.service = service
         self.evicted: list[str] = []
         self.kept: set[str] = set()
+        self.pages: list[set[str]] = []
 
-    def held_bytes(self, request: str) -> int:
-        return 0 if request in self.kept else 10
+    def can_lose_kv(self, request: str) -> bool:
+        return request not in self.kept
+
+    def freed_bytes(self, requests: Sequence[str], *, for_others: bool) -> int:
+        lost = {*requests} - self.kept
+        stays = set[str]().union(*(page for page in self.pages if for_others and page - lost))
+        return 10 * len(lost - stays)
 
     def evict(self, request: str) -> None:
         self.evicted.append(request)
@@ -152,6 +160,20 @@ def test_who_has_more_than_its_quota_makes_room_for_others() -> None:
     shares = world.turns.shares
     assert shares is not None
     shares.check()
+
+
+def test_others_get_whole_pages_and_who_frees_none_keeps_its_kv() -> None:
+    """The last two of the long requests share a page with one that stays, and those before them have one together."""
+    world = World()
+    hold(world, world.long, *"abcdefgh")
+    hold(world, world.short, "x")
+    world.holders["long"].pages = [{"a", "g", "h"}, {"e", "f"}]
+    turn = world.choose(places=1)
+    assert world.short.make_room("x", 20)
+    assert world.holders["long"].evicted == ["f", "e"]
+    assert not world.short.make_room("x", 30)
+    assert world.holders["long"].evicted == ["f", "e"]
+    world.turns.charge(turn, 0.01, 0)
 
 
 def test_kv_from_another_box_gets_room_from_others_alone() -> None:

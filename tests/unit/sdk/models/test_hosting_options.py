@@ -102,6 +102,9 @@ def test_status_says_what_shares_a_box_and_what_has_no_room_beside_it() -> None:
     two = node(SECOND, advert=msgspec.structs.replace(advert(), model=None, hosting=offer))
     first, second = name_of(FIRST), name_of(SECOND)
     assert hosting_lines(status(one, two)) == [f"shared: {first} and {second} are one box: chat"]
+    lying = msgspec.structs.replace(offer, beside=(), hosts="big")
+    alone = node(SECOND, advert=msgspec.structs.replace(advert(), model=None, hosting=lying))
+    assert hosting_lines(status(one, alone)) == [], "only one of them says so"
     lacking = "no room beside chat: 24.0 GiB of weights, and there is room for 20.0"
     assert hosting_faults(status(one, two), "big") == {SECOND: lacking}
     roomy = msgspec.structs.replace(offer, room_bytes=24 << 30)

@@ -123,6 +123,38 @@ def test_a_models_own_cache_stays_while_there_is_other_room() -> None:
     assert {block.block_id for block in more}.isdisjoint(block.block_id for block in blocks)
 
 
+def test_what_requests_free_is_whole_pages_for_others_and_prefixes_only_with_their_last_user() -> None:
+    """Pages have six blocks: of the first two requests one holds four and the other the rest, with a block of both."""
+    world = World()
+    world.open("large")
+    half = world.open("half")
+    first = world.take("half", 4)
+    half.touch(first[:1])
+    second = [*first[:1], *world.take("half", 2)]
+    size, (one, both) = half.block_bytes, ([each.block_id for each in first], [*first, *second])
+    assert half.count_freed_bytes(one, for_others=False) == 3 * size
+    assert half.count_freed_bytes(one, for_others=True) == 0
+    assert half.count_freed_bytes([each.block_id for each in both], for_others=False) == 6 * size
+    assert half.count_freed_bytes([each.block_id for each in both], for_others=True) == world.pool.pages.page_bytes
+    before = world.pools["half"].get_num_free_blocks()
+    half.free_blocks(first)
+    assert half.get_num_free_blocks() == before + 3
+
+
+def test_a_model_that_is_refused_leaves_pages_as_they_are() -> None:
+    """Those of both have blocks in all pages but the first two: one of three would be of both."""
+    world = World()
+    pools = [world.open("one"), world.open("half")]
+    taken = [pools[number % 2].get_new_blocks(1 + number % 2) for number in range(63)]
+    assert pools[1].get_num_free_blocks() == 0
+    for number in (61, 62):
+        pools[number % 2].free_blocks(taken[number])
+    with pytest.raises(SharingError, match="pages cannot be larger while"):
+        world.open("large")
+    assert (world.pool.pages.page_bytes, set(world.pool._per_page)) == (BYTES["one"], {"one", "half"})
+    world.pool.pages.check()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_byte_is_two_requests(seed: int) -> None:
     """Models of four sizes come, one after the other and while KV of the others is in use, and go."""
