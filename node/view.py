@@ -60,12 +60,10 @@ NO_QUEUE = Queue()
 
 
 class OwnWork(NamedTuple):
-    """What this gateway has at a node when it asks there for a place: after its report `stats`, and tokens of prompts
-    `sent` since."""
+    """What this gateway has at a node when it asks there for a place, after its report `stats`."""
 
     stats: EngineStats | None
     queue: Queue
-    sent: int
 
 
 def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
@@ -396,23 +394,25 @@ class NetworkView(AdvertBook):
                 continue
             mine = own.get(peer, NO_QUEUE)
             others = self._others.get(peer, NO_QUEUE) if stats is not None else NO_QUEUE
-            sent = self._count_sent(peer, stats)
-            kv_free_tokens, decodes = (stats.kv_free_tokens, stats.decodes) if stats else (engine.kv_tokens, 0)
-            pool = None
-            answer, asked = self._answers.get(peer, (None, None))
-            if answer is not None and asked is not None and asked.stats is stats:
-                others = count_others(answer.requests, answer.prefill_tokens, asked.queue)
-                kv_free_tokens, decodes, pool = answer.kv_free_tokens, answer.decodes, answer.pool
-                sent -= asked.sent
+            answer, told = self._answers.get(peer), None
+            if answer is not None and answer[1].stats is stats:
+                state, asked = answer
+                since = count_others(state.requests, state.prefill_tokens, asked.queue)
+                told = msgspec.structs.replace(
+                    state,
+                    requests=mine.requests + since.requests,
+                    prefill_tokens=mine.pending_prefill_tokens + since.pending_prefill_tokens,
+                )
+            sent_after, sent = self._sent.get(peer, (None, 0))
             loads.append(
                 Load(
                     replica=peer,
                     outstanding=mine.requests + others.requests,
                     prefill_tokens=mine.pending_prefill_tokens + others.pending_prefill_tokens,
-                    kv_free_tokens=kv_free_tokens,
-                    decodes=decodes,
-                    sent_tokens=sent,
-                    pool=pool,
+                    kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
+                    decodes=stats.decodes if stats else 0,
+                    sent_tokens=sent if sent_after is stats else 0,
+                    told=told,
                 )
             )
         return loads
@@ -421,16 +421,11 @@ class NetworkView(AdvertBook):
         """To be told with what the node answers."""
         advert = self.adverts.get(peer)
         stats = advert.stats if advert is not None else None
-        return OwnWork(stats, own.get(peer, NO_QUEUE), self._count_sent(peer, stats))
+        return OwnWork(stats, own.get(peer, NO_QUEUE))
 
     def note_answer(self, peer: PeerId, answer: PoolState, asked: OwnWork) -> None:
         """How it stands at a node, which counts more than its report until the next one."""
         self._answers[peer] = answer, asked
-
-    def _count_sent(self, peer: PeerId, stats: EngineStats | None) -> int:
-        """Tokens of prompts, since this report."""
-        sent_after, sent = self._sent.get(peer, (None, 0))
-        return sent if sent_after is stats else 0
 
     def note_sent(self, peer: PeerId, prompt_tokens: int) -> None:
         """This gateway sends a prompt there. It counts until the node's next report."""

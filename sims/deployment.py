@@ -8,6 +8,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple, final
 
+import msgspec
 import numpy as np
 
 from ..coordinator.capacity import LinkView
@@ -46,6 +47,17 @@ class _Report:
         self.own: Counter[int | None] = Counter()
         self.own_tokens: Counter[int | None] = Counter()
         self.answers: dict[int | None, tuple[PoolState, OwnWork]] = {}  # the latest, and all that they had sent before
+
+    def told(self, gateway: int | None) -> PoolState | None:
+        """What it has answered to this gateway, with what that has sent there since."""
+        if gateway not in self.answers:
+            return None
+        told, asked = self.answers[gateway]
+        return msgspec.structs.replace(
+            told,
+            requests=max(0, told.requests + self.own[gateway] - asked.requests),
+            prefill_tokens=told.prefill_tokens + self.own_tokens[gateway] - asked.tokens,
+        )
 
 
 class OwnWork(NamedTuple):
@@ -265,26 +277,15 @@ class Deployment:
         router.loads.gateways = float(max(1, len(self._settings.gateways)))
         for name, report in self._reports.items():
             requests, tokens = report.own[gateway], report.own_tokens[gateway]
-            if gateway in report.answers:
-                told, asked = report.answers[gateway]
-                router.loads.note(
-                    name,
-                    max(0, told.requests + requests - asked.requests),
-                    told.prefill_tokens + tokens - asked.tokens,
-                    told.kv_free_tokens,
-                    decodes=told.decodes,
-                    sent_tokens=tokens - asked.tokens,
-                    pool=told.pool,
-                )
-            else:
-                router.loads.note(
-                    name,
-                    max(0, report.outstanding + requests),
-                    report.prefill_tokens + tokens,
-                    report.kv_free_tokens,
-                    decodes=report.decodes,
-                    sent_tokens=tokens,
-                )
+            router.loads.note(
+                name,
+                max(0, report.outstanding + requests),
+                report.prefill_tokens + tokens,
+                report.kv_free_tokens,
+                decodes=report.decodes,
+                sent_tokens=tokens,
+                told=report.told(gateway),
+            )
             self._note_profile(router, self.hosts[name])
 
     def _hear_reports(self, now: float) -> None:

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..plan import Phase, Plan
+from ..plan import Plan
 from ..profile import ReplicaProfile
-from .pools import NO_ANSWERS, PoolClaim, PoolLimits
+from .pools import NO_ANSWERS, PoolClaim, PoolLimits, PoolState
 
 RequestId = str | int
 """Tells the requests of a gateway apart."""
@@ -45,8 +45,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A replica's latest report: requests that it has not finished, tokens of their prompts that it
     still has to prefill, KV tokens that it still has room for, and how many of those requests it
     `decodes` (the others it only prefills). `sent_tokens`: those of the prompt tokens that this
-    gateway has sent there since the replica reported. `pool`: in which it has said that it is,
-    to a claim of this gateway since then.
+    gateway has sent there since the replica reported. `told`: how it stands by its
+    answer to a claim of this gateway since then, with what this has sent there after that.
 
     `replica` is its id in the plan. On the running network that is the peer id of its head, the box
     that schedules for all of its stages.
@@ -58,7 +58,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_free_tokens: int
     decodes: int = 0
     sent_tokens: int = 0
-    pool: Phase | None = None
+    told: PoolState | None = None
 
     def __post_init__(self) -> None:
         if not self.replica:
@@ -123,9 +123,9 @@ class ReplicaLoads:
     infinite until it is reported; `decodes`, those of the requests that it generates answers of;
     `waiting` requests that have no place in a batch yet (0 where
     that is not told); `sent_tokens`, those of the prompt tokens that this gateway has sent there
-    since the replica's report; `pools`: in which a replica has said that it is, None where it has not since
-    its report; `is_silent`: nothing has been reported. `gateways`: how many times
-    the requests of this gateway all gateways have. `profiles`: how fast the replicas
+    since the replica's report; `told`: how it stands by its answer to a claim of this gateway
+    since its report, None where it has not been asked; `is_silent`: nothing has been reported.
+    `gateways`: how many times the requests of this gateway all gateways have. `profiles`: how fast the replicas
     are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known.
     `usd_per_hour` of its boxes, 0 where that is not told. Whoever
     runs the replicas writes here; policies only read.
@@ -141,7 +141,7 @@ class ReplicaLoads:
         self.decodes: NDArray[np.float64] = np.zeros(size)
         self.waiting: NDArray[np.float64] = np.zeros(size)
         self.sent_tokens: NDArray[np.float64] = np.zeros(size)
-        self.pools: list[Phase | None] = [None] * size
+        self.told: list[PoolState | None] = [None] * size
         self.gateways = 1.0
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
         self.usd_per_hour: NDArray[np.float64] = np.zeros(size)
@@ -151,7 +151,7 @@ class ReplicaLoads:
         """Take all replicas for silent."""
         self.is_silent[:] = True
         self.kv_free_tokens[:] = np.inf
-        self.pools[:] = [None] * len(self.ids)
+        self.told[:] = [None] * len(self.ids)
 
     def note(
         self,
@@ -163,7 +163,7 @@ class ReplicaLoads:
         waiting: int = 0,
         decodes: int = 0,
         sent_tokens: int = 0,
-        pool: Phase | None = None,
+        told: PoolState | None = None,
     ) -> None:
         """Take in the latest figures of one replica. Raises KeyError for one that is not among
         `ids`."""
@@ -174,7 +174,7 @@ class ReplicaLoads:
         self.waiting[at] = waiting
         self.decodes[at] = decodes
         self.sent_tokens[at] = sent_tokens
-        self.pools[at] = pool
+        self.told[at] = told
         self.is_silent[at] = False
 
 

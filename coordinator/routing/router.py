@@ -75,7 +75,7 @@ class Router:
                     load.kv_free_tokens,
                     decodes=load.decodes,
                     sent_tokens=load.sent_tokens,
-                    pool=load.pool,
+                    told=load.told,
                 )
 
     def route(

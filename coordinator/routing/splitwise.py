@@ -219,9 +219,15 @@ class SplitwisePools(RoutingPolicy):
             known = np.where(loads.is_silent, known[heard].max(initial=0.0), known)
             requests = np.where(loads.is_silent, requests[heard].max(initial=0.0), requests)
         guessed = known + loads.sent_tokens * (loads.gateways - 1.0)
+        free = loads.kv_free_tokens
+        told = [(at, each) for at, each in enumerate(loads.told) if each is not None]
+        if told:
+            known, free = known.copy(), free.copy()
+        for at, each in told:
+            known[at], free[at] = each.prefill_tokens, each.kv_free_tokens
         count = len(loads.ids)
         lot = rng.permutation(count) if loads.gateways > 1.0 else np.arange(count)
-        return _Queues(known, guessed, requests, loads.kv_free_tokens, borrowed, lot)
+        return _Queues(known, guessed, requests, free, borrowed, lot)
 
 
 def find_borrowed(plan: Plan, loads: ReplicaLoads) -> NDArray[np.bool_]:
@@ -230,8 +236,8 @@ def find_borrowed(plan: Plan, loads: ReplicaLoads) -> NDArray[np.bool_]:
     return np.array(
         [
             is_borrowed(each.phase, loads.outstanding[at], loads.prefill_tokens[at], loads.decodes[at])
-            if (pool := loads.pools[at]) is None
-            else pool is not each.phase
+            if (told := loads.told[at]) is None
+            else told.pool is not each.phase
             for at, each in enumerate(plan.replicas)
         ],
         dtype=bool,

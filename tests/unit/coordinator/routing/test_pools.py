@@ -103,6 +103,7 @@ def test_which_pool_a_machine_is_in_follows_from_its_work_and_from_no_claim() ->
     assert not is_borrowed(Phase.DECODE, 3, 3, 3), "a token each for requests whose KV comes from elsewhere"
     assert not is_borrowed(Phase.MIXED, 3, 400, 3)
     claims, home = PoolClaims[int](), state(Phase.PREFILL)
+    found = True
     for number in range(LIMIT + 100):  # a gateway that sends nothing
         found, said = claims.answer(number, claim(Work.BOTH, Phase.PREFILL, 1, 0), home, LIMITS, 0.0)
         assert said.pool is Phase.PREFILL
@@ -203,7 +204,7 @@ class Fleet:
             loads = [
                 Load(
                     replica=name, outstanding=each.requests, prefill_tokens=each.prefill_tokens,
-                    kv_free_tokens=each.kv_free_tokens, decodes=each.decodes, pool=each.pool,
+                    kv_free_tokens=each.kv_free_tokens, decodes=each.decodes, told=each,
                 )
                 for name, each in heard.items()
             ]  # fmt: skip

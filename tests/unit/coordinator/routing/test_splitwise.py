@@ -7,7 +7,7 @@ import pytest
 
 from p2pserve.coordinator import Load, NoRoute, Pairing, Phase, Plan, PolicyError, Replica, Route, Router, Stage
 from p2pserve.coordinator.routing.interface import RoutingSettings
-from p2pserve.coordinator.routing.pools import MOST_REFUSALS, PoolClaim, Work
+from p2pserve.coordinator.routing.pools import MOST_REFUSALS, PoolClaim, PoolState, Work
 from p2pserve.coordinator.routing.splitwise import find_borrowed
 
 LIMIT = 1000
@@ -209,13 +209,23 @@ def test_who_has_refused_is_not_asked_again_and_who_has_accepted_is_kept() -> No
     assert router.route(300, answers={p: True, d: False}).prefill == "p"
 
 
+def told_as(report: Load, pool: Phase, tokens: int = 0, free: int = 10_000) -> Load:
+    """What it has reported, and has answered since."""
+    told = PoolState(pool=pool, requests=0, prefill_tokens=tokens, kv_free_tokens=free, decodes=0)
+    return msgspec.structs.replace(report, told=told)
+
+
 def test_a_refusal_corrects_what_the_gateway_takes_the_machine_for() -> None:
     router = a_router()
-    router.report([msgspec.structs.replace(load("d"), pool=Phase.MIXED), load("e", 0, 9, 9), load("p"), load("q")])
+    router.report([told_as(load("d"), Phase.MIXED), load("e", 0, 9, 9), load("p"), load("q")])
     assert choose(router, 300) == pair("p", "e"), "d says that it is borrowed"
     assert find_borrowed(PLAN, router.loads).tolist() == [False, False, True, False]
-    router.report([msgspec.structs.replace(load("d", 400, 3, 3), pool=Phase.DECODE), load("e", 0, 9, 9), load("p")])
+    router.report([told_as(load("d", 400, 3, 3), Phase.DECODE), load("e", 0, 9, 9), load("p")])
     assert choose(router, 300).decode == "d", "it is back at home"
+    router.report([told_as(load("p"), Phase.PREFILL, 800), load("q", 600, 2), load("d"), load("e")])
+    assert choose(router, 300).prefill == "q", "p has no room"
+    router.report([load("p"), load("q"), told_as(load("d"), Phase.DECODE, free=300), load("e", 0, 9, 9)])
+    assert choose(router, 300).decode == "e", "d has no memory"
 
 
 def test_tries_are_bounded_and_then_the_shortest_queue_of_all_is_not_asked() -> None:
