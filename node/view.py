@@ -22,6 +22,7 @@ from ..coordinator.prefixes.fetching import KvLinks
 from ..coordinator.repair.damping import BoxSign
 from ..coordinator.repair.ending import can_finish, is_planned_without
 from ..coordinator.routing.interface import ReplicaLoads
+from ..coordinator.routing.pools import PoolState
 from ..coordinator.worth import BoxLine, weigh_boxes
 from ..kernels.codecs import CODEC_NAMES, codec_named
 from ..kvtransport.probing.figures import Source
@@ -58,6 +59,13 @@ class Queue(NamedTuple):
 NO_QUEUE = Queue()
 
 
+class OwnWork(NamedTuple):
+    """What this gateway has at a node when it asks there for a place, after its report `stats`."""
+
+    stats: EngineStats | None
+    queue: Queue
+
+
 def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
     """What lies at each node, from the node and the unread tokens of each request."""
     queues: defaultdict[PeerId, Queue] = defaultdict(Queue)
@@ -65,6 +73,11 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
         requests, tokens = queues[PeerId(peer)]
         queues[PeerId(peer)] = Queue(requests + 1, tokens + unread)
     return queues
+
+
+def count_others(requests: int, prefill_tokens: int, mine: Queue) -> Queue:
+    """What of a node's work is not this gateway's."""
+    return Queue(max(0, requests - mine.requests), max(0, prefill_tokens - mine.pending_prefill_tokens))
 
 
 def fit_status(status: Status) -> Status:
@@ -104,6 +117,8 @@ class NetworkView(AdvertBook):
     _others: dict[PeerId, Queue] = field(default_factory=dict)
     # The report after which this gateway has sent prompts to a node, and their tokens.
     _sent: dict[PeerId, tuple[EngineStats | None, int]] = field(default_factory=dict)
+    # What nodes have answered to claims, and what this gateway had there when it asked; until they report again.
+    _answers: dict[PeerId, tuple[PoolState, OwnWork]] = field(default_factory=dict)
     _planner_links: PlannerLinks = field(default_factory=PlannerLinks, repr=False, compare=False)
 
     @classmethod
@@ -365,10 +380,9 @@ class NetworkView(AdvertBook):
             stats = advert.stats
             if stats is not None and stats is not self._weighed.get(peer):
                 mine = own.get(peer, NO_QUEUE)
-                self._others[peer] = Queue(
-                    requests=max(0, stats.running + stats.waiting - mine.requests),
-                    pending_prefill_tokens=max(0, stats.pending_prefill_tokens - mine.pending_prefill_tokens),
-                )
+                self._others[peer] = count_others(stats.running + stats.waiting, stats.pending_prefill_tokens, mine)
+        told = {peer: advert.stats for peer, advert in self.adverts.items()}
+        self._answers = {peer: each for peer, each in self._answers.items() if each[1].stats is told.get(peer)}
         self._weighed = {peer: advert.stats for peer, advert in self.adverts.items() if advert.stats is not None}
 
     def loads(self, own: Mapping[PeerId, Queue]) -> list[Load]:
@@ -380,6 +394,15 @@ class NetworkView(AdvertBook):
                 continue
             mine = own.get(peer, NO_QUEUE)
             others = self._others.get(peer, NO_QUEUE) if stats is not None else NO_QUEUE
+            answer, told = self._answers.get(peer), None
+            if answer is not None and answer[1].stats is stats:
+                state, asked = answer
+                since = count_others(state.requests, state.prefill_tokens, asked.queue)
+                told = msgspec.structs.replace(
+                    state,
+                    requests=mine.requests + since.requests,
+                    prefill_tokens=mine.pending_prefill_tokens + since.pending_prefill_tokens,
+                )
             sent_after, sent = self._sent.get(peer, (None, 0))
             loads.append(
                 Load(
@@ -389,9 +412,20 @@ class NetworkView(AdvertBook):
                     kv_free_tokens=stats.kv_free_tokens if stats else engine.kv_tokens,
                     decodes=stats.decodes if stats else 0,
                     sent_tokens=sent if sent_after is stats else 0,
+                    told=told,
                 )
             )
         return loads
+
+    def own_work(self, peer: PeerId, own: Mapping[PeerId, Queue]) -> OwnWork:
+        """To be told with what the node answers."""
+        advert = self.adverts.get(peer)
+        stats = advert.stats if advert is not None else None
+        return OwnWork(stats, own.get(peer, NO_QUEUE))
+
+    def note_answer(self, peer: PeerId, answer: PoolState, asked: OwnWork) -> None:
+        """How it stands at a node, which counts more than its report until the next one."""
+        self._answers[peer] = answer, asked
 
     def note_sent(self, peer: PeerId, prompt_tokens: int) -> None:
         """This gateway sends a prompt there. It counts until the node's next report."""

@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
-from typing import final
+from typing import NamedTuple, final
 
+import msgspec
 import numpy as np
 
 from ..coordinator.capacity import LinkView
@@ -19,6 +20,7 @@ from ..coordinator.prefixes.fetching import KvLinks, PrefixFetch, list_sources, 
 from ..coordinator.prefixes.knowledge import ExpectedPrefill, PrefixKnowledge
 from ..coordinator.profile import ReplicaProfile
 from ..coordinator.routing.interface import NoRoute, ReplicaLoads, Route
+from ..coordinator.routing.pools import NO_ANSWERS, PoolClaim, PoolState
 from ..coordinator.routing.router import NOTHING_CACHED, Router
 from .kv_transfers import TransferLinks, links_between
 from .policies import POLICIES
@@ -31,9 +33,10 @@ from .serving import ReplicaHost, SimRequest
 @final
 class _Report:
     """What a replica has told of its load, and by gateway, what that has sent there or has seen end
-    since: requests, and tokens of prompts. `had`: requests of each gateway there when it was told."""
+    since: requests, and tokens of prompts. `had`: requests of each gateway there when it was told.
+    `answers`: what it has told single gateways since, which then holds for those."""
 
-    __slots__ = ("decodes", "had", "kv_free_tokens", "outstanding", "own", "own_tokens", "prefill_tokens")
+    __slots__ = ("answers", "decodes", "had", "kv_free_tokens", "outstanding", "own", "own_tokens", "prefill_tokens")
 
     def __init__(self, host: ReplicaHost, had: Counter[int | None]) -> None:
         self.outstanding = host.outstanding
@@ -43,6 +46,26 @@ class _Report:
         self.had = had
         self.own: Counter[int | None] = Counter()
         self.own_tokens: Counter[int | None] = Counter()
+        self.answers: dict[int | None, tuple[PoolState, OwnWork]] = {}  # the latest, and all that they had sent before
+
+    def told(self, gateway: int | None) -> PoolState | None:
+        """What it has answered to this gateway, with what that has sent there since."""
+        if gateway not in self.answers:
+            return None
+        told, asked = self.answers[gateway]
+        return msgspec.structs.replace(
+            told,
+            requests=max(0, told.requests + self.own[gateway] - asked.requests),
+            prefill_tokens=told.prefill_tokens + self.own_tokens[gateway] - asked.tokens,
+        )
+
+
+class OwnWork(NamedTuple):
+    """What a gateway had sent to a replica since its `report`."""
+
+    report: _Report
+    requests: int
+    tokens: int
 
 
 @final
@@ -78,7 +101,14 @@ class Deployment:
         self._check_pieces(run.trace)
         self.check_links()
 
-    def route(self, tokens: int, now: float, blamed: Mapping[str, int], request: SimRequest | None = None) -> Route:
+    def route(
+        self,
+        tokens: int,
+        now: float,
+        blamed: Mapping[str, int],
+        request: SimRequest | None = None,
+        answers: Mapping[PoolClaim, bool] = NO_ANSWERS,
+    ) -> Route:
         """Choose replicas by the loads that the request's gateway knows, without hosts `blamed` by
         number. The length of the answer is told where the settings say so. Raises NoRoute."""
         output = request.left if request is not None and self._settings.known_answers else None
@@ -97,7 +127,9 @@ class Deployment:
         if known is not None and names:
             named = known.find_named(lambda _: names, now)
         cached = known.believe(named) if known is not None else NOTHING_CACHED
-        find = partial(router.route, tokens, now=now, request=row, output_tokens=output, cached_tokens=cached)
+        find = partial(
+            router.route, tokens, now=now, request=row, output_tokens=output, cached_tokens=cached, answers=answers
+        )
         try:
             route = find(excluded | self._held)
         except NoRoute:
@@ -115,6 +147,21 @@ class Deployment:
         if self._settings.report_s and row is not None:
             self._count_own(row, gateway, route, tokens)
         return route
+
+    def own_work(self, request: SimRequest, claim: PoolClaim) -> OwnWork | None:
+        """Of its gateway at a replica that this asks now; None: gateways hear of all loads at once."""
+        report, gateway = self._reports.get(claim.replica), request.gateway
+        return OwnWork(report, report.own[gateway], report.own_tokens[gateway]) if report is not None else None
+
+    def note_told(
+        self, request: SimRequest, claim: PoolClaim, state: PoolState, accepted: bool, asked: OwnWork | None
+    ) -> None:
+        """The gateway of a request hears how it stands at a replica that it has asked for a place, unless that has
+        reported meanwhile."""
+        if asked is not None and asked.report is self._reports.get(claim.replica):
+            asked.report.answers[request.gateway] = state, asked
+        if not accepted and self._routed.get(request.row, (None, ""))[1] == claim.replica:
+            del self._routed[request.row]
 
     def _choose_fetch(
         self,
@@ -229,13 +276,15 @@ class Deployment:
         self._hear_reports(now)
         router.loads.gateways = float(max(1, len(self._settings.gateways)))
         for name, report in self._reports.items():
+            requests, tokens = report.own[gateway], report.own_tokens[gateway]
             router.loads.note(
                 name,
-                max(0, report.outstanding + report.own[gateway]),
-                report.prefill_tokens + report.own_tokens[gateway],
+                max(0, report.outstanding + requests),
+                report.prefill_tokens + tokens,
                 report.kv_free_tokens,
                 decodes=report.decodes,
-                sent_tokens=report.own_tokens[gateway],
+                sent_tokens=tokens,
+                told=report.told(gateway),
             )
             self._note_profile(router, self.hosts[name])
 

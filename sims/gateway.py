@@ -14,8 +14,6 @@ from functools import partial
 from itertools import count
 from typing import final
 
-import msgspec
-
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.requests.machine import RequestMachine
 from ..coordinator.requests.values import (
@@ -27,16 +25,17 @@ from ..coordinator.requests.values import (
     Ready,
     RequestSettings,
 )
-from ..coordinator.routing.balancer import choose_split
 from ..coordinator.routing.interface import NoRoute, Route
 from .admission import AdmissionQueues
 from .deployment import Deployment
 from .engine.sequence import Sequence as EngineSequence
 from .engine.values import EngineSignal, SignalKind
 from .kv_transfers import HOLD_S, KVTransfer, KVTransfers
+from .policies.claims import PoolQuestion
+from .policies.splits import SlotQueues
 from .results.outcomes import TransferRecord
 from .scenario import SimSettings
-from .serving import Assignment, GatewayPlaces, ReplicaHost, SimRequest, SlotWaiter, Split
+from .serving import Assignment, GatewayPlaces, ReplicaHost, SimRequest, Split
 
 Act = Callable[[float], None]
 """What happens at a moment, which it is given."""
@@ -69,12 +68,14 @@ class SimGateway:
         self._kv_transfers = kv_transfers
         self._settings = RequestSettings(first_token_at_prefill=not settings.first_token_at_decode)
         self._layerwise_from = settings.layerwise_from
+        self._pool_limits = settings.routing.pool_limits
         self._on_load = on_load
         self._on_end = on_end
         self._transfer_log = transfer_log
         self._assigned: dict[int, Assignment] = {}  # by the key of both sides' sequences
         self._keys = count()
         self._admission = None if settings.admission is None else AdmissionQueues(deployments, settings)
+        self._slots = SlotQueues(deployments, self._places, do_at=self._do_at, on_load=on_load, begin=self._begin_on)
         self._waiting: list[list[SimRequest]] = [[] for _ in deployments]  # nobody can take them now
 
     def accept(self, request: SimRequest, now: float) -> None:
@@ -176,7 +177,10 @@ class SimGateway:
         replica.is_noticed = True
         for assignment in stranded:
             self._tell_of_loss(assignment, replica, now)
-        self._send_waiters_on(replica, now)
+        unanswered, replica.unanswered = replica.unanswered, []
+        for question in unanswered:
+            question(now)
+        self._slots.send_on(replica, now)
 
     def retry(self, service: int, now: float) -> None:
         """There may be a route for the requests of a service that have none."""
@@ -246,7 +250,7 @@ class SimGateway:
                     pass
 
     def _find_route(self, request: SimRequest, wanted: FindRoute, now: float) -> None:
-        self._free_slot(request, now)
+        self._slots.free(request, now)
         if self._admission is not None and not self._admission.is_served(request):
             self._carry_out(request, request.machine.held(now), now)
             return
@@ -258,77 +262,32 @@ class SimGateway:
         else:
             if route.splits_there and route.prefill is not None:
                 prefill = self._deployments[request.service].hosts[route.prefill]
-                self._send(request, prefill, partial(self._wait_for_slot, SlotWaiter(request, route), prefill), now)
+                self._slots.ask(request, route, prefill, now)
+                return
+            if route.claims:
+                self._ask_pools(request, wanted, route, now)
                 return
             ready = request.machine.routed(route, now)
         self._carry_out(request, ready, now)
 
-    # ---- splits that the prefill replica chooses ------------------------------------------------------------
+    def _ask_pools(self, request: SimRequest, wanted: FindRoute, route: Route, now: float) -> None:
+        """The replicas say whether they take it, or others that are chosen then."""
+        deployment = self._deployments[request.service]
+        question = PoolQuestion(
+            request, wanted, deployment, places=self._places, limits=self._pool_limits, do_at=self._do_at,
+            then=partial(self._begin_on, request),
+        )  # fmt: skip
+        question.ask(route, now)
 
-    def _wait_for_slot(self, waiter: SlotWaiter, prefill: ReplicaHost, now: float) -> None:
-        """A request asks the prefill replica to take it, and counts in the load there until it does."""
-        prefill.slots.ask(waiter.request, now)
-        prefill.waiting.append(waiter)
-        prefill.outstanding += 1
-        prefill.prefill_tokens += waiter.route.split
-        self._on_load(prefill)
-        if prefill.is_noticed:
-            self._send_waiters_on(prefill, now)
-        elif not prefill.is_lost:
-            self._give_slots(prefill, now)
-
-    def _give_slots(self, prefill: ReplicaHost, now: float) -> None:
-        """Take requests while there are slots: how each is split is chosen now, by how it stands at the decode
-        replica, which is asked."""
-        while prefill.waiting and prefill.slots.take(prefill.waiting[0].request, now):
-            waiter = self._take_waiter(prefill)
-            waiter.request.slot_at = prefill
-            decode = self._deployments[waiter.request.service].hosts.get(waiter.route.decode)
-            if decode is None:  # the plan has changed
-                self._use_slot(waiter, prefill, waiter.route, now)
-                continue
-            half_s = self._places.rtt_s(prefill, decode) / 2
-            self._do_at(now + half_s, partial(self._split, waiter, prefill, decode, half_s), now)
-
-    def _split(self, waiter: SlotWaiter, prefill: ReplicaHost, decode: ReplicaHost, half_s: float, now: float) -> None:
-        """The decode replica says how it stands there now, and the prefill replica hears of it half a round trip
-        later."""
-        split = choose_split(waiter.route.split, prefill.prefill_line, decode.chunk_line, decode.chunked_prefill_state)
-        route = msgspec.structs.replace(waiter.route, split=split, splits_there=False)
-        self._do_at(now + half_s, partial(self._use_slot, waiter, prefill, route), now)
-
-    def _use_slot(self, waiter: SlotWaiter, prefill: ReplicaHost, route: Route, now: float) -> None:
-        """The gateway hears that the request has a slot, and how it is split."""
-        request = waiter.request
-
-        def begin(then: float) -> Ready:
-            hosts = self._deployments[request.service].hosts
-            if hosts.get(route.prefill or "") is prefill and route.decode in hosts:
-                return request.machine.routed(route, then)
-            return request.machine.network_changed(then)
-
-        self._hear(request, prefill, begin, now)
-
-    def _free_slot(self, request: SimRequest, now: float) -> None:
-        """It does not use the slot that it has, if it has one."""
-        prefill, request.slot_at = request.slot_at, None
-        if prefill is not None:
-            prefill.slots.leave(request)
-            self._give_slots(prefill, now)
-
-    def _send_waiters_on(self, prefill: ReplicaHost, now: float) -> None:
-        """The replica is lost: who waits for it looks for another route."""
-        while prefill.waiting:
-            request = self._take_waiter(prefill).request
-            prefill.slots.leave(request)
-            self._carry_out(request, request.machine.network_changed(now), now)
-
-    def _take_waiter(self, prefill: ReplicaHost) -> SlotWaiter:
-        waiter = prefill.waiting.popleft()
-        prefill.outstanding -= 1
-        prefill.prefill_tokens -= waiter.route.split
-        self._on_load(prefill)
-        return waiter
+    def _begin_on(self, request: SimRequest, route: Route | None, now: float) -> None:
+        """Its replicas take it, by the plan of the moment when the route was chosen; None: look for another one."""
+        if request.is_over:
+            return
+        hosts, machine = self._deployments[request.service].hosts, request.machine
+        is_known = route is not None and all(name in hosts for name in (route.prefill, route.decode) if name)
+        self._carry_out(
+            request, machine.routed(route, now) if route and is_known else machine.network_changed(now), now
+        )
 
     # ---- both halves of a request ---------------------------------------------------------------------------
 
@@ -341,6 +300,7 @@ class SimGateway:
     def _take_decode(self, assignment: Assignment, now: float) -> None:
         request, opening, decode = assignment.request, assignment.opening, assignment.decode
         machine = request.machine
+        decode.claims.leave(request)
         if decode.is_lost:
             self._strand(assignment, decode, now)
         elif not decode.engine.can_fit(assignment.decode_seq):
@@ -355,7 +315,7 @@ class SimGateway:
             if opening.prefill is not None:
                 receives = assignment.decode_seq.external > 0
                 if not receives:
-                    self._free_slot(request, now)
+                    self._slots.free(request, now)
                 opened = partial(machine.decode_opened, opening.attempt, receives=receives)
                 self._hear(request, decode, opened, now)
 
@@ -369,6 +329,7 @@ class SimGateway:
     def _take_prefill(self, assignment: Assignment, opening: OpenPrefill, prefill: ReplicaHost, now: float) -> None:
         """Both sides begin at once: the decode side, asked before, takes it up here too."""
         request, decode, key = assignment.request, assignment.decode, assignment.decode_seq.key
+        prefill.claims.leave(request)
         if request.assignment is not assignment or assignment.is_submitted:
             return  # another attempt has begun meanwhile, or the decode side does without
         deployment = self._deployments[request.service]
@@ -407,7 +368,7 @@ class SimGateway:
     def _prefill_at_decode(self, request: SimRequest, now: float) -> None:
         assignment = request.assignment
         assert assignment is not None
-        self._free_slot(request, now)
+        self._slots.free(request, now)
         self._send(request, assignment.decode, partial(self._do_without_kv, assignment), now)
 
     def _do_without_kv(self, assignment: Assignment, now: float) -> None:
@@ -424,7 +385,7 @@ class SimGateway:
         replica.outstanding -= 1
         replica.prefill_tokens -= sequence.uncached
         replica.slots.leave(sequence.key)
-        self._give_slots(replica, now)
+        self._slots.give(replica, now)
         if assignment is None or assignment.split is None:
             replica.engine.release_kv(sequence, now)
             return
@@ -486,7 +447,7 @@ class SimGateway:
         log, row, record = deployment.log, request.row, end.record
         first_at = record.first_at if record is not None and record.attempts == 1 else None
         deployment.end_request(request, None if end.finish in (None, "error") else request.count, first_at)
-        self._free_slot(request, now)
+        self._slots.free(request, now)
         request.end()
         if self._admission is not None:
             self._admission.end(request, now)

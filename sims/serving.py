@@ -8,7 +8,7 @@ from math import inf
 from typing import Final, NamedTuple, final
 
 from ..coordinator.costs.step_times import StepTimes
-from ..coordinator.plan import Replica
+from ..coordinator.plan import Phase, Replica
 from ..coordinator.planning.model.cluster import Cluster
 from ..coordinator.prefixes.held import HeldPrefixes
 from ..coordinator.prefixes.index import PrefixIndex
@@ -17,6 +17,7 @@ from ..coordinator.requests.values import OpenDecode, Tokens
 from ..coordinator.routing.balancer import ChunkedPrefillState, ChunkLine, PrefillLine
 from ..coordinator.routing.balancer_fit import expected_chunk_line, expected_prefill_line
 from ..coordinator.routing.interface import Route
+from ..coordinator.routing.pools import PoolClaims, PoolState, is_borrowed
 from ..coordinator.routing.prefill_slots import PrefillSlots
 from .engine.engine import Engine
 from .engine.sequence import Sequence
@@ -75,8 +76,8 @@ class ReplicaHost:
     """A replica of the plan with its engine and its load. As an event, it is the engine's alarm."""
 
     __slots__ = (
-        "_advance", "_held", "_lines", "alarm", "decodes", "engine", "is_loading", "is_lost", "is_noticed", "number",
-        "outstanding", "prefill_tokens", "replica", "service", "slots", "stranded", "waiting"
+        "_advance", "_held", "_lines", "alarm", "claims", "decodes", "engine", "is_loading", "is_lost", "is_noticed",
+        "number", "outstanding", "prefill_tokens", "replica", "service", "slots", "stranded", "unanswered", "waiting"
     )  # fmt: skip
 
     def __init__(self, number: int, service: int, replica: Replica, engine: Engine, advance: AdvanceHost) -> None:
@@ -95,6 +96,8 @@ class ReplicaHost:
         # A request has its slot until its prefill begins, then that prefill has it, by the key of its sequence.
         self.slots: PrefillSlots[SimRequest | int] = PrefillSlots(lease_s=inf)
         self.waiting: deque[SlotWaiter] = deque()  # for a slot, in order
+        self.claims: PoolClaims[SimRequest] = PoolClaims()  # of requests that are about to come
+        self.unanswered: list[Callable[[float], None]] = []  # who asked for a place when it had failed, until noticed
         self._advance = advance
         self._held = HeldPrefixes(life=number, block_tokens=max(1, engine.prefixes.piece_tokens))
         self._lines: tuple[StepTimes, int, PrefillLine, ChunkLine] | None = None
@@ -115,6 +118,18 @@ class ReplicaHost:
     def chunk_line(self) -> ChunkLine:
         """What it expects of a step here with a chunk of a prompt."""
         return self._expected_lines()[3]
+
+    @property
+    def pool_state(self) -> PoolState:
+        """Its pool, by the requests that are here, and how it stands."""
+        home, figures = self.replica.phase, (self.outstanding, self.prefill_tokens, self.decodes)
+        return PoolState(
+            pool=Phase.MIXED if is_borrowed(home, *figures) else home,
+            requests=self.outstanding,
+            prefill_tokens=self.prefill_tokens,
+            kv_free_tokens=self.engine.free_tokens,
+            decodes=self.decodes,
+        )
 
     @property
     def chunked_prefill_state(self) -> ChunkedPrefillState:

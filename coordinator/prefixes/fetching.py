@@ -21,6 +21,8 @@ from itertools import islice
 from math import inf
 from typing import Final, NamedTuple, final
 
+import msgspec
+
 from ..capacity import LinkView
 from ..plan import Plan, Replica
 from ..routing.interface import ReplicaLoads, Route
@@ -117,7 +119,7 @@ def route_fetch(route: Route, fetch: PrefixFetch, prompt_tokens: int) -> Route:
     """The route of a prompt whose beginning is fetched: the holder prefills one token more than it has, since an engine
     computes at least one, and never all of the prompt."""
     split = min(fetch.tokens + 1, prompt_tokens - 1)
-    return Route(prefill=fetch.holder, decode=route.decode, split=split, cached=min(fetch.tokens, split))
+    return msgspec.structs.replace(route, prefill=fetch.holder, split=split, cached=min(fetch.tokens, split))
 
 
 def list_sources(

@@ -9,7 +9,7 @@ runs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar, Final, NamedTuple, final
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from ..plan import Plan
 from ..profile import ReplicaProfile
+from .pools import NO_ANSWERS, PoolClaim, PoolLimits, PoolState
 
 RequestId = str | int
 """Tells the requests of a gateway apart."""
@@ -44,7 +45,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A replica's latest report: requests that it has not finished, tokens of their prompts that it
     still has to prefill, KV tokens that it still has room for, and how many of those requests it
     `decodes` (the others it only prefills). `sent_tokens`: those of the prompt tokens that this
-    gateway has sent there since the replica reported.
+    gateway has sent there since the replica reported. `told`: how it stands by its
+    answer to a claim of this gateway since then, with what this has sent there after that.
 
     `replica` is its id in the plan. On the running network that is the peer id of its head, the box
     that schedules for all of its stages.
@@ -56,6 +58,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kv_free_tokens: int
     decodes: int = 0
     sent_tokens: int = 0
+    told: PoolState | None = None
 
     def __post_init__(self) -> None:
         if not self.replica:
@@ -71,7 +74,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `split` is how many tokens of the prompt the prefill replica computes, from its beginning: any
     number from 1 to all of them, or 0 without such a replica. `splits_there`: that replica says how
     many when it takes the request, `split` at most (`balancer`). `cached`: so many of those tokens it has in its
-    cache, and sends without computing them (`prefixes.fetching`).
+    cache, and sends without computing them (`prefixes.fetching`). `claims`: these replicas are to be
+    asked first, and each may refuse (`pools`); then another route is chosen.
     """
 
     prefill: str | None
@@ -79,6 +83,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     split: int = 0
     splits_there: bool = False
     cached: int = 0
+    claims: tuple[PoolClaim, ...] = ()
 
     @classmethod
     def between(cls, prefill: str, decode: str, split: int) -> Route:
@@ -97,7 +102,8 @@ class RequestFacts(NamedTuple):
     simulation; gateways do not know it. `id`: the same for all attempts of a request; None: nobody
     will tell of its end. `max_output_tokens`: that its answer may still have, where its client says.
     `cached_tokens`: by replica in the order of the live state, tokens of its prompt whose KV that is
-    believed to hold; None: of none.
+    believed to hold; None: of none. `answers`: whether replicas
+    have accepted claims of its earlier routes.
     """
 
     prompt_tokens: int
@@ -106,6 +112,7 @@ class RequestFacts(NamedTuple):
     id: RequestId | None = None
     max_output_tokens: int | None = None
     cached_tokens: NDArray[np.float64] | None = None
+    answers: Mapping[PoolClaim, bool] = NO_ANSWERS
 
 
 @final
@@ -116,8 +123,9 @@ class ReplicaLoads:
     infinite until it is reported; `decodes`, those of the requests that it generates answers of;
     `waiting` requests that have no place in a batch yet (0 where
     that is not told); `sent_tokens`, those of the prompt tokens that this gateway has sent there
-    since the replica's report; `is_silent`: nothing has been reported. `gateways`: how many times
-    the requests of this gateway all gateways have. `profiles`: how fast the replicas
+    since the replica's report; `told`: how it stands by its answer to a claim of this gateway
+    since its report, None where it has not been asked; `is_silent`: nothing has been reported.
+    `gateways`: how many times the requests of this gateway all gateways have. `profiles`: how fast the replicas
     are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known.
     `usd_per_hour` of its boxes, 0 where that is not told. Whoever
     runs the replicas writes here; policies only read.
@@ -133,6 +141,7 @@ class ReplicaLoads:
         self.decodes: NDArray[np.float64] = np.zeros(size)
         self.waiting: NDArray[np.float64] = np.zeros(size)
         self.sent_tokens: NDArray[np.float64] = np.zeros(size)
+        self.told: list[PoolState | None] = [None] * size
         self.gateways = 1.0
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
         self.usd_per_hour: NDArray[np.float64] = np.zeros(size)
@@ -142,6 +151,7 @@ class ReplicaLoads:
         """Take all replicas for silent."""
         self.is_silent[:] = True
         self.kv_free_tokens[:] = np.inf
+        self.told[:] = [None] * len(self.ids)
 
     def note(
         self,
@@ -153,6 +163,7 @@ class ReplicaLoads:
         waiting: int = 0,
         decodes: int = 0,
         sent_tokens: int = 0,
+        told: PoolState | None = None,
     ) -> None:
         """Take in the latest figures of one replica. Raises KeyError for one that is not among
         `ids`."""
@@ -163,6 +174,7 @@ class ReplicaLoads:
         self.waiting[at] = waiting
         self.decodes[at] = decodes
         self.sent_tokens[at] = sent_tokens
+        self.told[at] = told
         self.is_silent[at] = False
 
 
@@ -230,7 +242,8 @@ class RoutingSettings:
     `learned`, the mean of answers to prompts of about this length; `sampled`, as in the paper, a
     number drawn from the normal distribution of all answers lately.
 
-    Of the policy `splitwise`: `max_pending_tokens`, the longest queue of a replica before one of
+    Of the policy `splitwise`, and of a replica that is asked for a place in its pool, whose settings
+    count: `max_pending_tokens`, the longest queue of a replica before one of
     another pool is asked (higher: fewer are borrowed, and prompts wait longer); `answer_tokens`, the
     KV that a request must find free beside its prompt where the length of its answer is not known
     (higher: fewer requests to a replica before others are borrowed).
@@ -262,6 +275,11 @@ class RoutingSettings:
             raise PolicyError(f"routing.length_predictor is {self.length_predictor!r}, none of {known}")
         if min(self.max_pending_tokens, self.answer_tokens) < 1:
             raise PolicyError("routing.max_pending_tokens and routing.answer_tokens must be at least 1")
+
+    @property
+    def pool_limits(self) -> PoolLimits:
+        """What a replica takes of one pool's work."""
+        return PoolLimits(self.max_pending_tokens, self.answer_tokens)
 
 
 PolicyFactory = Callable[[Plan, RoutingSettings], RoutingPolicy]

@@ -21,6 +21,7 @@ from .interface import (
     RoutingSettings,
 )
 from .policies import NETWORK_POLICIES
+from .pools import NO_ANSWERS, PoolClaim
 
 DEFAULT_SETTINGS: Final = RoutingSettings()
 NOTHING_CACHED: Final[Mapping[str, int]] = MappingProxyType({})
@@ -74,6 +75,7 @@ class Router:
                     load.kv_free_tokens,
                     decodes=load.decodes,
                     sent_tokens=load.sent_tokens,
+                    told=load.told,
                 )
 
     def route(
@@ -86,11 +88,12 @@ class Router:
         output_tokens: int | None = None,
         max_output_tokens: int | None = None,
         cached_tokens: Mapping[str, int] = NOTHING_CACHED,
+        answers: Mapping[PoolClaim, bool] = NO_ANSWERS,
     ) -> Route:
         """The policy's choice for a request of so many tokens to prefill, without the boxes and
         replicas in `exclude`. Raises NoRoute where none is left. `output_tokens`: of its answer,
         where that is known; `cached_tokens`: of the prompt, by replicas that are believed to hold their
-        KV.
+        KV; `answers`: whether replicas have accepted claims of its earlier routes.
 
         `end_request` is to be called when the `request` of that id has ended.
         """
@@ -103,6 +106,7 @@ class Router:
             id=request,
             max_output_tokens=max_output_tokens,
             cached_tokens=self._in_order(cached_tokens, prompt_tokens) if cached_tokens else None,
+            answers=answers,
         )
         return self.policy.choose(facts, self.loads, now=now, rng=self._rng)
 

@@ -32,6 +32,7 @@ from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
 from .kv_transfers import KvTransfers
 from .place import Place, find_place, place_in
+from .pool_desk import PoolDesk
 from .prefetch import Prefetch
 from .splitting import PromptSplitter
 from .stages import Stages, with_limits
@@ -147,6 +148,7 @@ class Host:
         transfers = KvTransfers(model=info, outlets=outlets, messenger=network, tuning=tuning)
         self.worker = Worker(service=info.service, transfers=transfers, messenger=network, tuning=tuning, record=record)
         PromptSplitter(self.worker, model=info, messenger=network)  # lives as a handler of the network
+        self._pool = PoolDesk(self.worker, limits=settings.routing.pool_limits, messenger=network)
         outlets.set_paths = self.worker.set_paths
         stages = Stages(
             service=info.service, messenger=network, path_to=path_to, random=secrets.token_bytes, tuning=tuning
@@ -206,6 +208,7 @@ class Host:
         ours = plan is not None and plan.service == self._model.info.service
         replica = plan.replica_of(self._own) if plan is not None and ours else None
         self.worker.limit_steps(step_limit(replica, self._own))
+        self._pool.home = replica.phase if replica is not None else Phase.MIXED
         place = find_place(plan, self._own, self._model.info.service) or self._alone
         coming = plan.regrouping.next_group_of(self._own) if plan is not None and ours and plan.regrouping else None
         if coming is not None:

@@ -29,12 +29,20 @@ class Job:
     figures: messages.TransferFigures | None = None  # of one whose KV was delivered before that
     since_s: float = 0.0  # the share clock when it came
     tokens: int = 0  # that it has
+    unread: int = 0  # tokens of its prompt that are computed here, before it has any
 
 
 def refuse_known(request: str, jobs: dict[str, Job]) -> None:
     """An id names one request: another gateway's must not take over its tokens."""
     if request in jobs:
         raise RemoteError("invalid", f"request: the id {request} is in use")
+
+
+def refuse_senseless(body: messages.DecodeOpen) -> None:
+    """Not more KV can be received than the prompt has tokens, and not less where a first token follows it."""
+    received, tokens = body.receive_tokens, len(body.prompt)
+    if received > tokens or (body.awaits_first_token and received < tokens):
+        raise RemoteError("invalid", f"receive_tokens: {received} of {tokens} tokens")
 
 
 def decode_id(request: str) -> str:

@@ -1,4 +1,5 @@
-"""Where requests wait until a prefill replica takes them: `PrefillSlots` on the event loop."""
+"""Where requests wait until a prefill replica takes them: `PrefillSlots` on the event loop. And those that have a place
+in its pool, and are about to come."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Final, final
 import trio
 
 from ...bootstrap import PeerId
+from ...coordinator.routing.pools import PoolClaims
 from ...coordinator.routing.prefill_slots import PrefillSlots
 
 LEASE_S: Final = 10.0
@@ -24,6 +26,7 @@ class SlotDesk:
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self._slots: PrefillSlots[Asked] = PrefillSlots(lease_s)
         self._changed = trio.Event()
+        self.claims: PoolClaims[Asked] = PoolClaims()
 
     def __repr__(self) -> str:
         return f"<SlotDesk {self._slots!r}>"
@@ -47,9 +50,11 @@ class SlotDesk:
     def enter(self, request: Asked) -> None:
         """Its prefill begins, whether or not it has asked."""
         self._slots.enter(request)
+        self.claims.leave(request)
 
     def leave(self, request: Asked) -> None:
         """Its prefill is over, or it is wanted no more."""
+        self.claims.leave(request)
         if self._slots.leave(request):
             self._wake()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import final
 
 import msgspec
@@ -23,7 +23,7 @@ from ..observing.values import EventKind, Served
 from ..prefixes.telling import PrefixDesk
 from ..settings import WAN, NodeTuning
 from .hung import ReplicaWatch
-from .jobs import Job, JobLog, decode_id, first_token_of, prefill_id, refuse_known, tokens_of
+from .jobs import Job, JobLog, decode_id, first_token_of, prefill_id, refuse_known, refuse_senseless, tokens_of
 from .kv_transfers import KvTransfers, TransferEnd
 from .place import Place
 from .slot_desk import SlotDesk
@@ -85,6 +85,11 @@ class Worker:
         return not self._decodes and not self._prefills
 
     @property
+    def jobs(self) -> tuple[Collection[Job], Collection[Job]]:
+        """Requests that are decoded here, and those that are prefilled for other replicas."""
+        return self._decodes.values(), self._prefills.values()
+
+    @property
     def is_hung(self) -> bool:
         """Whether the engine does not get on with the work that it has."""
         return self._watch.is_engine_hung
@@ -138,9 +143,7 @@ class Worker:
 
     def count_requests_of_others(self) -> int:
         """How many requests are in the engine whose gateways are other nodes."""
-        own = self._messenger.peer_id
-        jobs = (*self._decodes.values(), *self._prefills.values())
-        return len({job.request for job in jobs if job.gateway != own})
+        return len({job.request for jobs in self.jobs for job in jobs if job.gateway != self._messenger.peer_id})
 
     def engine_lost(self, how: str) -> None:
         """The engine process is gone: tell every gateway, so that its requests go on elsewhere."""
@@ -202,10 +205,9 @@ class Worker:
     def _tell_hung(self) -> None:
         """Whoever waits for this replica hears whether it gets on: gateways, and of a stage its head."""
         place = self._transfers.place
-        listeners = {job.gateway for job in (*self._decodes.values(), *self._prefills.values())}
         is_stage = place is not None and not place.is_head
-        if place is not None and is_stage:
-            listeners = {place.head}
+        gateways = {job.gateway for jobs in self.jobs for job in jobs}
+        listeners = {place.head} if place is not None and is_stage else gateways
         for peer, hung in self._watch.take_news(listeners):
             notice = methods.STAGE_HUNG if is_stage else methods.REPLICA_HUNG
             self._tell(peer, notice, messages.ReplicaHung(hung=hung))
@@ -218,12 +220,11 @@ class Worker:
         """Queue a request; with `receive_tokens`, first make tickets for its KV."""
         self._engine_for(body.service)
         refuse_known(body.request, self._decodes)
-        if body.receive_tokens > len(body.prompt) or (
-            body.awaits_first_token and body.receive_tokens < len(body.prompt)
-        ):
-            raise RemoteError("invalid", f"receive_tokens: {body.receive_tokens} of {len(body.prompt)} tokens")
+        refuse_senseless(body)
         # Known from here on, so that it can be stopped while the other stages are being asked.
         job = self._decodes[body.request] = self._log.begin(gateway, body.request, self._present)
+        job.unread = len(body.prompt) - body.receive_tokens
+        self.slots.claims.leave((gateway, body.request))
         self.on_request()
         receives = body.receive_tokens or None
         prefill = body.prefill[0].peer if body.prefill else None
@@ -265,11 +266,10 @@ class Worker:
         self._engine_for(body.service, sends_kv=True)
         refuse_known(body.request, self._prefills)
         transfer = body.slices[0].ticket.transfer
-        # Known from here on, so that it can be stopped while the links are being agreed on.
         job = self._prefills[body.request] = self._log.begin(gateway, body.request, self._present)
         self.slots.enter((gateway, body.request))
         self.on_request()
-        job.transfer, job.wants_first_token = transfer, body.sampling is not None
+        job.transfer, job.unread, job.wants_first_token = transfer, len(body.prompt), body.sampling is not None
         decode = body.slices[0].rank_slice.target_peer
         self._log.note(EventKind.PREFILL_BEGUN, job, prompt_tokens=len(body.prompt), decode=decode)
         self._tell_hung()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, Final, Protocol, assert_never, final
+from typing import Any, Protocol, assert_never, final
 
 import trio
-from msgspec.structs import replace
 
-from ...bootstrap import NetworkError, PeerId, PeerLost, RemoteError
+from ...bootstrap import NetworkError, PeerId, PeerLost
 from ...bootstrap.methods import Messenger
 from ...coordinator import NoRoute, Plan, Route
 from ...coordinator.requests.values import (
@@ -28,18 +27,16 @@ from ...coordinator.requests.values import (
     RequestSettings,
     ShowTokens,
 )
+from ...coordinator.routing.pools import NO_ANSWERS, PoolClaim
 from .. import messages
-from ..methods import DECODE_OPEN, PREFILL_OPEN, PREFILL_SLOT, REQUEST_STOP
+from ..methods import DECODE_OPEN, PREFILL_OPEN
 from ..view import NetworkView
 from .opened import OpenedRequest, Telling
+from .questions import PoolQuestion, RouteQuestion, SlotQuestion
 from .request_log import RequestLog
 from .routes import RouteFinder
-from .slot_messages import SlotOpen
 
 _log = logging.getLogger(__name__)
-
-ASK_AGAIN_S: Final = 0.05
-"""A prefill replica that says "not yet" is not asked again at once."""
 
 
 class Turns(Protocol):
@@ -56,61 +53,6 @@ class Turns(Protocol):
 
     def on_end(self, request: OpenedRequest, end: EndRequest) -> None:
         """It is over."""
-
-
-@final
-class SlotQuestion:
-    """A request waits until a prefill replica takes it, and says how much it computes of its prompt of so many
-    `tokens`. `attempt`: the id of the attempt that begins then."""
-
-    def __init__(
-        self, attempt: str, route: Route, tokens: int, messenger: Messenger, routes: RouteFinder, timeout_s: float
-    ) -> None:
-        assert route.prefill is not None
-        self.prefill = PeerId(route.prefill)
-        self.tokens = tokens
-        self._attempt = attempt
-        self._route = route
-        self._messenger = messenger
-        self._routes = routes
-        self._timeout_s = timeout_s
-        self._scope = trio.CancelScope()
-
-    def __repr__(self) -> str:
-        return f"<SlotQuestion {self._attempt} at {self.prefill}>"
-
-    async def wait(self) -> Route | None:
-        """The route with the split; without the prefill replica where that refuses, or cannot be asked. None: it
-        does not get on with its work, or the question is not asked any more: look for another route."""
-        with self._scope:
-            try:
-                return await self._ask()
-            except RemoteError as error:
-                if error.code == "unknown_method":  # of a release that cannot choose: all of the prompt is its part
-                    return replace(self._route, splits_there=False)
-            except NetworkError:
-                pass
-            return Route(prefill=None, decode=self._route.decode)
-        return None
-
-    async def _ask(self) -> Route | None:
-        service = self._routes.service
-        body = SlotOpen(request=self._attempt, service=service, prompt_tokens=self.tokens, decode=self._route.decode)
-        while self.prefill not in self._routes.hung:
-            answer = await self._messenger.request(self.prefill, PREFILL_SLOT, body, self._timeout_s)
-            if answer.split is not None:
-                split = min(answer.split, self.tokens)
-                return replace(self._route, split=split, splits_there=False)
-            await trio.sleep(ASK_AGAIN_S)
-        return None
-
-    def cancel(self) -> None:
-        """Ask no more."""
-        self._scope.cancel()
-
-    def giving_up(self) -> Telling[messages.StopRequest]:
-        """What the prefill replica is told: the request does not come."""
-        return Telling(self.prefill, REQUEST_STOP, messages.StopRequest(request=self._attempt))
 
 
 @final
@@ -144,17 +86,17 @@ class RequestDriver:
         self._changed = trio.Event()  # the machine wants to be woken at another moment, or it is over
         self._asks_for = 0  # the attempt whose replicas may be asked to begin; 0: none
         self._asking = trio.CancelScope()  # around the latest question
-        self._slot: SlotQuestion | None = None  # that is waited for
-        self._taken: SlotQuestion | None = None  # answered, and the prefill replica has not been sent the request
+        self._question: RouteQuestion | None = None  # that is waited for
+        self._places: RouteQuestion | None = None  # answered, and not all replicas have been sent the request
 
     def __repr__(self) -> str:
         return f"<RequestDriver {self.request!r}>"
 
     def list_work(self) -> Iterator[tuple[str, int]]:
-        """As its machine lists it, with the replica where it waits for a slot."""
+        """As its machine lists it, with the replicas that it asks before it takes a route."""
         yield from self.request.machine.list_work()
-        if self._slot is not None:
-            yield self._slot.prefill, self._slot.tokens
+        if self._question is not None:
+            yield from self._question.list_work()
 
     async def run(self) -> None:
         """Wake the machine whenever it wants to be, and tell the client that it waits for something, until it is
@@ -215,7 +157,7 @@ class RequestDriver:
                 self._asks_for = action.attempt
                 self._nursery.start_soon(self._open, action, request.begin_attempt(action, plan, now))
             case OpenPrefill():
-                self._taken = None  # from here on its slot is free when its prefill is over, or is stopped
+                self._places = None  # from here on a slot is free when its prefill is over, or is stopped
                 self._nursery.start_soon(self._open, action, request.prefill_open(action))
             case CancelWork():
                 self._stop_asking()
@@ -237,53 +179,73 @@ class RequestDriver:
         return ()
 
     def _find_route(self, wanted: FindRoute, now: float) -> Ready:
-        """The route is taken at once, unless its prefill replica is to say when, and how the prompt is split. That is
-        not waited for while a replica is in doubt: then it computes all of the prompt."""
+        """The route is taken at once, unless its replicas are to be asked. That is not waited for while one that has
+        the request is in doubt: then the others are not asked, and a prefill replica computes all of the prompt."""
         request = self.request
-        if self._slot is not None and not wanted.leaving:
+        if self._question is not None and not wanted.leaving:
             return request.machine.held(now)
-        self._give_up_slot()
+        self._give_up_places()
         try:
-            route = self._routes.find(wanted, now, request.live.left, request.token, request.live.prefix_names)
+            route = self._choose_route(wanted, NO_ANSWERS)
         except NoRoute as error:
             return request.machine.not_routed(str(error), now, is_hopeful=self._routes.is_hopeful)
-        if route.splits_there and route.prefill is not None and request.live.may_split and not wanted.leaving:
-            self._slot = SlotQuestion(
-                request.next_attempt, route, wanted.tokens, self._messenger, self._routes, self._open_timeout_s
-            )
-            self._nursery.start_soon(self._wait_for_slot, self._slot)
+        self._question = self._question_about(route, wanted) if not wanted.leaving else None
+        if self._question is not None:
+            self._nursery.start_soon(self._wait_for_answer, self._question)
             return request.machine.held(now)
         return request.machine.routed(route, now, self._routes.expect(route, wanted.tokens))
 
-    async def _wait_for_slot(self, slot: SlotQuestion) -> None:
-        """Until the prefill replica takes the request, unless that is over before."""
-        route = await slot.wait()
-        if self._slot is slot:
-            self.step(partial(self._use_slot, slot, route))
+    def _choose_route(self, wanted: FindRoute, answers: Mapping[PoolClaim, bool]) -> Route:
+        """By what replicas have answered to claims of earlier ones. Raises NoRoute."""
+        live, token = self.request.live, self.request.token
+        return self._routes.find(wanted, trio.current_time(), live.left, token, live.prefix_names, answers)
 
-    def _use_slot(self, slot: SlotQuestion, route: Route | None, now: float) -> Ready:
-        """Begin an attempt on the route as the prefill replica has split it; None: look for another one."""
-        request, plan, self._slot = self.request, self._plan, None
+    def _question_about(self, route: Route, wanted: FindRoute) -> RouteQuestion | None:
+        """What its replicas are to be asked; None: nothing."""
+        attempt, messenger, routes = self.request.next_attempt, self._messenger, self._routes
+        if route.prefill is not None and not self.request.live.may_split:
+            return None
+        if route.splits_there and route.prefill is not None:
+            return SlotQuestion(attempt, route, wanted.tokens, messenger, routes, self._open_timeout_s)
+        if route.claims:
+            find = partial(self._choose_route, wanted)
+            return PoolQuestion(attempt, route, wanted.tokens, messenger, routes, find)
+        return None
+
+    async def _wait_for_answer(self, question: RouteQuestion) -> None:
+        """Until replicas take the request, unless that is over before."""
+        route = await question.wait()
+        if self._question is question:
+            self.step(partial(self._use_answer, question, route))
+
+    def _use_answer(self, question: RouteQuestion, route: Route | None, now: float) -> Ready:
+        """Begin an attempt on the route that replicas have settled; None: look for another one."""
+        request, plan, self._question = self.request, self._plan, None
         ready: Ready = ()
         if (
             route is not None
             and plan is not None
             and all(map(plan.replica, filter(None, (route.prefill, route.decode))))
         ):
-            ready = request.machine.routed(route, now, self._routes.expect(route, slot.tokens))
+            ready = request.machine.routed(route, now, self._routes.expect(route, question.tokens))
         else:
             ready = request.machine.network_changed(now)
-        self._taken = slot
-        if not any(isinstance(each, OpenDecode) and each.prefill == slot.prefill for each in ready):
-            self._give_up_slot()
+        opening = next((each for each in ready if isinstance(each, OpenDecode)), None)
+        self._places = question if opening is not None and opening.prefill is not None else None
+        self._tell_others(question, (opening.decode, opening.prefill) if opening is not None else ())
         return ready
 
-    def _give_up_slot(self) -> None:
-        """The prefill replica does not get the request for which it was asked for a slot."""
-        slot, self._slot, self._taken = self._slot or self._taken, None, None
-        if slot is not None:
-            slot.cancel()
-            self._tell(slot.giving_up())
+    def _tell_others(self, question: RouteQuestion, kept: Collection[str | None]) -> None:
+        """Replicas that have a place for it, and are not `kept`, hear that it does not come."""
+        for telling in question.give_up(kept):
+            self._tell(telling)
+
+    def _give_up_places(self, kept: Collection[str | None] = ()) -> None:
+        """The replicas that were asked do not get the request, but for those that have it."""
+        question, self._question, self._places = self._question or self._places, None, None
+        if question is not None:
+            question.cancel()
+            self._tell_others(question, kept)
 
     async def _open(self, opening: OpenDecode | OpenPrefill, asked: messages.DecodeOpen | messages.PrefillOpen) -> None:
         """Ask a replica to begin, unless the attempt has been given up before there was time for that."""
@@ -301,8 +263,8 @@ class RequestDriver:
                     opened = await self._messenger.request(replica, DECODE_OPEN, asked, self._open_timeout_s)
                     self._chronicle.note_opened(attempt, replica, part)
                     self.step(partial(request.on_decode_opened, attempt, opened))
-                    if self._taken is not None:  # the prefill replica is not sent the request all the same
-                        self._give_up_slot()
+                    if self._places is not None:  # a prefill replica is not sent the request all the same
+                        self._give_up_places((replica,))
             except NetworkError as error:
                 self._chronicle.note_opened(attempt, replica, part, str(error))
                 starts = self._view.starts(replica)
@@ -317,7 +279,7 @@ class RequestDriver:
         self._is_over = True
         self._changed.set()
         self._stop_asking()
-        self._give_up_slot()
+        self._give_up_places()
         self.request.usd = self._chronicle.cost().usd
         self._turns.on_end(self.request, end)
         if end.finish is not None:  # else the client has gone, or wants no more

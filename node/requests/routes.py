@@ -20,11 +20,12 @@ from ...coordinator.profile import ReplicaProfile
 from ...coordinator.repair.damping import DampingSettings, FlapDamping
 from ...coordinator.requests.stalls import ExpectedTimes
 from ...coordinator.requests.values import FindRoute
+from ...coordinator.routing.pools import NO_ANSWERS, PoolClaim, PoolState
 from ...coordinator.routing.profiles import ReplicaProfiles
 from ...coordinator.routing.router import NOTHING_CACHED
 from ..adverts import IS_DEAD, join_faults
 from ..messages import Advert
-from ..view import NetworkView, Queue
+from ..view import NetworkView, OwnWork, Queue
 from .engine_room import prefill_tokens_s
 
 STALL_DAMPING: Final = DampingSettings(suppress_at=1.0)
@@ -74,16 +75,18 @@ class RouteFinder:
         left: int = 0,
         request: str | None = None,
         names_of: NamesOf | None = None,
+        answers: Mapping[PoolClaim, bool] = NO_ANSWERS,
     ) -> Route:
         """The route for what the machine of this request wants; `left` tokens of its answer may still come, `names_of`
-        has the names of its prefixes. Raises NoRoute."""
+        has the names of its prefixes, `answers` what replicas have said to claims of earlier routes. Raises
+        NoRoute."""
         view, known = self._view, self._prefixes
         plan = view.plan_of(self.service)
         if plan is None:
             raise NoRoute("the coordinator has made no plan for it yet")
         named = known.find_named(names_of, now) if known is not None and names_of is not None else {}
         believed = known.believe(named) if known is not None else NOTHING_CACHED
-        route, avoided = self._find(wanted, plan, now, left, request, believed)
+        route, avoided = self._find(wanted, plan, now, left, request, believed, answers)
         if known is not None and names_of is not None and self._router is not None:
             fetch = self._choose_fetch(wanted, plan, route, named, avoided, now)
             prefill, loads = route.prefill or route.decode, self._router.loads
@@ -133,6 +136,7 @@ class RouteFinder:
         left: int,
         request: str | None,
         cached: Mapping[str, int],
+        answers: Mapping[PoolClaim, bool],
     ) -> tuple[Route, frozenset[str]]:
         """The route, and the heads of replicas that were better not taken."""
         view = self._view
@@ -158,6 +162,7 @@ class RouteFinder:
             request=request,
             max_output_tokens=left or None,
             cached_tokens=cached,
+            answers=answers,
         )
         avoided = unusable | unsure | {wanted.leaving}
         try:
@@ -183,6 +188,18 @@ class RouteFinder:
         first = plan.replica(route.decode if route.cached else route.prefill or route.decode)
         if first is not None:
             self._view.note_sent(PeerId(first.head), tokens - route.cached)
+
+    def own_work(self, claim: PoolClaim) -> OwnWork:
+        """Of this gateway at the replica that it is about to ask."""
+        return self._view.own_work(PeerId(claim.replica), self._queues())
+
+    def note_answer(self, claim: PoolClaim, accepted: bool, state: PoolState, asked: OwnWork) -> None:
+        """A replica has said how it stands there: with this request, if it has accepted that."""
+        if not accepted:
+            requests, tokens = asked.queue
+            without = Queue(max(0, requests - 1), max(0, tokens - claim.prefill_tokens))
+            asked = asked._replace(queue=without)
+        self._view.note_answer(PeerId(claim.replica), state, asked)
 
     def note_first_token(self, request: str, now: float) -> None:
         """The answer to a request has begun. Again is no matter."""

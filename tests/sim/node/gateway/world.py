@@ -17,6 +17,7 @@ from p2pserve.coordinator import Pairing, Phase, Plan, Replica, RoutingSettings,
 from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.prefixes.held import HeldPrefixes
 from p2pserve.coordinator.requests.values import RequestSettings
+from p2pserve.coordinator.routing.pools import PoolState
 from p2pserve.kvtransport.wire.tickets import TransferTicket
 from p2pserve.node import messages
 from p2pserve.node.box.hardware import Hardware
@@ -27,7 +28,7 @@ from p2pserve.node.prefixes.messages import PrefixAnswer, PrefixQuery
 from p2pserve.node.replica.slot_desk import SlotDesk
 from p2pserve.node.replica.splitting import SLOT_WAIT_S
 from p2pserve.node.requests.gateway import Gateway
-from p2pserve.node.requests.slot_messages import SlotOpen, SlotOpened
+from p2pserve.node.requests.slot_messages import PoolAnswer, PoolAsk, SlotOpen, SlotOpened
 from p2pserve.node.settings import ClientLimits
 from p2pserve.node.view import NetworkView
 
@@ -124,6 +125,7 @@ class World:
     limits: ClientLimits = field(default_factory=ClientLimits)
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     slots: defaultdict[PeerId, SlotDesk] = field(default_factory=lambda: defaultdict(SlotDesk))
+    pools: dict[PeerId, PoolState] = field(default_factory=dict)  # by those that keep limits; others are older
     splits: dict[PeerId, Callable[[], Awaitable[int]]] = field(default_factory=dict)  # what prefill replicas say
     held: dict[PeerId, HeldPrefixes] = field(default_factory=dict)  # by those that are asked; others are older
     asked: list[tuple[PeerId, PrefixQuery]] = field(default_factory=list)  # of what they hold
@@ -266,8 +268,11 @@ class World:
             raise PeerLost(f"{peer} is gone")
         if method == "prefill.slot":
             return await self._give_slot(peer, body)
+        if method == "pool.claim":
+            return await self._answer_claim(peer, body)
         fault = self.faults[peer].pop(0) if self.faults[peer] else ""
         self.opened.append((kind, peer, body))
+        self.slots[peer].claims.leave((self.peer_id, body.request))
         if fault == "lost":
             await elapse(LATENCY_S)
             self.lose(peer)
@@ -305,6 +310,16 @@ class World:
         if not await self.slots[peer].wait((self.peer_id, body.request), SLOT_WAIT_S):
             return SlotOpened()
         return SlotOpened(split=await self.splits[peer]() if peer in self.splits else body.prompt_tokens)
+
+    async def _answer_claim(self, peer: PeerId, body: PoolAsk) -> PoolAnswer:
+        self.opened.append(("claim", peer, body))
+        await elapse(LATENCY_S)
+        if peer not in self.pools:
+            raise RemoteError("unknown_method", "pool.claim")
+        limits = self.routing.pool_limits
+        key, now = (self.peer_id, body.request), trio.current_time()
+        accepted, state = self.slots[peer].claims.answer(key, body.claim, self.pools[peer], limits, now)
+        return PoolAnswer(accepted=accepted, state=state)
 
     async def _decode(self, job: Job, body: messages.DecodeOpen, fault: str) -> None:
         assert body.prompt[: len(PROMPT_TOKENS)] == PROMPT_TOKENS
@@ -429,6 +444,7 @@ class World:
         assert self.gateway.queues == {}
         assert self.jobs == {}, "a worker still works for a request that is over"
         assert [desk for desk in self.slots.values() if desk.used] == [], "a request that is over has a slot"
+        assert [desk for desk in self.slots.values() if len(desk.claims)] == [], "a request that is over has a place"
 
 
 @asynccontextmanager

@@ -11,8 +11,8 @@ from p2pserve.coordinator.routing import balancer
 from p2pserve.coordinator.routing.balancer import ChunkedPrefillState, ChunkLine, PrefillLine
 from p2pserve.coordinator.routing.interface import RoutingSettings
 from p2pserve.coordinator.routing.prefill_slots import SLOTS, PrefillSlots
-from p2pserve.sims import gateway
 from p2pserve.sims.engine.values import SimEngineSettings
+from p2pserve.sims.policies import splits as splits_module
 from p2pserve.sims.records import Trace
 from p2pserve.sims.results.outcomes import SimResult
 from p2pserve.sims.scenario import BoxJoined, BoxLost, Change, PlanChange, ReplicaModel, SimSettings
@@ -54,7 +54,7 @@ def splits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, ChunkedPrefi
         found.append((prompt, split, state))
         return split
 
-    monkeypatch.setattr(gateway, "choose_split", noted)
+    monkeypatch.setattr(splits_module, "choose_split", noted)
     return found
 
 
