@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
 from .kv_shares import FLOOR, KvShares
 from .values import SharingError
@@ -64,7 +64,8 @@ def split_pages(page_bytes: int, block_bytes: int, most_bytes: int) -> PageSplit
     return best[1]
 
 
-class _MergedPages(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _MergedPages:
     """As pages would be. `used`: bytes by model."""
 
     count: int
