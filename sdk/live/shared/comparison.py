@@ -65,8 +65,8 @@ class SharedRun:
     cards: str = "1xA40/4"
     kv_cache_mib: int = 8192
     rate: float = 0.9
-    seconds: float = 300.0
-    lead: float = 40.0
+    seconds: float = 180.0
+    lead: float = 30.0
     spread: float = 0.5
     seed: int = 0
 
