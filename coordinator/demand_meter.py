@@ -89,7 +89,7 @@ class DemandMeter:
         """A request has been answered, with so many tokens."""
         self._ended += 1
         self._note_shift(self._profiler.record_finish(max(1, prompt_tokens), max(1, output_tokens)))
-        if self._ended % CHECK_EVERY == 0 or self._ended == REFERENCE:
+        if self._shifted or self._ended % CHECK_EVERY == 0 or self._ended == REFERENCE:
             self._check_for_news()
 
     def _note_shift(self, shift: Shift | None) -> None:

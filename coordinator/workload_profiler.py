@@ -14,8 +14,9 @@ and a doubled rate is found in about 5 blocks; at the coding trace's 13 a block 
 because nothing shorter tells a burst from a shift. Rates that are off by less than a quarter do not
 count.
 
-The reference is learnt from the first requests, and anew after each alarm. Nothing here reads a
-clock: arrival times are given.
+The reference is learnt from the first requests, and anew after each alarm. While it is, a rate is taken for another one
+only where the latest RECENT gaps are clearly not like those before them: Poisson arrivals of 2.5 times the rate, and
+regular ones of 1.5 times. Nothing here reads a clock: arrival times are given.
 """
 
 from __future__ import annotations
@@ -53,6 +54,15 @@ BLOCK_DRIFT: Final = 1.0
 
 BLOCK_ALARM: Final = 8.0
 """As ALARM, for blocks."""
+
+RECENT: Final = 32
+"""Gaps that are held against those before them while a reference is learnt. More: smaller shifts count, later."""
+
+CLEARLY: Final = 5.0
+"""Standard errors of their mean, by which recent gaps are off at least..."""
+
+RATE_FACTOR: Final = 1.5
+"""...and by this factor."""
 
 LEAST_DEVIATION: Final = 0.05
 """Of log lengths: lengths that hardly vary may vary so much before it is a shift."""
@@ -174,13 +184,12 @@ class _RateWatch:
         self._learnt = False
         self._cusum = _Cusum(BLOCK_DRIFT, BLOCK_ALARM)
         self._block: list[float] = []
+        self._recent: deque[float] = deque()  # the latest while the reference is learnt
+        self._before = _Moments()  # of those before them
 
     def add(self, gap: float) -> Shift | None:
         if not self._learnt:
-            self._reference.add(gap)
-            enough = max(REFERENCE, (self._reference.cv / REFERENCE_ERROR) ** 2)
-            self._learnt = self._reference.count >= enough and self._reference.mean > 0.0
-            return None
+            return self._learn(gap)
         self._block.append(gap)
         size = max(2, round((self._reference.cv / BLOCK_ERROR) ** 2))
         if len(self._block) < size:
@@ -198,6 +207,26 @@ class _RateWatch:
         return Shift(
             what=Watched.RATE, before=before, after=before * float(np.exp(off * deviation)), since=blocks * size
         )
+
+    def _learn(self, gap: float) -> Shift | None:
+        reference = self._reference
+        reference.add(gap)
+        enough = max(REFERENCE, (reference.cv / REFERENCE_ERROR) ** 2)
+        self._learnt = reference.count >= enough and reference.mean > 0.0
+        self._recent.append(gap)
+        if len(self._recent) > RECENT:
+            self._before.add(self._recent.popleft())
+        before = self._before
+        if self._learnt or before.count < RECENT:
+            return None
+        mean = sum(self._recent) / RECENT
+        if not min(mean, before.mean) > 0.0:
+            return None
+        unsure = before.cv * sqrt(1.0 / RECENT + 1.0 / before.count)
+        if abs(log(mean / before.mean)) <= max(log(RATE_FACTOR), CLEARLY * unsure):
+            return None
+        # the later half: of what is before it some may be of the rate that was
+        return Shift(what=Watched.RATE, before=1.0 / before.mean, after=1.0 / mean, since=RECENT // 2)
 
 
 class WorkloadProfiler:

@@ -31,6 +31,10 @@ from .hosting import HostingBox
 MAX_DRAWN: Final = 2000
 """Requests that placements are judged by. More: finer, and slower by as much."""
 
+LEAST_DRAWN: Final = 500
+"""Requests that are drawn where the period has fewer, over a longer time at the same rates. Fewer: what is decided
+hangs on which requests happen to meet, and is another a moment later."""
+
 MAX_GATEWAYS: Final = 16
 """Of a service, those that are asked most."""
 
@@ -135,8 +139,8 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw_period(services: Sequence[ServiceToPlace], period_s: float, rng: np.random.Generator) -> Period:
-    """Requests as gateways tell of them, by their rates, the variation of gaps, and lengths, for so long, or until they
-    are MAX_DRAWN. Of a service that nobody asks one stands for it."""
+    """Requests as gateways tell of them, by their rates, the variation of gaps, and lengths, for so long, but at least
+    LEAST_DRAWN and at most MAX_DRAWN. Of a service that nobody asks one stands for it."""
     asked = [
         (number, demand)
         for number, service in enumerate(services)
@@ -144,7 +148,7 @@ def draw_period(services: Sequence[ServiceToPlace], period_s: float, rng: np.ran
         if demand.requests_s > 0.0
     ]
     rate = sum(demand.requests_s for _, demand in asked)
-    span_s = min(period_s, MAX_DRAWN / rate) if rate else period_s
+    span_s = min(max(period_s, LEAST_DRAWN / rate), MAX_DRAWN / rate) if rate else period_s
     found = [_draw(number, demand, span_s, rng) for number, demand in asked]
     seen = {number for number, _ in asked}
     for number, service in enumerate(services):

@@ -3,11 +3,12 @@ process of its own, at intervals that adapt."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from statistics import mode
-from typing import final
+from typing import Final, final
 
+import msgspec
 import trio
 
 from ...bootstrap import PeerId
@@ -31,6 +32,10 @@ from ..planning.planner import PlannerFailed, open_planner
 from ..view import MIN_FIGURE, UNMEASURED_CPU, UNMEASURED_GPU, NetworkView
 from .hosts import find_hosts
 
+TOLD_S: Final = 1800.0
+"""For so long a service counts as asked for as before, while none of its gateways can tell yet. Longer: services that
+are asked seldom keep their part after a move; shorter: one that nobody asks any more loses it sooner."""
+
 
 @final
 class SharingDesk:
@@ -41,6 +46,7 @@ class SharingDesk:
         self._led_since = -1.0
         self._is_moving = False
         self._pace = ReplacementPace(now=0.0)
+        self._told: dict[str, tuple[float, tuple[Demand, ...]]] = {}  # by entry, when and what gateways told last
 
     def __repr__(self) -> str:
         return f"<SharingDesk {self._pace}>"
@@ -52,14 +58,17 @@ class SharingDesk:
             self._led_since = led_since
             self._pace = ReplacementPace(now=led_since, interval_s=tuning.replace_s, shortest_s=tuning.replace_s)
             self._is_moving = False
+            self._told = {}
+        view = self._joined.view
+        self._told |= {name: (now, demands) for name, demands in find_demands(view).items()}
         if self._is_moving and assigner.is_in_place:
             self._is_moving = False
             self._joined.say("services are where they were placed")
         if now < self._pace.next_at or not assigner.is_settled(now):
             return
-        view = self._joined.view
         hosts = find_hosts(view)
-        task = find_task(view, hosts, assigner.given(), self._pace.interval_s)
+        told = {name: demands for name, (at, demands) in self._told.items() if now - at <= TOLD_S}
+        task = find_task(view, hosts, assigner.given(), told, self._pace.interval_s)
         if task is None:
             if not any(host.beside for host in hosts):  # the last box that may host several has left
                 assigner.place({}, now)
@@ -98,10 +107,14 @@ def describe_sharing(task: SharingTask, found: FoundSharing) -> str:
 
 
 def find_task(
-    view: NetworkView, hosts: list[HostingBox], given: Mapping[str, str], period_s: float
+    view: NetworkView,
+    hosts: list[HostingBox],
+    given: Mapping[str, str],
+    told: Mapping[str, tuple[Demand, ...]],
+    period_s: float,
 ) -> SharingTask | None:
-    """What is to be decided; None where there is no choice: nobody asks for anything, no box may host several
-    services, or there is but one to host."""
+    """What is to be decided, where gateways have `told` this of entries (see `find_demands`); None where there is no
+    choice: nobody asks for anything, no box may host several services, or there is but one to host."""
     nodes: defaultdict[str, list[HostingBox]] = defaultdict(list)
     for host in hosts:
         nodes[host.machine].append(host)
@@ -112,7 +125,7 @@ def find_task(
         entry.name: ServiceToPlace(
             name=entry.name,
             shape=shapes[entry.name],
-            demands=_find_demands(view, entry.name),
+            demands=told.get(entry.name, ()),
             lengths=entry.lengths or UNKNOWN_LENGTHS,
         )
         for entry in view.catalogue.entries
@@ -173,15 +186,16 @@ def _find_shapes(hosts: list[HostingBox]) -> dict[str, ModelShape]:
     return {name: mode(shapes) for name, shapes in told.items()}
 
 
-def _find_demands(view: NetworkView, name: str) -> tuple[Demand, ...]:
-    """What gateways are asked of an entry."""
-    found = Counter[Demand]()
+def find_demands(view: NetworkView) -> dict[str, tuple[Demand, ...]]:
+    """By entry, what its gateways are asked; without those of which none can tell yet. A node that comes back with
+    another model counts anew, and so does the gateway of a service that has moved."""
+    found: defaultdict[str, list[Demand]] = defaultdict(list)
     for advert in view.adverts.values():
         model = advert.model
         entry = view.catalogue.entry_of(model.service, model.name) if model is not None else None
-        if advert.demand is not None and entry is not None and entry.name == name:
-            found[advert.demand] += 1
-    return tuple(found.elements())
+        if advert.demand is not None and entry is not None:
+            found[entry.name].append(advert.demand)
+    return {name: tuple(sorted(demands, key=msgspec.structs.astuple)) for name, demands in found.items()}
 
 
 def _card_of(adverts: list[Advert]) -> GpuSpec:

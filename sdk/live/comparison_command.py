@@ -35,7 +35,7 @@ from .comparison import (
     describe_verdicts,
     run_comparison,
 )
-from .live_page import PARTS, write_live_page
+from .live_page import PARTS, SHARED, write_live_page
 from .network import Say
 from .nodes import MAX_REQUESTS, LiveSettings
 from .regroup_bench import CHANGES, PIPELINE, check_settings, print_bench, run_regroup_bench
@@ -146,9 +146,9 @@ def _add_modes(parser: argparse.ArgumentParser) -> None:
         "--only",
         nargs="+",
         default=[],
-        choices=tuple(PARTS),
+        choices=(*PARTS, SHARED),
         metavar="PART",
-        help=f"with --page: run these alone, others as found last ({', '.join(PARTS)})",
+        help=f"with --page: run these alone, others as found last ({', '.join((*PARTS, SHARED))})",
     )
     add("--pairs", type=int, default=2, metavar="N", help="with --regroup: so often, in turn (default: 2)")
     add(

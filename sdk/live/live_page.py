@@ -1,7 +1,8 @@
 """The results page `live`: what was planned, simulated and really happened, with eight emulated boxes of unequal GPUs.
 
-Two workloads at two deadlines, and one run in which things go wrong; half an hour. What each run has found is kept in
-`live-runs.json` beside the page, so that one of them can be run again alone.
+Two workloads at two deadlines, one run in which things go wrong, and one of three services that share boxes; three
+quarters of an hour. What each run has found is kept in `live-runs.json` and `live-shared.json` beside the page, so that
+one of them can be run again alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -35,10 +36,17 @@ from .expected import LOWER_SHARES
 from .network import Say
 from .nodes import LiveSettings
 from .schedule import LiveFaultKind, Schedule, ScheduledFault
+from .shared.comparison import SharedComparison, SharedRun, run_shared_comparison
+from .shared.page import build_section, describe_section, is_near
+
+Kept = TypeVar("Kept")
 
 NAME: Final = "live"
 RUNS: Final = f"{NAME}-runs.json"
 """Of each part, a `LiveComparison`."""
+SHARED: Final = "shared"
+SHARED_RUN: Final = f"{NAME}-shared.json"
+"""A `SharedComparison`."""
 COMMAND: Final = "python -m p2pserve.sdk.live_comparison --page docs/results"
 MODEL: Final = "qwen2.5-32b"
 SMALL_MODEL: Final = "qwen2-7b"
@@ -153,8 +161,10 @@ class FaultRow(ResultRow, frozen=True):
 def write_live_page(folder: Path, say: Say, only: Collection[str] = ()) -> tuple[Page, bool]:
     """Run everything, or only these parts and take the others as they were found last; write page and index. Also
     whether all agreed. Raises DemoFailed, ClientError, OSError, or UsageError where parts were never run."""
-    kept = _read_runs(folder) if only else {}
+    kept = _read(folder / RUNS, dict[str, LiveComparison]) if only else {}
     missing = [name for name in PARTS if name not in kept and name not in only]
+    has_shared = bool(only) and SHARED not in only and (folder / SHARED_RUN).exists()
+    shared = _read(folder / SHARED_RUN, SharedComparison) if has_shared else None
     if only and missing:
         raise UsageError(f"only: {folder / RUNS} has no {missing[0]}; run that part too")
     found = {}
@@ -166,22 +176,32 @@ def write_live_page(folder: Path, say: Say, only: Collection[str] = ()) -> tuple
         found[name] = run_comparison(part.settings(), part.traffic(), TOLERANCE, say)
         for line in (*found[name].notes, *describe_verdicts(found[name])):
             say(line)
-    page = build_page([(part, found[part.name]) for part in CALM_PARTS], (FAULTY_PART, found[FAULTY_PART.name]))
+    if not only or SHARED in only:
+        say("three services that share boxes")
+        shared = run_shared_comparison(SharedRun(), say)
+        say(describe_section(shared))
+    page = build_page([(part, found[part.name]) for part in CALM_PARTS], (FAULTY_PART, found[FAULTY_PART.name]), shared)
     write_page(page, folder)
+    if shared is not None:
+        (folder / SHARED_RUN).write_bytes(msgspec.json.format(msgspec.json.encode(shared), indent=1) + b"\n")
     (folder / RUNS).write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     write_index(folder)
-    return page, all(each.ok and each.estimate_ok for each in found.values())
+    return page, all(each.ok and each.estimate_ok for each in found.values()) and (shared is None or is_near(shared))
 
 
-def _read_runs(folder: Path) -> dict[str, LiveComparison]:
+def _read(path: Path, kind: type[Kept]) -> Kept:
     """What was found last. Raises UsageError."""
     try:
-        return msgspec.json.decode((folder / RUNS).read_bytes(), type=dict[str, LiveComparison])
+        return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"only: {folder / RUNS} cannot be read: {error}; run the whole page") from error
+        raise UsageError(f"only: {path} cannot be read: {error}; run the whole page") from error
 
 
-def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[PagePart, LiveComparison]) -> Page:
+def build_page(
+    calm: Sequence[tuple[PagePart, LiveComparison]],
+    faulty: tuple[PagePart, LiveComparison],
+    shared: SharedComparison | None = None,
+) -> Page:
     """The page of these runs."""
     part, found = faulty
     return Page(
@@ -205,8 +225,10 @@ def build_page(calm: Sequence[tuple[PagePart, LiveComparison]], faulty: tuple[Pa
                 [_fault_row(figure) for figure in _shown(found)],
                 about=_describe_faults(part, found),
             ),
+            *([build_section(shared)] if shared is not None else []),
         ),
-        remarks=_remarks([result for _, result in calm], found),
+        remarks=_remarks([result for _, result in calm], found)
+        + (f"\n{describe_section(shared)}" if shared is not None else ""),
     )  # fmt: skip
 
 

@@ -63,6 +63,14 @@ class LoneRequest(NamedTuple):
     decode: str
 
 
+class Replayed(NamedTuple):
+    """What the client saw, how many requests took several attempts, and the nodes that wrote the answers."""
+
+    outcomes: Outcomes
+    recovered: int
+    nodes: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LiveRun:
     """What a replay has shown.
@@ -100,15 +108,15 @@ async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> L
                 before = await client.status()
                 trace = make_trace(before)
                 say(f"replaying {len(trace)} requests of {trace.lengths}, {trace.arrivals}")
-                with _cores(box) as cores:
+                with measure_cores(box) as cores:
                     async with _plans_followed(client) as plans, _harming(nodes, say) as happened:
-                        outcomes, recovered = await replay(client, trace, say, may_fail=bool(settings.schedule))
+                        replayed = await replay(client, trace, say, may_fail=bool(settings.schedule))
             return LiveRun(
-                outcomes=outcomes,
+                outcomes=replayed.outcomes,
                 plans=tuple(plans),
                 before=before,
                 numbers=dict(nodes.peers),
-                recovered=recovered,
+                recovered=replayed.recovered,
                 late=box.engine_logs().count(TOO_SLOW),
                 cores=cores[0],
                 own_cores=cores[1],
@@ -133,7 +141,7 @@ async def warm_up(client: AsyncClient, plan: Plan) -> None:
     prompt, output = WARM_UP_TOKENS
     async with trio.open_nursery() as nursery:
         for _ in range(WARM_UP * len(plan.pairings)):
-            nursery.start_soon(_ask, client, prompt, output)
+            nursery.start_soon(ask, client, prompt, output)
             await trio.sleep(0.05)
 
 
@@ -141,7 +149,7 @@ async def ask_alone(client: AsyncClient) -> LoneRequest:
     """Ask one request, while there is no other."""
     prompt, output = LONE_TOKENS
     asked = trio.current_time()
-    first, _, figures = await _ask(client, prompt, output)
+    first, _, figures = await ask(client, prompt, output)
     return LoneRequest(prompt, first - asked, figures.prefill_node, figures.decode_node)
 
 
@@ -158,9 +166,12 @@ def find_in_time(outcomes: Outcomes, deadlines: Deadlines) -> NDArray[np.bool_]:
     return in_time
 
 
-async def replay(client: AsyncClient, trace: Trace, say: Say, *, may_fail: bool = False) -> tuple[Outcomes, int]:
-    """Replay the trace: what the client saw, and how many requests took several attempts. `may_fail`: one that ends
-    with an error has never happened."""
+async def replay(
+    client: AsyncClient, trace: Trace, say: Say, *, may_fail: bool = False, service: str | None = None
+) -> Replayed:
+    """Replay the trace, where there are several services to one. `may_fail`: one that ends with an error has never
+    happened."""
+    nodes = [""] * len(trace)
     ttft, e2e = np.full(len(trace), nan), np.full(len(trace), nan)
     recovered = done = 0
     began = trio.current_time()
@@ -171,8 +182,9 @@ async def replay(client: AsyncClient, trace: Trace, say: Say, *, may_fail: bool 
         await trio.sleep_until(at)
         attempts = 0
         try:
-            first, last, figures = await _ask(client, int(trace.prompt[row]), int(trace.output[row]))
+            first, last, figures = await ask(client, int(trace.prompt[row]), int(trace.output[row]))
             ttft[row], e2e[row], attempts = first - at, last - at, figures.attempts
+            nodes[row] = figures.decode_node
         except ClientError as error:
             if not may_fail:
                 raise
@@ -184,7 +196,7 @@ async def replay(client: AsyncClient, trace: Trace, say: Say, *, may_fail: bool 
     async with trio.open_nursery() as nursery:
         for row in range(len(trace)):
             nursery.start_soon(one, row)
-    return Outcomes(trace=trace, ttft_s=ttft, e2e_s=e2e), recovered
+    return Replayed(Outcomes(trace=trace, ttft_s=ttft, e2e_s=e2e), recovered, tuple(nodes))
 
 
 @asynccontextmanager
@@ -230,12 +242,16 @@ async def _harming(nodes: LiveNodes, say: Say) -> AsyncIterator[list[Happened]]:
         nursery.cancel_scope.cancel()
 
 
-async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, float, RequestFigures]:
+async def ask(
+    client: AsyncClient, prompt: int, output: int, service: str | None = None
+) -> tuple[float, float, RequestFigures]:
     """Ask one request of these lengths: times of first and last token, and the gateway's figures."""
     first = last = nan
     # All prompts begin alike, and none is to be found in a cache: what is simulated has none.
     salt = new_request_id()
-    stream = client.generate(WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S, cache_salt=salt)
+    stream = client.generate(
+        WORD * prompt, stream=True, max_tokens=output, deadline_s=DEADLINE_S, cache_salt=salt, service=service
+    )
     async with stream:
         async for delta in stream:
             if delta.tokens:
@@ -248,7 +264,7 @@ async def _ask(client: AsyncClient, prompt: int, output: int) -> tuple[float, fl
 
 
 @contextmanager
-def _cores(box: DemoBox) -> Iterator[list[float]]:
+def measure_cores(box: DemoBox) -> Iterator[list[float]]:
     """Cores busy during the body, and those of this run: the list is filled afterwards."""
     found: list[float] = []
     before, began = box.cpu_seconds(), trio.current_time()

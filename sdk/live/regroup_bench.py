@@ -43,6 +43,7 @@ from .network import (
     POLL_S,
     SETTLE_S,
     TOO_SLOW,
+    Replayed,
     Say,
     find_in_time,
     replay,
@@ -221,10 +222,10 @@ async def _run_pairs(settings: LiveSettings, traces: list[Trace], say: Say, kind
                 )
                 await warm_up(client, plan)
                 say(f"pair {number + 1}, plan kept: {len(trace)} requests of {trace.lengths}")
-                kept, _ = await replay(client, trace, say, may_fail=True)
+                kept, _, _ = await replay(client, trace, say, may_fail=True)
                 say(f"pair {number + 1}, {change.name}: the same requests")
                 run = _ChangedRun(admin, client, change, say)
-                changed, moved = await run.replay(trace)
+                changed, moved, _ = await run.replay(trace)
                 pairs.append(compare_runs(change.name, kept, changed, plan.deadlines, run.span, moved))
                 say(f"{pairs[-1].changed} of {pairs[-1].kept} requests in time meanwhile ({change.name})")
         return pairs, box.engine_logs().count(TOO_SLOW)
@@ -286,9 +287,9 @@ class _ChangedRun:
         self._say = say
         self.span = (0.0, 0.0)
 
-    async def replay(self, trace: Trace) -> tuple[Outcomes, int]:
+    async def replay(self, trace: Trace) -> Replayed:
         """Returns what the client saw once both are over, the requests and the change."""
-        found: list[tuple[Outcomes, int]] = []
+        found: list[Replayed] = []
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._change, LEAD * float(trace.arrival_s[-1]))
             found.append(await replay(self._client, trace, self._say, may_fail=True))

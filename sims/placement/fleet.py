@@ -74,9 +74,11 @@ class FleetChanges(Protocol):
 
 @final
 class Fleet:
-    """See the module. `traces` by the service's number; one run each."""
+    """See the module. `traces` by the service's number; one run each. `where`: engines that requests go to all the same
+    while these are there, by service and row."""
 
-    def __init__(self, traces: Mapping[int, Trace]) -> None:
+    def __init__(self, traces: Mapping[int, Trace], where: Mapping[tuple[int, int], int] | None = None) -> None:
+        self._where = where or {}
         self.engines: dict[int, FleetEngine] = {}
         self.replayed = 0  # requests that went on elsewhere
         self.waited = 0  # that had no engine when they came
@@ -153,7 +155,9 @@ class Fleet:
             self.waited += 1
             self._waiting.setdefault(service, []).append(sequence)
             return
-        chosen = min(hosts, key=self._open.__getitem__)
+        chosen = self._where.get(self._owners[sequence], -1)
+        if chosen not in hosts:
+            chosen = min(hosts, key=self._open.__getitem__)
         self._open[chosen] += 1
         self.engines[chosen].submit(service, sequence, now)
 

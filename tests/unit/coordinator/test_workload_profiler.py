@@ -229,3 +229,22 @@ def test_the_rate_is_that_of_the_latest_gaps(arrivals: int, rate: float) -> None
     for number in range(arrivals):
         profiler.record_arrival(100, now=number + 9.0 * (number > 0))
     assert profiler.statistics().rate == pytest.approx(rate)
+
+
+@pytest.mark.parametrize(("gap", "after"), [(1.0, 11), (0.2, 22)])
+def test_a_rate_that_clearly_changes_while_it_is_learnt_is_noticed_at_once(gap: float, after: int) -> None:
+    """Of 32 gaps, 11 of 1 s and the others of 0.4 s are more than 1.5 times as long as 0.4 s on average; with 22 of 0.2
+    s they are less than two thirds as long."""
+    learnt = [0.4] * 100
+    assert first_rate_shift(WorkloadProfiler(), [*learnt, *[gap] * (after - 1)]) is None
+    found = first_rate_shift(WorkloadProfiler(), [*learnt, *[gap] * after])
+    assert found is not None
+    assert (found.what, found.since) == (Watched.RATE, 16)
+
+
+def test_poisson_arrivals_are_no_shift_while_they_are_learnt() -> None:
+    shifts = [
+        first_rate_shift(WorkloadProfiler(), np.random.default_rng(seed).exponential(1.0, 512).tolist())
+        for seed in range(50)
+    ]
+    assert shifts == [None] * 50

@@ -1,9 +1,8 @@
-"""Three services on two boxes that host two at once, while clients ask for each: what they ask most changes, services
-are placed anew four times, and every request is answered with the same tokens as before."""
+"""Three services on two boxes that host two at once, while clients ask for each: what they ask most is always what has
+to share its box, services are placed anew four times, and every request is answered with the same tokens as before."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
@@ -20,23 +19,28 @@ from p2pserve.sdk.cli import main
 
 from ..test_replicas import Command, ready, wait_until
 
-pytestmark = pytest.mark.timeout(700)
+pytestmark = [pytest.mark.beside, pytest.mark.timeout(650)]
 
 SERVICES = {"chat": "llama-7b", "code": "qwen2-7b", "talk": "opt-6.7b"}
 PROMPT = "def fibonacci(n):"
-TOKENS = 24
-BUSY, QUIET = 0.15, 0.7
-"""Seconds between two requests of the service that is asked most, and of the others."""
+TOKENS = 16
+BOX = "1xA40/1.5"
+BUSY, QUIET = 0.45, 1.25
+"""Seconds between two requests of the service that is asked most, and of the others. Where the former shares its
+box it takes far longer than alone, and is answered: to have a box for itself is worth the loading. In all that is a
+quarter of the tokens that two cores carry."""
 
 PLACEMENTS = 4
-WITHIN_S = 480.0
+EACH_S = 120.0
+"""For a placement: 32 answers until a gateway tells of its rate, some seconds until services may be placed anew, and
+what moving them takes."""
 
 
 class Load:
     """Clients that ask for all services, one far more than the others, and keep every answer."""
 
-    def __init__(self, client: Client) -> None:
-        self.busy = "chat"
+    def __init__(self, client: Client, busy: str) -> None:
+        self.busy = busy
         self.answers: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.failed: list[BaseException] = []
         self._client = client
@@ -74,7 +78,7 @@ class Load:
 def first(tmp_path: Path) -> Iterator[Command]:
     command = Command(
         tmp_path, "bootstrap", "--home", str(tmp_path / "b"), "--listen", "127.0.0.1:0", "--format", "json",
-        "--replace-every", "6s",
+        "--replace-every", "5s",
     )  # fmt: skip
     try:
         wait_until(lambda: bool(command.greetings()), command)
@@ -83,16 +87,16 @@ def first(tmp_path: Path) -> Iterator[Command]:
         command.end()
 
 
-@pytest.mark.skipif("P2PSERVE_LONG" not in os.environ, reason="takes minutes: P2PSERVE_LONG=1 runs it")
+@pytest.mark.skipif("P2PSERVE_LONG" not in os.environ, reason="takes minutes, more on a busy machine: P2PSERVE_LONG=1")
 def test_three_services_are_placed_anew_four_times_and_no_request_fails(tmp_path: Path, first: Command) -> None:
     tokens = first.greetings()[0]["tokens"]
-    any_model = ("--emulate", "1xA40", "--max-services", "2", "--kv-cache-mib", "8192", "--sweep-s", "0")
+    any_model = ("--emulate", BOX, "--max-services", "2", "--kv-cache-mib", "8192", "--sweep-s", "0")
     with ExitStack() as stack:
         for number in range(2):
             home = tmp_path / f"box-{number}"
             home.mkdir()
             box = Command(
-                home, "join", "--home", str(home), "--listen", "127.0.0.1:0", "--drain-s", "15", *any_model,
+                home, "join", "--home", str(home), "--listen", "127.0.0.1:0", "--drain-s", "10", *any_model,
                 token=tokens["worker"],
             )  # fmt: skip
             stack.callback(box.end)
@@ -101,17 +105,28 @@ def test_three_services_are_placed_anew_four_times_and_no_request_fails(tmp_path
         client = stack.enter_context(closing(Client(tokens["client"])))
         wait_until(lambda: len(ready(client)) >= 3, first)
         right = {name: client.generate(PROMPT, max_tokens=TOKENS, service=name).text for name in SERVICES}
-        with Load(client) as load:
-            give_up, turns = time.monotonic() + WITHIN_S, itertools.cycle(("talk", "code", "chat"))
+        with Load(client, busy=find_poorest(client, "")) as load:
             for number in range(1, PLACEMENTS + 1):
+                give_up = time.monotonic() + EACH_S
                 while placed(first) < number and not load.failed:
-                    assert time.monotonic() < give_up, first.err.read_text()
-                    time.sleep(0.2)
-                load.busy = next(turns)
+                    assert time.monotonic() < give_up, f"{load.busy} is asked most\n{first.err.read_text()}"
+                    load.busy = find_poorest(client, load.busy)
+                    time.sleep(1.0)
         assert not load.failed
     assert placed(first) >= PLACEMENTS
     assert {name: set(answers) for name, answers in load.answers.items()} == {n: {text} for n, text in right.items()}
     assert sum(answers.total() for answers in load.answers.values()) > 100
+
+
+def find_poorest(client: Client, busy: str) -> str:
+    """The service with the smallest part of the boxes, where those that share one have equal parts of it; of several
+    the one that is asked most already."""
+    boxes: defaultdict[tuple[str, ...], set[str]] = defaultdict(set)
+    for node in ready(client):
+        if node.advert is not None and node.advert.hosting is not None:
+            boxes[node.advert.hosting.beside].add(node.advert.hosting.hosts)
+    parts = {name: sum(1 / len(hosted) for hosted in boxes.values() if name in hosted) for name in SERVICES}
+    return min(parts, key=lambda name: (parts[name], name != busy))
 
 
 def placed(first: Command) -> int:

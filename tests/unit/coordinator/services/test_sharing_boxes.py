@@ -206,7 +206,7 @@ def test_room_for_weights_bounds_what_shares_a_box() -> None:
 def test_requests_are_drawn_as_they_are_told_and_no_lie_makes_them_many_or_long() -> None:
     services = [service("chat", demand(2.0, (100, 10), (300, 30))), service("code"), service("talk", demand(0.01))]
     period = draw_period(services, 100.0, np.random.default_rng(0))
-    assert np.bincount(period.service).tolist() == [200, 1, 1]
+    assert np.bincount(period.service).tolist() == [498, 1, 2], "over 249 s: as many as what is decided is to hang on"
     assert 150 < period.prompt[period.service == 0].mean() < 250
     liar = service("talk", *[demand(1e6, (1 << 31, 1 << 31))] * 100)
     lied = draw_period([*services[:2], liar], 100.0, np.random.default_rng(0))

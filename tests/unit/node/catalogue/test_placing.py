@@ -10,7 +10,7 @@ from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.services.hosting import HostedModel, HostingOffer
 from p2pserve.coordinator.services.replacing import SharingTask
 from p2pserve.node.catalogue.hosts import find_hosts
-from p2pserve.node.catalogue.placing import find_task
+from p2pserve.node.catalogue.placing import find_demands, find_task
 from p2pserve.node.messages import Advert
 from p2pserve.node.view import NetworkView
 
@@ -41,7 +41,7 @@ def asking() -> Advert:
 
 
 def task_of(view: NetworkView, **given: str) -> SharingTask | None:
-    return find_task(view, find_hosts(view), given, 60.0)
+    return find_task(view, find_hosts(view), given, find_demands(view), 60.0)
 
 
 def test_nodes_are_one_box_where_all_that_are_here_say_so() -> None:

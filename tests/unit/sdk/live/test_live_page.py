@@ -15,6 +15,7 @@ from p2pserve.sdk.live.comparison_command import check_run, main
 from p2pserve.sdk.live.live_page import CALM_PARTS, FAULTY_PART, PagePart, build_page
 from p2pserve.sdk.live.network import Say
 from p2pserve.sdk.live.nodes import LiveSettings
+from p2pserve.sdk.live.shared.comparison import ALL, FIGURES, SharedComparison, SharedFigure, SharedRun
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +49,33 @@ def comparison(*figures: Figure) -> LiveComparison:
     )  # fmt: skip
 
 
+def shared_run(run: SharedRun | None = None, say: Say | None = None, *, ratio: float = 1.02) -> SharedComparison:
+    """Three services of which everything took `ratio` times as long as simulated, and 1.01 times as routed."""
+    figures = tuple(
+        SharedFigure(service=ALL, figure=name, simulated=1.0, followed=ratio / 1.01, live=ratio) for name in FIGURES
+    )
+    return SharedComparison(
+        requests=270, boxes=8, cards="1xA40/4", rate=0.9, message_s=0.02, cores=1.2, own_cores=0.8, late=3, retried=0,
+        figures=figures,
+    )  # fmt: skip
+
+
+def test_services_that_share_boxes_are_told_by_their_figures() -> None:
+    run = comparison(figure("goodput_requests_s", 1.0))
+    for ratio, count in ((1.02, 3), (1.06, 0)):
+        page = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, run), shared_run(ratio=ratio))
+        text = " ".join(page.remarks.split())
+        assert f"TTFT {ratio:.3f}, TPOT {ratio:.3f}; as routed: normalized latency 1.010" in text
+        assert f"Within 5% are {count} of 3. 3 emulated engines fell behind" in text
+
+
 def test_remarks_follow_the_figures() -> None:
     calm = comparison(
         figure("ttft_p50_s", 1.2, expected=0.8), figure("tpot_p50_s", 1.01, expected=1.05), figure("attainment", 0.99)
     )
-    page = build_page([(CALM_PARTS[0], calm)], (FAULTY_PART, comparison(figure("goodput_requests_s", 0.97))))
+    page = build_page(
+        [(CALM_PARTS[0], calm)], (FAULTY_PART, comparison(figure("goodput_requests_s", 0.97))), shared_run()
+    )
     text = " ".join(page.markdown().split())
     assert "within 5% in 2 of 3 figures" in text
     assert "the furthest is ttft p50 s at 1.200" in text
@@ -71,7 +94,7 @@ def test_remarks_say_what_is_not_explained() -> None:
     ]
     calm = msgspec.structs.replace(comparison(*tail), plans=20)
     faulty = comparison(figure("goodput_requests_s", 0.97))
-    text = " ".join(build_page([(CALM_PARTS[0], calm)], (FAULTY_PART, faulty)).markdown().split())
+    text = " ".join(build_page([(CALM_PARTS[0], calm)], (FAULTY_PART, faulty), shared_run()).markdown().split())
     assert "Formulas estimate attainment at 0.50; 1.00 is simulated" in text
     assert "1.01 times the simulated at the 50th percentile and 1.50 at the 90th, attainment 0.90" in text
     assert "changed its plan 19 to 19 times a run" in text
@@ -81,7 +104,7 @@ def test_remarks_say_what_is_not_explained() -> None:
 def test_remarks_explain_nothing_that_did_not_happen() -> None:
     run = msgspec.structs.replace(comparison(figure("tpot_p90_s", 1.0), figure("attainment", 1.0)), message_s=0.0)
     faulty = msgspec.structs.replace(comparison(figure("goodput_requests_s", 1.0)), message_s=0.0)
-    text = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, faulty)).remarks
+    text = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, faulty), shared_run()).remarks
     assert "not explained" not in text
     assert "not known" not in text
     assert "Simulated messages" not in text
@@ -90,7 +113,7 @@ def test_remarks_explain_nothing_that_did_not_happen() -> None:
 def test_the_page_says_how_the_rate_of_each_run_was_chosen() -> None:
     run = comparison(figure("goodput_requests_s", 1.0))
     given = msgspec.structs.replace(run, rate_rule="as given")
-    page = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, given))
+    page = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, given), shared_run())
     assert [row["rate_is"] for row in page.records()["tables"]["Runs"]] == [
         "70% of what fills the running plan",
         "as given",
@@ -114,6 +137,7 @@ def test_the_command_runs_all_parts_and_writes_the_page(
         return msgspec.structs.replace(comparison(figure("goodput_requests_s", 1.0)), ok=is_ok)
 
     monkeypatch.setattr(live_page, "run_comparison", run)
+    monkeypatch.setattr(live_page, "run_shared_comparison", shared_run)
     assert main(["--page", str(tmp_path)]) == (0 if is_ok else 1)
     assert capsys.readouterr().out.strip() == str(tmp_path / "live.md")
     assert asked == [("3x", 0), ("5x", 0), ("3x", 0), ("5x", 0), ("2x", 4)]
@@ -130,6 +154,7 @@ def test_one_part_is_run_again_and_the_others_are_those_of_the_last_time(
         return msgspec.structs.replace(comparison(figure("goodput_requests_s", 1.0)), requests=next(numbers))
 
     monkeypatch.setattr(live_page, "run_comparison", run)
+    monkeypatch.setattr(live_page, "run_shared_comparison", shared_run)
     numbers = iter(range(1, 100))
     assert main(["--page", str(tmp_path), "--only", "faults"]) == 2
     assert "live-runs.json cannot be read" in capsys.readouterr().err

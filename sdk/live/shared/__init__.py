@@ -1,0 +1,1 @@
+"""Services that share boxes, live and simulated."""

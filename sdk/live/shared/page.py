@@ -1,0 +1,69 @@
+"""The section of the results page `live` about services that share boxes."""
+
+from __future__ import annotations
+
+from textwrap import fill
+from typing import Final
+
+from ....sims.experiments.page import PageTable, ResultRow
+from .comparison import ALL, SharedComparison
+
+TOLERANCE: Final = 0.05
+
+
+class SharedRow(ResultRow, frozen=True):
+    """One figure of one service, or of all requests."""
+
+    service: str
+    figure: str
+    simulated: float
+    live: float
+    live_over_simulated: float
+    simulated_as_routed: float
+    live_over_as_routed: float
+
+
+def build_section(found: SharedComparison) -> PageTable:
+    """The table, and what is to be known of it."""
+    rows = [
+        SharedRow(
+            service=each.service,
+            figure=each.figure,
+            simulated=each.simulated,
+            live=each.live,
+            live_over_simulated=each.live / each.simulated,
+            simulated_as_routed=each.followed,
+            live_over_as_routed=each.live / each.followed,
+        )
+        for each in found.figures
+    ]
+    text = (
+        f"{found.boxes} boxes of {found.cards}, each with the engines of two of three services in one process, which "
+        f"step one at a time; {found.requests} requests, {found.rate:g} a second in all, Poisson; messages take "
+        f"{found.message_s * 1e3:.1f} ms of a request. {found.cores:.1f} cores were busy, {found.own_cores:.1f} of "
+        f"them with the run. Means; TTFT and TPOT in seconds, normalized latency in times of the service's requests "
+        "alone. *Simulated* is the simulator of [sharing](sharing.md), which sends a request to the engine with the "
+        "fewest; *as routed* has each request on the box where it ran live."
+    )
+    return PageTable("Three services that share boxes", rows, fill(text, 100, break_on_hyphens=False))
+
+
+def describe_section(found: SharedComparison) -> str:
+    """A remark: what of it agrees."""
+    own, routed = (
+        {each.figure: each.live / reference(each) for each in found.figures if each.service == ALL}
+        for reference in (lambda each: each.simulated, lambda each: each.followed)
+    )
+    near = [name for name, ratio in own.items() if abs(ratio - 1.0) <= TOLERANCE]
+    ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in own.items())
+    same = ", ".join(f"{name} {ratio:.3f}" for name, ratio in routed.items())
+    return (
+        f"- Services that share boxes, live over simulated: {ratios}; as routed: {same}. Within {TOLERANCE:.0%} are "
+        f"{len(near)} of {len(own)}. {found.late} emulated engines fell behind their model, {found.retried} requests "
+        "needed more than one attempt."
+    )
+
+
+def is_near(found: SharedComparison) -> bool:
+    """Whether the figures of all requests are within the tolerance."""
+    return all(abs(each.live / each.simulated - 1.0) <= TOLERANCE for each in found.figures if each.service == ALL)
