@@ -82,10 +82,12 @@ def make_five(link: str) -> ServingSystem:
 
 
 @cache
-def draw_lengths(count: int, seed: int) -> tuple[RequestLengths, ...]:
-    """In place of ShareGPT: exponential lengths, independent of each other."""
+def draw_lengths(count: int, seed: int, longer: int = 1) -> tuple[RequestLengths, ...]:
+    """In place of ShareGPT: exponential lengths, independent of each other; `longer` times those of the benchmark."""
     rng = np.random.default_rng((seed, count))
-    prompts, outputs = (np.clip(rng.exponential(mean, count).round(), 1, LONGEST) for mean in (PROMPT, OUTPUT))
+    prompts, outputs = (
+        np.clip(rng.exponential(longer * mean, count).round(), 1, longer * LONGEST) for mean in (PROMPT, OUTPUT)
+    )
     return tuple(RequestLengths(int(a), int(b)) for a, b in zip(prompts, outputs, strict=True))
 
 
