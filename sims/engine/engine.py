@@ -20,6 +20,10 @@ sequence ends, memory is full, or a sequence arrives that can be admitted. For a
 times are an arithmetic series (`DecodeLine.run_s`), and each sequence takes a block every
 `block_tokens` steps, so both have closed forms.
 
+Without chunked prefill (`SimEngineSettings.chunked_prefill`) a step computes prompts or decodes, as
+vLLM 0.6.0 does by default: prompts first, each whole, as many as may be admitted and fit the
+budget; nothing decodes beside them. A hundredth of the blocks is kept from prompts then.
+
 In a pipeline of n stages, prompts follow each other through the stages (`prefill_interval_s`);
 beside decoding, a step is one round of the n batches in flight, and each of them may prefill within
 a token budget of its own.
@@ -31,10 +35,11 @@ from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from math import ceil, inf, sqrt
-from typing import Final, NamedTuple, final
+from typing import Final, final
 
-from ...coordinator.costs.rounds import PrefillChunk, round_s
-from ...coordinator.costs.step_times import DecodeLine, StepTimes, chunk_pairs
+from ...coordinator.costs.rounds import round_s
+from ...coordinator.costs.step_times import DecodeLine, StepTimes
+from .prefill_steps import PrefillStep, PromptChunk, add_up, announce_prefill
 from .prompt_cache import PromptCache
 from .sequence import DecodeBatch, Sequence
 from .values import EngineCounts, EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
@@ -42,20 +47,8 @@ from .values import EngineCounts, EngineSignal, SignalKind, SimEngineError, SimE
 _ROUNDING: Final = 1e-9
 """Share of a step by which a moment may miss the step's boundary and still be on it."""
 
-
-class _PromptChunk(NamedTuple):
-    """`tokens` tokens of a prompt, behind `start` that were computed before."""
-
-    sequence: Sequence
-    start: int
-    tokens: int
-
-
-class _PrefillStep(NamedTuple):
-    """A prefill-only step on its way through the stages; it leaves the last one at `end`."""
-
-    end: float
-    chunks: list[_PromptChunk]
+_WATERMARK: Final = 0.01
+"""Share of the blocks that vLLM 0.6.0 keeps from prompts while anything decodes, for what decodes."""
 
 
 @final
@@ -78,6 +71,10 @@ class Engine:
         if self.blocks < 1:
             raise SimEngineError(f"KV memory of {kv_tokens} tokens is less than a block of {settings.block_tokens}")
         self._free = self.blocks
+        self._chunked = settings.chunked_prefill  # for good
+        if stages > 1 and not self._chunked:
+            raise SimEngineError(f"{stages} stages without chunked prefill: that is simulated for one stage only")
+        self._reserve = 0 if self._chunked else int(_WATERMARK * self.blocks)  # blocks kept from prompts
         self.prefixes = PromptCache(settings)
         self._block_tokens = settings.block_tokens
         self.settings = settings  # may be replaced between steps
@@ -90,13 +87,13 @@ class Engine:
         self._to_prefill: deque[Sequence] = deque()  # have blocks, and tokens that no step has computed
         self._prefilling = 0  # sequences in `_to_prefill` or in a step under way
         self._sending: dict[int, Sequence] = {}  # prefilled here; their KV is being transferred from here
-        self._in_pipeline: deque[_PrefillStep] = deque()
+        self._in_pipeline: deque[PrefillStep] = deque()
         self._entry_free_at = 0.0  # when the first stage can begin the next prompts
         self._batch = DecodeBatch(settings.block_tokens)
         # The run of decode steps under way: `_run_steps` of them, from `_run_start` to `_run_end` (infinite: none).
         self._run_start, self._run_end, self._run_steps = 0.0, inf, 0
         self._run_line = DecodeLine(0.0, 0.0)
-        self._run_chunks: list[_PromptChunk] = []
+        self._run_chunks: list[PromptChunk] = []
 
     def __repr__(self) -> str:
         counts = f"{self._batch.size} decode, {self._prefilling} prefill, {len(self._queue)} wait"
@@ -216,35 +213,39 @@ class Engine:
         if not self._in_pipeline:
             while self._to_decode and batch.size < self.settings.max_sequences:
                 batch.join(self._to_decode.popleft())
+            if not self._chunked and self._begin_prefill(now, signals):
+                return
             # Who has just been preempted must not be admitted again in the same step, and so nobody is.
             preempted = self._preempt_for_decode()
-            groups = [] if preempted else self._prefill_beside_decode(signals)
+            groups = self._prefill_beside_decode(signals) if self._chunked and not preempted else []
             if batch.size:
                 self._begin_run(now, groups, signals, most=1 if preempted else inf)
                 return
         if not batch.size and not self._to_decode and self._entry_free_at <= now:
             self._begin_prefill(now, signals)
 
-    def _begin_prefill(self, now: float, signals: list[EngineSignal]) -> None:
+    def _begin_prefill(self, now: float, signals: list[EngineSignal]) -> bool:
+        """Begin a step of prompts alone; False: there is none that can be computed now."""
         chunks = self._fill_step(self.settings.max_batched_tokens, signals)
         if not chunks:
-            return
-        tokens, pairs = _chunk_of(chunks)
+            return False
+        tokens, pairs = add_up(chunks)
         end = now + self.times.prefill_s(tokens, pairs)
         if self._in_pipeline:  # a short step cannot overtake a long one
             end = max(end, self._in_pipeline[-1].end)
         self._entry_free_at = min(end, now + self.times.prefill_interval_s(tokens, pairs))
-        self._in_pipeline.append(_PrefillStep(end, chunks))
+        self._in_pipeline.append(PrefillStep(end, chunks))
         self.counts.prefill_s += self._entry_free_at - now
         self.counts.steps += 1
-        self._announce_prefill(chunks, end, signals)
+        signals.extend(announce_prefill(chunks, end))
         if self._record is not None:
             self._record(StepRecord(now, end, "prefill", tokens, 0, 1))
+        return True
 
-    def _prefill_beside_decode(self, signals: list[EngineSignal]) -> list[list[_PromptChunk]]:
+    def _prefill_beside_decode(self, signals: list[EngineSignal]) -> list[list[PromptChunk]]:
         """Prefill chunks of the next step; each batch in flight has a budget of its own."""
         decoding = self._batch.size
-        groups: list[list[_PromptChunk]] = []
+        groups: list[list[PromptChunk]] = []
         own = self._batch.blocks_for(1)  # the decoding sequences take theirs before anybody is admitted
         self._free -= own
         for _ in range(self._stages if decoding else 0):
@@ -255,9 +256,7 @@ class Engine:
         self._free += own
         return groups
 
-    def _begin_run(
-        self, now: float, groups: list[list[_PromptChunk]], signals: list[EngineSignal], most: float
-    ) -> None:
+    def _begin_run(self, now: float, groups: list[list[PromptChunk]], signals: list[EngineSignal], most: float) -> None:
         """Begin a step that also prefills, or up to `most` decode steps without a change."""
         batch, requests = self._batch, self._batch.size
         line = self._lines.get(requests)
@@ -267,9 +266,9 @@ class Engine:
         if groups:
             chunks = self._run_chunks = list(chain.from_iterable(groups))
             self._run_steps = 1
-            work = [_chunk_of(group) for group in groups]
+            work = [add_up(group) for group in groups]
             self._run_end = first_end = now + round_s(self.times, self._stages, work, requests, batch.context)
-            self._announce_prefill(chunks, self._run_end, signals)
+            signals.extend(announce_prefill(chunks, self._run_end))
         else:
             steps = int(min(most, batch.steps_to_ending()))
             if requests * (steps // self.settings.block_tokens + 1) > self._free:
@@ -295,7 +294,7 @@ class Engine:
         else:
             counts.decode_s += now - self._run_start
         if self._record is not None:
-            kind, tokens = ("mixed", _chunk_of(chunks)[0]) if chunks else ("decode", 0)
+            kind, tokens = ("mixed", add_up(chunks)[0]) if chunks else ("decode", 0)
             self._record(StepRecord(self._run_start, now, kind, tokens, requests, steps))
         for sequence in batch.advance(steps):
             sequence.blocks = self._own_blocks(sequence, sequence.computed)
@@ -304,7 +303,7 @@ class Engine:
         self._run_end, self._run_chunks = inf, []
         self._complete_prefill(chunks, now, signals)
 
-    def _complete_prefill(self, chunks: list[_PromptChunk], now: float, signals: list[EngineSignal]) -> None:
+    def _complete_prefill(self, chunks: list[PromptChunk], now: float, signals: list[EngineSignal]) -> None:
         """Chunks are computed: whole prompts have their first token, or send their KV."""
         for sequence, start, tokens in chunks:
             self.counts.prompt_tokens += tokens
@@ -362,7 +361,8 @@ class Engine:
         if not self._queue:
             return False
         head = self._queue[0]
-        free = self._free - self._batch.blocks_for(steps + 1)
+        # Chunks are computed beside the step after those, which takes its blocks first.
+        free = self._blocks_for_prompts() - self._batch.blocks_for(steps + self._chunked)
         return self._blocks_wanted(head) <= free and (bool(head.external) or self._has_place())
 
     def _count_steps_done(self, now: float, *, up: bool = False) -> int:
@@ -381,9 +381,10 @@ class Engine:
 
     # Admission and memory
 
-    def _fill_step(self, budget: int, signals: list[EngineSignal]) -> list[_PromptChunk]:
-        """Prefill chunks of one step, up to `budget` tokens; admits in order what fits."""
-        chunks: list[_PromptChunk] = []
+    def _fill_step(self, budget: int, signals: list[EngineSignal]) -> list[PromptChunk]:
+        """Prefill chunks of one step, up to `budget` tokens; admits in order what fits. Without chunked prefill a
+        prompt longer than the budget is computed alone: vLLM would refuse it."""
+        chunks: list[PromptChunk] = []
         while budget > 0:
             if not self._to_prefill or (self._queue and self._is_cached_send(self._queue[0])):
                 admitted = self._admit()
@@ -393,8 +394,12 @@ class Engine:
             if not self._to_prefill:
                 break
             sequence = self._to_prefill[0]
-            tokens = min(budget, sequence.known - sequence.computed)
-            chunks.append(_PromptChunk(sequence, sequence.computed, tokens))
+            tokens = sequence.known - sequence.computed
+            if tokens > budget and self._chunked:
+                tokens = budget
+            elif tokens > budget and chunks:
+                break  # it is the first of the next step
+            chunks.append(PromptChunk(sequence, sequence.computed, tokens))
             sequence.computed += tokens
             budget -= tokens
             if sequence.computed == sequence.known:
@@ -406,8 +411,7 @@ class Engine:
         if not self._queue:
             return None
         sequence = self._queue[0]
-        wanted = self._blocks_wanted(sequence)
-        if wanted > self._free or not (sequence.external or self._has_place()):
+        if self._blocks_wanted(sequence) > self._blocks_for_prompts() or not (sequence.external or self._has_place()):
             return None
         goes_first = self._is_cached_send(sequence)
         self._queue.popleft()
@@ -438,6 +442,10 @@ class Engine:
         else:
             self._to_prefill.append(sequence)
             self._prefilling += 1
+
+    def _blocks_for_prompts(self) -> int:
+        """Free ones that prompts may have: all of them where none is held."""
+        return self._free - (self._reserve if self._free < self.blocks else 0)
 
     def _has_place(self) -> bool:
         return self._batch.size + len(self._to_decode) + self._prefilling < self.settings.max_sequences
@@ -478,21 +486,3 @@ class Engine:
         """To be admitted; one that decodes at once takes the next token's block then."""
         pure = 0 < sequence.external >= sequence.known - 1
         return self._blocks_of(sequence.external if pure else sequence.known) - self.prefixes.count_shared(sequence)
-
-    @staticmethod
-    def _announce_prefill(chunks: list[_PromptChunk], end: float, signals: list[EngineSignal]) -> None:
-        signals.extend(
-            # what was cached is there at once, and is sent with what this step computes
-            EngineSignal(SignalKind.PREFILL_STEP, sequence, end, tokens + (start if start == sequence.cached else 0))
-            for sequence, start, tokens in chunks
-            if sequence.sends_kv
-        )
-
-
-def _chunk_of(chunks: list[_PromptChunk]) -> PrefillChunk:
-    """The prefill work of one batch in a step."""
-    tokens, pairs = 0, 0.0
-    for _, start, size in chunks:
-        tokens += size
-        pairs += chunk_pairs(start, size)
-    return PrefillChunk(tokens, pairs)

@@ -24,12 +24,15 @@ class SimEngineSettings:
     (max_num_seqs); more raises throughput and the time of a decode step. `block_tokens`: KV memory
     is given out in blocks of so many tokens (block_size); larger ones leave more of it unused. `prefix_blocks`: a
     prefix cache (enable_prefix_caching) keeps prompts in pieces of so many blocks, of as many tokens
-    as those that the trace names; 0: none is kept."""
+    as those that the trace names; 0: none is kept. `chunked_prefill` (enable_chunked_prefill): prompts are computed in
+    chunks beside what decodes; False: each whole and before all decoding, which stands still meanwhile, as vLLM's
+    default was before its version 1. Live engines here are never run so: it is for papers that were."""
 
     max_batched_tokens: int = 2048
     max_sequences: int = 256
     block_tokens: int = 16
     prefix_blocks: int = 0
+    chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
         if min(self.max_batched_tokens, self.max_sequences, self.block_tokens) < 1:

@@ -40,16 +40,18 @@ NVLinks make two groups of four."""
 
 
 class EngineOptions(NamedTuple):
-    """What all engines of a run batch by, and how the lengths of answers are predicted: tokens of a step, chunks of
-    prompts beside decodes; requests of a step; a `LENGTH_PREDICTORS`."""
+    """What all engines of a run batch by, and how the lengths of answers are predicted: tokens of a step, and whether
+    they are chunks of prompts beside decodes; requests of a step; a `LENGTH_PREDICTORS`."""
 
-    step_tokens: int = 2048
+    step_tokens: int
+    chunked_prefill: bool
+    predictor: str
     requests: int = 256
-    predictor: str = "sampled"
 
 
-PAPER: Final = EngineOptions()
-EQUAL: Final = EngineOptions(step_tokens=512, predictor="learned")
+PAPER: Final = EngineOptions(step_tokens=8192, chunked_prefill=False, predictor="sampled")
+"""vLLM 0.6.0's defaults for Llama-3-8B: a step has as many tokens as the model's context."""
+EQUAL: Final = EngineOptions(step_tokens=512, chunked_prefill=True, predictor="learned")
 
 
 class Instances(NamedTuple):
@@ -80,10 +82,12 @@ def make_five(link: str) -> ServingSystem:
 
 
 @cache
-def draw_lengths(count: int, seed: int) -> tuple[RequestLengths, ...]:
-    """In place of ShareGPT: exponential lengths, independent of each other."""
+def draw_lengths(count: int, seed: int, longer: int = 1) -> tuple[RequestLengths, ...]:
+    """In place of ShareGPT: exponential lengths, independent of each other; `longer` times those of the benchmark."""
     rng = np.random.default_rng((seed, count))
-    prompts, outputs = (np.clip(rng.exponential(mean, count).round(), 1, LONGEST) for mean in (PROMPT, OUTPUT))
+    prompts, outputs = (
+        np.clip(rng.exponential(longer * mean, count).round(), 1, longer * LONGEST) for mean in (PROMPT, OUTPUT)
+    )
     return tuple(RequestLengths(int(a), int(b)) for a, b in zip(prompts, outputs, strict=True))
 
 
@@ -151,7 +155,10 @@ def run_system(
         service=Service(name="s", model=model_shape(system.model), workload=workload), plan=plan, trace=trace
     )
     settings = SimSettings(
-        engine=SimEngineSettings(max_batched_tokens=options.step_tokens, max_sequences=options.requests),
+        engine=SimEngineSettings(
+            max_batched_tokens=options.step_tokens, max_sequences=options.requests,
+            chunked_prefill=options.chunked_prefill,
+        ),
         routing=RoutingSettings(policy=policy, length_predictor=options.predictor), seed=seed,
         gateways=tuple(f"gateway{number}" for number in range(gateways)), report_s=1.0 if gateways else 0.0,
     )  # fmt: skip

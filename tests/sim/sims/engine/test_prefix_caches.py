@@ -22,7 +22,7 @@ from p2pserve.sims.scenario import BoxLost, ServiceRun, SimSettings, WorldError
 from p2pserve.sims.workloads import mooncake
 from p2pserve.sims.world import simulate
 
-from ...linear_times import LinearTimes
+from ....linear_times import LinearTimes
 
 FIRST_TOKEN, PREFILLED = SignalKind.FIRST_TOKEN, SignalKind.PREFILLED
 TIMES = LinearTimes(step=1.0, token=0.01, request=0.1, context=0.001)

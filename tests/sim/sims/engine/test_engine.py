@@ -10,7 +10,7 @@ from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import DecodeBatch, Sequence
 from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 
-from ...linear_times import LinearTimes
+from ....linear_times import LinearTimes
 
 TIMES = LinearTimes(step=1.0, token=0.01, request=0.1, context=0.001)
 SMALL = SimEngineSettings(max_batched_tokens=100, max_sequences=8, block_tokens=4)

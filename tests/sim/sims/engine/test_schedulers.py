@@ -26,7 +26,7 @@ from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import Sequence
 from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineSettings, StepRecord
 
-from ...linear_times import LinearTimes
+from ....linear_times import LinearTimes
 
 BLOCK_SIZES = (1, 4, 16)
 PLENTY = 2000

@@ -16,7 +16,7 @@ from p2pserve.sims.engine.sequence import Sequence
 from p2pserve.sims.engine.shared_engine import SharedEngine, SharedService
 from p2pserve.sims.engine.values import EngineSignal, SignalKind, SimEngineError, SimEngineSettings, StepRecord
 
-from ...linear_times import LinearTimes
+from ....linear_times import LinearTimes
 
 SMALL = SimEngineSettings(max_batched_tokens=100, max_sequences=8, block_tokens=4)
 FAST = LinearTimes(step=1.0, token=0.01, request=0.1, context=0.001)
