@@ -50,10 +50,9 @@ def build_section(found: SharedComparison) -> PageTable:
 
 def describe_section(found: SharedComparison) -> str:
     """A remark: what of it agrees."""
-    own, routed = (
-        {each.figure: each.live / reference(each) for each in found.figures if each.service == ALL}
-        for reference in (lambda each: each.simulated, lambda each: each.followed)
-    )
+    whole = [each for each in found.figures if each.service == ALL]
+    own = {each.figure: each.live / each.simulated for each in whole}
+    routed = {each.figure: each.live / each.followed for each in whole}
     near = [name for name, ratio in own.items() if abs(ratio - 1.0) <= TOLERANCE]
     ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in own.items())
     same = ", ".join(f"{name} {ratio:.3f}" for name, ratio in routed.items())
