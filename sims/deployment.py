@@ -46,7 +46,7 @@ class _Report:
         self.had = had
         self.own: Counter[int | None] = Counter()
         self.own_tokens: Counter[int | None] = Counter()
-        self.answers: dict[int | None, tuple[PoolState, OwnWork]] = {}  # the latest, and all that they had sent before
+        self.answers: dict[int | None, tuple[PoolState, SentWork]] = {}  # the latest, and all that they had sent before
 
     def told(self, gateway: int | None) -> PoolState | None:
         """What it has answered to this gateway, with what that has sent there since."""
@@ -60,7 +60,7 @@ class _Report:
         )
 
 
-class OwnWork(NamedTuple):
+class SentWork(NamedTuple):
     """What a gateway had sent to a replica since its `report`."""
 
     report: _Report
@@ -148,13 +148,13 @@ class Deployment:
             self._count_own(row, gateway, route, tokens)
         return route
 
-    def own_work(self, request: SimRequest, claim: PoolClaim) -> OwnWork | None:
+    def own_work(self, request: SimRequest, claim: PoolClaim) -> SentWork | None:
         """Of its gateway at a replica that this asks now; None: gateways hear of all loads at once."""
         report, gateway = self._reports.get(claim.replica), request.gateway
-        return OwnWork(report, report.own[gateway], report.own_tokens[gateway]) if report is not None else None
+        return SentWork(report, report.own[gateway], report.own_tokens[gateway]) if report is not None else None
 
     def note_told(
-        self, request: SimRequest, claim: PoolClaim, state: PoolState, accepted: bool, asked: OwnWork | None
+        self, request: SimRequest, claim: PoolClaim, state: PoolState, accepted: bool, asked: SentWork | None
     ) -> None:
         """The gateway of a request hears how it stands at a replica that it has asked for a place, unless that has
         reported meanwhile."""

@@ -31,7 +31,7 @@ from .deployment import Deployment
 from .engine.sequence import Sequence as EngineSequence
 from .engine.values import EngineSignal, SignalKind
 from .kv_transfers import HOLD_S, KVTransfer, KVTransfers
-from .policies.claims import PoolQuestion
+from .policies.claims import SimPoolQuestion
 from .policies.splits import SlotQueues
 from .results.outcomes import TransferRecord
 from .scenario import SimSettings
@@ -273,7 +273,7 @@ class SimGateway:
     def _ask_pools(self, request: SimRequest, wanted: FindRoute, route: Route, now: float) -> None:
         """The replicas say whether they take it, or others that are chosen then."""
         deployment = self._deployments[request.service]
-        question = PoolQuestion(
+        question = SimPoolQuestion(
             request, wanted, deployment, places=self._places, limits=self._pool_limits, do_at=self._do_at,
             then=partial(self._begin_on, request),
         )  # fmt: skip

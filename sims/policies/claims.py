@@ -12,14 +12,14 @@ import msgspec
 from ...coordinator.requests.values import FindRoute
 from ...coordinator.routing.interface import NoRoute, Route
 from ...coordinator.routing.pools import PoolClaim, PoolLimits
-from ..deployment import Deployment, OwnWork
+from ..deployment import Deployment, SentWork
 from ..serving import GatewayPlaces, ReplicaHost, SimRequest
 
 Act = Callable[[float], None]
 
 
 @final
-class PoolQuestion:
+class SimPoolQuestion:
     """One request's search for a route whose replicas all accept it: `then` hears which, None where there is none.
     Replicas are asked at the same time; each try takes a round trip. `do_at` has something done at a moment."""
 
@@ -46,7 +46,7 @@ class PoolQuestion:
         self._answers: dict[PoolClaim, bool] = {}
 
     def __repr__(self) -> str:
-        return f"<PoolQuestion {self._unanswered} unanswered, {self._answers}>"
+        return f"<SimPoolQuestion {self._unanswered} unanswered, {self._answers}>"
 
     def ask(self, route: Route, now: float) -> None:
         """Ask the replicas of a route that has just been chosen."""
@@ -60,7 +60,7 @@ class PoolQuestion:
     def _message_s(self, host: ReplicaHost) -> float:
         return self._places.message_s(self._request.gateway, host)
 
-    def _reach(self, host: ReplicaHost, claim: PoolClaim, asked: OwnWork | None, now: float) -> None:
+    def _reach(self, host: ReplicaHost, claim: PoolClaim, asked: SentWork | None, now: float) -> None:
         """The claim is at the replica; one that is lost does not answer, until its gateway notices."""
         if host.is_lost:
             lost = partial(self._hear, claim, False, None)

@@ -42,7 +42,7 @@ FIGURES: Final = ("normalized latency", "TTFT", "TPOT")
 ALL: Final = "all"
 
 
-class AskedService(NamedTuple):
+class AskedModel(NamedTuple):
     """A model that clients ask for: its part of all requests, and geometric means of its lengths in tokens."""
 
     model: str
@@ -56,10 +56,10 @@ class SharedRun:
     """What is run. `pairs`: services, by number, of each box in turn. `rate`: requests per second of all services
     together; the first `lead` seconds fill the network and do not count."""
 
-    services: Sequence[AskedService] = (
-        AskedService("llama-7b", 0.5, 96, 40),
-        AskedService("qwen2-7b", 0.3, 320, 16),
-        AskedService("opt-6.7b", 0.2, 128, 64),
+    services: Sequence[AskedModel] = (
+        AskedModel("llama-7b", 0.5, 96, 40),
+        AskedModel("qwen2-7b", 0.3, 320, 16),
+        AskedModel("opt-6.7b", 0.2, 128, 64),
     )
     pairs: Sequence[tuple[int, int]] = ((0, 1), (0, 2), (1, 2), (0, 1), (0, 2), (0, 1), (0, 2), (1, 2))
     cards: str = "1xA40/4"
@@ -276,11 +276,11 @@ def number_boxes(run: SharedRun, hosted: Iterable[Sequence[tuple[str, str]]]) ->
     return found
 
 
-def _id_of(service: AskedService) -> str:
+def _id_of(service: AskedModel) -> str:
     return f"{service.model}-emulated"
 
 
-async def _ask_short(client: AsyncClient, service: AskedService) -> float:
+async def _ask_short(client: AsyncClient, service: AskedModel) -> float:
     """Seconds to the first token."""
     asked = trio.current_time()
     first, _, _ = await ask(client, *SHORT, service=_id_of(service))

@@ -280,7 +280,7 @@ def test_a_token_machine_is_borrowed_while_it_has_prompts_to_compute_and_then_at
         assert (answer.accepted, answer.state) == (False, state(Phase.MIXED, 300, 1, 1, 10_000))
         assert (await claim(other, "b.1", Work.BOTH, Phase.MIXED)).accepted
         box.write("decode:a.1")
-        assert box.pool() is Phase.DECODE, "it still writes the answer: that is its work"
+        assert box.pool() is Phase.DECODE, "it still decodes: that is its work"
         assert (await claim(other, "c.1", Work.TOKEN, Phase.DECODE)).accepted
 
     virtually(Phase.DECODE, main)

@@ -113,7 +113,7 @@ def test_four_gateways_borrow_as_one_does_and_are_corrected(told: list[Told]) ->
 
 
 def test_machines_that_were_borrowed_are_at_home_again_before_they_are_idle(told: list[Told]) -> None:
-    """A token machine that still writes answers, and has no prompt to compute, takes what its own pool gets."""
+    """A token machine that still decodes, and has no prompt to compute, takes what its own pool gets."""
     trace = trace_of(*((0.0, 200, 40) for _ in range(12)), *((30.0 + n, 20, 2) for n in range(8)))
     check_all_answered(go(trace, "abcf"), trace)
     token = [each for each in told if each.claim.replica in "de"]

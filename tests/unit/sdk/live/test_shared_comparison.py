@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from p2pserve.sdk.errors import DemoFailed
-from p2pserve.sdk.live.shared.comparison import AskedService, SharedRun, number_boxes, serve, summarize
+from p2pserve.sdk.live.shared.comparison import AskedModel, SharedRun, number_boxes, serve, summarize
 from p2pserve.sims.records import Trace
 
 RUN = replace(
     SharedRun(),
-    services=(AskedService("llama-7b", 0.5, 96, 40), AskedService("opt-6.7b", 0.5, 96, 40)),
+    services=(AskedModel("llama-7b", 0.5, 96, 40), AskedModel("opt-6.7b", 0.5, 96, 40)),
     pairs=((0, 1), (0, 1)),
     lead=0.0,
 )
