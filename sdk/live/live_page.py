@@ -368,7 +368,7 @@ def _describe_tails(calm: Sequence[LiveComparison]) -> str:
     for each in calm:
         over = {figure.name: 1.0 + figure.difference for figure in each.figures}
         half, tail = over.get("tpot_p50_s", 1.0), over.get("tpot_p90_s", 1.0)
-        if abs(half - 1.0) <= TOLERANCE < tail - 1.0:
+        if tail - half > TOLERANCE < tail - 1.0:
             tails.append((half, tail, over.get("attainment", 1.0)))
     if not tails:
         return ""
@@ -382,7 +382,7 @@ def _describe_tails(calm: Sequence[LiveComparison]) -> str:
 {attainments}, in the
 runs whose tail is off: some answers stood still for a while and most did not. These stalls are not explained. Emulated
 engines fell behind their model {sum(each.late for each in calm)} times; {min(cores):.1f} to {max(cores):.1f} cores of
-the machine were busy, {min(own):.1f} to {max(own):.1f} of them with the run, so other work on it is the likeliest
+the machine were busy, {min(own):.1f} to {max(own):.1f} of them with the run, so other work on it is not the whole
 cause. The network changed its plan {min(plans)} to {max(plans)} times a run, which the simulation follows."""
 
 
