@@ -18,7 +18,8 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         idle_write_s: the same in a step without a model, which is in nobody's way.
         thread_switch_s: how long a transfer's thread may keep the one that launches a GPU's work waiting for the
             interpreter. Less is steadier steps and more switches; Python's own is 0.005.
-        idle_wait_s: pause between steps while only KV is awaited and workers say when it comes; a bound on lost news.
+        idle_wait_s: pause between steps while only KV is awaited. Workers say when all of it is there, or much; what
+            else has come is written after this time. Less writes it sooner, and slows the threads that decode it.
         blind_wait_s: the same where workers are on other boxes and say nothing. Less is an earlier token and more CPU.
 
     Memory:
@@ -48,7 +49,7 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     write_s: float = 0.001
     idle_write_s: float = 0.02
-    thread_switch_s: float = 0.0005
+    thread_switch_s: float = 0.00005
     idle_wait_s: float = 0.02
     blind_wait_s: float = 0.001
     gpu_staged_bytes: int = 64 << 20

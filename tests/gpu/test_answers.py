@@ -10,6 +10,7 @@ from ..integration.node.engine.answers.test_engine_answers import (
     test_an_engine_that_is_killed_costs_the_other_nothing_but_time,
     test_answers_are_those_of_vllm_alone,
     test_answers_from_kv_of_another_engine_are_those_of_transformers,
+    test_kv_goes_between_engines_that_keep_it_in_8_bits_and_in_16,
 )
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "test_an_engine_that_is_killed_costs_the_other_nothing_but_time",
     "test_answers_are_those_of_vllm_alone",
     "test_answers_from_kv_of_another_engine_are_those_of_transformers",
+    "test_kv_goes_between_engines_that_keep_it_in_8_bits_and_in_16",
 ]
 
 pytestmark = pytest.mark.timeout(300)

@@ -76,7 +76,7 @@ class PromptReceiver:
         on_news: Callable[[], None],
     ) -> None:
         """Expect the first `tokens` positions on these links; TransferError if one is over.
-        `on_news`, from any thread: something to `take`, or an `outcome`."""
+        `on_news`, from any thread: much to `take`, or an `outcome`."""
         self.transfer = inlets[0][0].ticket.transfer
         self.tokens = tokens
         self._shard = shard
@@ -214,8 +214,8 @@ class PromptReceiver:
                 self._assembly.add(here)
                 self._inbox.append(piece)
                 kept = True
-                if len(self._inbox) == 1:
-                    self._on_news()
+            if 2 * self._staging.budget.held > self._staging.budget.limit_bytes:
+                self._on_news()  # of less only when all is there: every step keeps this thread from the interpreter
         finally:
             if not kept:
                 self._staging.budget.give(size)

@@ -94,16 +94,16 @@ async def transfer_prompt(
     return answer
 
 
-def test_kv_goes_between_engines_that_keep_it_in_8_bits_and_in_16(run: Callable[[Body], None]) -> None:
-    """Either way. In the same room there are four times as many tokens as in float32, and the answers are those of the
-    model as far as 8 bits let it."""
+def test_kv_goes_between_engines_that_keep_it_in_8_bits_and_in_16(run: Callable[[Body], None], dtype: str) -> None:
+    """Either way. In the same room there are four times as many tokens as in float32 and twice as many as in bfloat16,
+    and the answers are those of the model as far as 8 bits let it."""
     if not torch.cuda.is_available() and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM keeps KV in fp8 only on CPUs with AVX-512")
 
     async def body(trial: Trial, config: protocol.EngineConfig) -> None:
         wide = await trial.start(config)
         narrow = await trial.start(msgspec.structs.replace(config, kv_cache_dtype="fp8"))
-        assert narrow.ready.kv_tokens == pytest.approx(4 * wide.ready.kv_tokens, rel=0.02)
+        assert narrow.ready.kv_tokens == pytest.approx({"bfloat16": 2, "float32": 4}[dtype] * wide.ready.kv_tokens, rel=0.02)
         for prefill, decode in ((wide, narrow), (narrow, wide)):
             link = trial.join(decode)
             for number, codec in enumerate(("raw", "kv4")):

@@ -35,11 +35,12 @@ def test_a_transfer_of_what_is_there_already_has_not_failed() -> None:
         hubs.receiver.decline(TICKET.transfer)  # again is no matter
 
 
-def test_who_receives_says_when_there_is_something_to_take() -> None:
+def test_who_receives_says_when_all_is_there_to_take_or_none_will_come() -> None:
     news = threading.Semaphore(0)
     with two_hubs(on_news=news.release) as hubs:
         outgoing, incoming = hubs.open(TICKET)
-        hubs.announce(outgoing, layers=range(1))
+        hubs.announce(outgoing)
+        hubs.prefill_done(outgoing)
         assert news.acquire(timeout=WAIT_LIMIT_S)
         assert incoming.take()
         hubs.receiver.abort(TICKET.transfer, "the request was cancelled")

@@ -118,6 +118,30 @@ def test_a_connection_may_come_before_its_request(order: str) -> None:
     assert settled(incoming) == ""
 
 
+@pytest.mark.parametrize("room", ["enough", "short"])
+def test_the_engine_is_told_when_all_has_come_or_much(room: str) -> None:
+    """It makes steps then, which keep the threads that decode from the interpreter."""
+    told: list[int] = []
+    staged = TOKENS * ROW_BYTES * (2 * LAYERS if room == "enough" else 2) + 1
+    hub = make_hub(staged_bytes=staged, on_news=lambda: told.append(incoming.waiting_pieces))
+    incoming = started(hub)
+    with connected(hub) as sender:
+        end = sender.open()
+        end.send(frame(0, 0, TOKENS))
+        wait_for(incoming, pieces=1)
+        end.send(frame(1, 0, TOKENS))
+        wait_for(incoming, pieces=2)
+        until(lambda: told or room == "enough")
+        assert told == ([] if room == "enough" else [2])
+        end.finish(TOKENS)
+        until(lambda: incoming.outcome(0.0) is not None)
+        until(lambda: told)
+        assert told == ([2] if room == "enough" else [2, 2])
+        assert len(take_all(incoming)) == LAYERS
+        incoming.confirm_applied()
+        assert str(end.wait(WAIT_LIMIT_S)) == "delivered"
+
+
 def test_nothing_comes_before_the_engine_has_blocks() -> None:
     hub = make_hub()
     incoming = expected(hub)
