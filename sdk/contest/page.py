@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ...sims.experiments.page import Page, PageTable, write_index, write_page
-from .report import TPOT_S, TTFT_S, ContestReport, PrefixRow
+from .report import TPOT_S, TTFT_S, ContestPrefixRow, ContestReport
 from .workloads import ASKED, TURN_S
 
 NAME: Final = "contest"
@@ -77,7 +77,7 @@ def _describe(report: ContestReport) -> str:
     return "".join(f"- {line}\n" for line in lines)
 
 
-def _describe_turns(row: PrefixRow) -> str:
+def _describe_turns(row: ContestPrefixRow) -> str:
     computed, found, fetched = row.computed_ttft_s, row.found_ttft_s, row.fetched_ttft_s
     if row.workload != "turns" or computed is None or found is None or fetched is None:
         return ""
@@ -90,6 +90,6 @@ def _describe_turns(row: PrefixRow) -> str:
         return f"{told} Fetching saves {computed - fetched:.2f} s of {computed - found:.2f}."
     return (
         f"{told} So fetching lost {fetched - computed:.2f} s, where 0.1 s had been predicted: KV came late, and is "
-        "given four times as long as computing and two seconds before its first byte. Why it came late is not known; other "
-        "work had the machine."
+        "given four times as long as computing and two seconds before its first byte. Why it came late is not known; "
+        "other work had the machine."
     )

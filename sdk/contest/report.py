@@ -36,7 +36,7 @@ class ContestRow(ResultRow, frozen=True):
     other_tokens: int
 
 
-class PrefixRow(ResultRow, frozen=True):
+class ContestPrefixRow(ResultRow, frozen=True):
     """Of the requests of one policy and workload, in all rounds: how many prompts were computed, how many had their
     beginning in the cache, and for how many its KV came from another box or came too late; the median TTFT of each kind
     in seconds, None where there was none."""
@@ -63,7 +63,7 @@ class ContestReport(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
     seed: int
     rows: tuple[ContestRow, ...]
-    prefixes: tuple[PrefixRow, ...]
+    prefixes: tuple[ContestPrefixRow, ...]
     cores_busy: float
     cores_ours: float
     alike: bool
@@ -94,7 +94,7 @@ def compare_policies(workload: str, answers: Mapping[str, Rounds]) -> list[Conte
     ]
 
 
-def count_prefixes(workload: str, answers: Mapping[str, Rounds]) -> list[PrefixRow]:
+def count_prefixes(workload: str, answers: Mapping[str, Rounds]) -> list[ContestPrefixRow]:
     """The rows of a workload, for policies with which any prefix was found or fetched."""
     rows = []
     for policy, rounds in answers.items():
@@ -105,7 +105,7 @@ def count_prefixes(workload: str, answers: Mapping[str, Rounds]) -> list[PrefixR
         computed = [one for one in every if not (one.cached_tokens or one.fetched or one.late)]
         if found or fetched or late:
             rows.append(
-                PrefixRow(
+                ContestPrefixRow(
                     workload=workload,
                     policy=policy,
                     computed=len(computed),

@@ -39,7 +39,7 @@ class ContestRequest(NamedTuple):
     max_tokens: int
 
 
-class Workload(NamedTuple):
+class ContestWorkload(NamedTuple):
     """`draw`: the prompt with this number, of the text; `gap`: seconds to the next, at so many requests a second."""
 
     draw: Callable[[random.Random, str, int], str]
@@ -73,11 +73,11 @@ def _ask_about(rng: random.Random, text: str, begin: int) -> str:
     return text[begin : begin + FILE_CHARACTERS] + f"\n\n\ndef answer_{rng.randrange(1_000_000)}("
 
 
-WORKLOADS: Final[Mapping[str, Workload]] = MappingProxyType(
+WORKLOADS: Final[Mapping[str, ContestWorkload]] = MappingProxyType(
     {
-        "alone": Workload(_draw_alone),
-        "files": Workload(_draw_of_file),
-        "turns": Workload(_draw_in_turn, lambda rng, rate: TURN_S),
+        "alone": ContestWorkload(_draw_alone),
+        "files": ContestWorkload(_draw_of_file),
+        "turns": ContestWorkload(_draw_in_turn, lambda rng, rate: TURN_S),
     }
 )
 """By what prompts share: nothing; all but their end with others about the same file; likewise, one at a time."""

@@ -57,7 +57,7 @@ def plan_of_boxes(epoch: int) -> Plan:
 
 @dataclass
 class World:
-    """Only LEADER may coordinate; boxes have engines that write ANSWER, a token a step."""
+    """Only LEADER may coordinate; boxes have engines that decode ANSWER, a token a step."""
 
     nursery: trio.Nursery
     policy: str
