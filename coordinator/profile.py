@@ -47,6 +47,12 @@ class PhaseCost(msgspec.Struct, frozen=True, kw_only=True):
         """Of a step over so many requests of this length (their mean)."""
         return self.token_s * requests * length + self.request_s * requests + self.length_s * length + self.step_s
 
+    @property
+    def prompt_token_s(self) -> float:
+        """Of one token more of a prompt that is computed alone: where b is 1, b * L and L grow alike, and samples of
+        one request each do not say which of the two constants has what."""
+        return self.token_s + self.length_s
+
     def marginal_s(self, requests: float, length: float) -> float:
         """What these requests add to a step that runs anyway."""
         return self.seconds(requests, length) - self.step_s if requests else 0.0

@@ -180,7 +180,7 @@ class Deployment:
         sources = list_sources(self.plan, route, named, excluded=excluded, loads=router.loads, prompt_tokens=tokens)
         if not sources:
             return None
-        token_s = self._profile(self.hosts[route.decode]).prefill.token_s
+        token_s = self._profile(self.hosts[route.decode]).prefill.prompt_token_s
         return known.choose_fetch(
             tokens, route.decode, named, sources=sources, token_s=token_s, links=self._kv_links, share=share, now=now
         )

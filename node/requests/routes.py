@@ -122,7 +122,7 @@ class RouteFinder:
             route.decode,
             named,
             sources=sources,
-            token_s=profile.prefill.token_s,
+            token_s=profile.prefill.prompt_token_s,
             links=links,
             share=share,
             now=now,

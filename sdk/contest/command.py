@@ -3,8 +3,8 @@
     python -m p2pserve.sdk.contest --format json
 
 Starts a network of boxes with a vLLM engine each on this machine for every policy in turn, some rounds, and asks all of
-them the same: prompts that share nothing, and prompts about a few files, which share all but their end. Exits with 1
-where a prompt had different answers.
+them the same: prompts that share nothing, prompts about a few files, which share all but their end, and prompts about
+one file after the other, a second apart. Exits with 1 where the answers to a prompt differ.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -26,7 +28,8 @@ from ...node.box.start_checks import require_engine
 from ..errors import UsageError
 from ..failures import explain
 from ..options.shared import NETWORK_POLICIES
-from .report import ContestReport, ContestRow, compare_policies, describe_report
+from .page import write_contest_page
+from .report import ContestReport, ContestRow, compare_policies, count_prefixes, describe_report
 from .running import ContestAnswer, Say, run_policy
 from .workloads import WORKLOADS, draw_requests, read_sources
 
@@ -39,8 +42,8 @@ class ContestSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     policies: tuple[str, ...] = POLICIES
     boxes: int = 3
-    rounds: int = 3
-    requests: int = 60
+    rounds: int = 2
+    requests: int = 40
     rate: float = 3.0
     seed: int = 0
 
@@ -63,6 +66,7 @@ def run_contest(settings: ContestSettings, say: Say) -> ContestReport:
         draw_requests(name, text, requests=settings.requests, rate=settings.rate, seed=settings.seed)
         for name in WORKLOADS
     ]
+    busy: list[tuple[float, float]] = []
     found: dict[str, dict[str, list[list[ContestAnswer]]]] = {
         name: {policy: [] for policy in settings.policies} for name in WORKLOADS
     }
@@ -70,10 +74,12 @@ def run_contest(settings: ContestSettings, say: Say) -> ContestReport:
         # Policies take turns in being first: what else the machine does changes with time.
         turn = number % len(settings.policies)
         for policy in (*settings.policies[turn:], *settings.policies[:turn]):
-            answers = trio.run(run_policy, policy, settings.boxes, workloads, say)
+            answers, cores = trio.run(run_policy, policy, settings.boxes, workloads, say)
+            busy.append(cores)
             for name, each in zip(WORKLOADS, answers, strict=True):
                 found[name][policy].append(each)
     rows: list[ContestRow] = [row for name, each in found.items() for row in compare_policies(name, each)]
+    prefixes = [row for name, each in found.items() for row in count_prefixes(name, each)]
     return ContestReport(
         boxes=settings.boxes,
         rounds=settings.rounds,
@@ -81,6 +87,9 @@ def run_contest(settings: ContestSettings, say: Say) -> ContestReport:
         rate=settings.rate,
         seed=settings.seed,
         rows=tuple(rows),
+        prefixes=tuple(prefixes),
+        cores_busy=fmean(every for every, _ in busy),
+        cores_ours=fmean(ours for _, ours in busy),
         alike=not any(row.other_tokens for row in rows),
     )
 
@@ -97,9 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("boxes", "rounds", "requests", "rate", "seed"):
         value = getattr(default, name)
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default: {value}")
+    parser.add_argument("--page", type=Path, metavar="FOLDER", help="write docs/results/contest.md there, too")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
     given = vars(parser.parse_args(argv))
-    form, policies = given.pop("format"), tuple(filter(None, given.pop("policies").split(",")))
+    form, folder = given.pop("format"), given.pop("page")
+    policies = tuple(filter(None, given.pop("policies").split(",")))
     logging.disable(logging.CRITICAL)
     began = time.monotonic()
     try:
@@ -108,6 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ContestSettings(policies=policies, **given),
             lambda line: print(f"{time.monotonic() - began:6.1f} s  {line}", file=sys.stderr),
         )
+        if folder is not None:
+            write_contest_page(found, folder)
     except (Exception, KeyboardInterrupt) as error:
         explained = explain(error)
         if explained is None:

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from ...sims.experiments.page import ResultRow
 from .running import ContestAnswer
 
 Rounds = Sequence[Sequence[ContestAnswer]]
@@ -19,9 +20,9 @@ TPOT_S: Final = 0.1
 """Deadlines of `in_time`: what people who read along do not notice."""
 
 
-class ContestRow(msgspec.Struct, frozen=True, kw_only=True):
+class ContestRow(ResultRow, frozen=True):
     """One policy and workload: seconds, of each figure the median over rounds; shares of requests and of prompt
-    tokens. `fetched`: requests with a prefix whose KV came from another box, in all rounds."""
+    tokens, found where they were wanted or fetched."""
 
     workload: str
     policy: str
@@ -31,13 +32,30 @@ class ContestRow(msgspec.Struct, frozen=True, kw_only=True):
     in_time: float
     over_default: float
     cached: float
-    fetched: int
     moved_mb: float
     other_tokens: int
 
 
+class ContestPrefixRow(ResultRow, frozen=True):
+    """Of the requests of one policy and workload, in all rounds: how many prompts were computed, how many had their
+    beginning in the cache, and for how many its KV came from another box or came too late; the median TTFT of each kind
+    in seconds, None where there was none."""
+
+    workload: str
+    policy: str
+    computed: int
+    found: int
+    fetched: int
+    late: int
+    computed_ttft_s: float | None
+    found_ttft_s: float | None
+    fetched_ttft_s: float | None
+    fetched_mb: float
+
+
 class ContestReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`alike`: whether every prompt had the same answer each time, whatever the policy."""
+    """`alike`: whether every prompt had the same answer each time, whatever the policy. `cores_busy`, `cores_ours`: of
+    the machine, on average, in all and with the contest."""
 
     boxes: int
     rounds: int
@@ -45,6 +63,9 @@ class ContestReport(msgspec.Struct, frozen=True, kw_only=True):
     rate: float
     seed: int
     rows: tuple[ContestRow, ...]
+    prefixes: tuple[ContestPrefixRow, ...]
+    cores_busy: float
+    cores_ours: float
     alike: bool
 
 
@@ -64,7 +85,6 @@ def compare_policies(workload: str, answers: Mapping[str, Rounds]) -> list[Conte
             in_time=_over_rounds(rounds, lambda each: fmean(_is_in_time(one) for one in each)),
             over_default=_over_rounds(rounds, _mean_ttft) / default_ttft_s,
             cached=_over_rounds(rounds, _cached_share),
-            fetched=sum(one.fetched for each in rounds for one in each),
             moved_mb=_over_rounds(rounds, lambda each: sum(one.moved_bytes for one in each) / 1e6),
             other_tokens=sum(
                 one.tokens != expected for each in rounds for one, expected in zip(each, reference, strict=True)
@@ -72,6 +92,33 @@ def compare_policies(workload: str, answers: Mapping[str, Rounds]) -> list[Conte
         )
         for policy, rounds in answers.items()
     ]
+
+
+def count_prefixes(workload: str, answers: Mapping[str, Rounds]) -> list[ContestPrefixRow]:
+    """The rows of a workload, for policies with which any prefix was found or fetched."""
+    rows = []
+    for policy, rounds in answers.items():
+        every = [one for each in rounds for one in each]
+        fetched = [one for one in every if one.fetched]
+        late = [one for one in every if one.late]
+        found = [one for one in every if one.cached_tokens and not (one.fetched or one.late)]
+        computed = [one for one in every if not (one.cached_tokens or one.fetched or one.late)]
+        if found or fetched or late:
+            rows.append(
+                ContestPrefixRow(
+                    workload=workload,
+                    policy=policy,
+                    computed=len(computed),
+                    found=len(found),
+                    fetched=len(fetched),
+                    late=len(late),
+                    computed_ttft_s=_median_ttft(computed),
+                    found_ttft_s=_median_ttft(found),
+                    fetched_ttft_s=_median_ttft(fetched),
+                    fetched_mb=sum(one.moved_bytes for one in fetched) / 1e6,
+                )
+            )
+    return rows
 
 
 def describe_report(report: ContestReport) -> list[str]:
@@ -82,17 +129,34 @@ def describe_report(report: ContestReport) -> list[str]:
         f"{report.requests} requests of a workload at {report.rate:g} a second; {rounds}; KV as it is",
         "",
         " " * 21 + "   TTFT   TTFT   TPOT    in  beside    in     KV",
-        f"{'workload, policy':<21}   mean    P99     ms  time  {'first':>6} cache     MB  fetched",
+        f"{'workload, policy':<21}   mean    P99     ms  time  {'first':>6} cache     MB",
     ]
     lines += [
         f"{row.workload + ' ' + row.policy:<21} {1e3 * row.ttft_mean_s:6.0f} {1e3 * row.ttft_p99_s:6.0f} "
         f"{1e3 * row.tpot_mean_s:6.1f} {row.in_time:5.0%} {row.over_default:7.2f} {row.cached:5.0%} "
-        f"{row.moved_mb:6.1f} {row.fetched:8}"
+        f"{row.moved_mb:6.1f}"
         for row in report.rows
     ]
+    if report.prefixes:
+        kinds = ("computed", "found", "fetched")
+        lines += ["", f"{'beginnings of prompts':<21} requests, and their median TTFT in ms", f"{'':<21}"]
+        lines[-1] += "".join(f" {kind:>12}" for kind in kinds) + "  late     MB"
+    for row in report.prefixes:
+        counts = (row.computed, row.found, row.fetched)
+        ttfts = (row.computed_ttft_s, row.found_ttft_s, row.fetched_ttft_s)
+        cells = "".join(f" {n:5} {_in_ms(ttft):>6}" for n, ttft in zip(counts, ttfts, strict=True))
+        lines.append(f"{row.workload + ' ' + row.policy:<21}{cells} {row.late:5} {row.fetched_mb:6.1f}")
     others = sum(row.other_tokens for row in report.rows)
     alike = "every prompt had the same answer, token for token, each time"
     return [*lines, "", alike if report.alike else f"{others} answers differ from the first to the same prompt"]
+
+
+def _in_ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.0f}"
+
+
+def _median_ttft(answers: Sequence[ContestAnswer]) -> float | None:
+    return median(one.ttft_s for one in answers) if answers else None
 
 
 def _over_rounds(rounds: Rounds, figure: Callable[[Sequence[ContestAnswer]], float]) -> float:

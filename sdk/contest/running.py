@@ -9,10 +9,12 @@ from typing import Final
 import msgspec
 import trio
 
+from ...coordinator import Phase
 from ..client import AsyncClient
-from ..demo.box import KV_CACHE_MIB, DemoBox, open_box
+from ..demo.box import DemoBox, open_box
 from ..demo.report import covers
 from ..errors import DemoFailed
+from ..live.network import measure_cores
 from ..requests import new_request_id
 from .workloads import ContestRequest
 
@@ -22,11 +24,14 @@ POLL_S: Final = 0.3
 SETTLE_S: Final = 6.0  # in which boxes measure their links
 WARM_UP: Final = 12  # requests that nobody counts
 CODEC: Final = "raw"  # with which answers are those of one engine
+KV_CACHE_MIB: Final = 128  # 16,384 tokens: all that is asked about at once, on each box
+FETCHED_BYTES: Final = 1_000_000
+"""A prefix that is fetched has several times as much, a token that its holder computes beside it a hundredth."""
 
 
 class ContestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a request: seconds, tokens, and KV that came to where it was decoded. `cached_tokens` of its prompt
-    were computed for another request; `fetched`: their KV came from another box."""
+    were computed for another request; `fetched`: their KV came from another box; `late`: it should have."""
 
     ttft_s: float
     tpot_s: float
@@ -35,13 +40,15 @@ class ContestAnswer(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     moved_bytes: int
     fetched: bool
+    late: bool
     tokens: tuple[int, ...]
 
 
 async def run_policy(
     policy: str, boxes: int, workloads: Sequence[Sequence[ContestRequest]], say: Say
-) -> list[list[ContestAnswer]]:
-    """The answers to each workload in turn, in a network of its own. Raises DemoFailed or ClientError."""
+) -> tuple[list[list[ContestAnswer]], tuple[float, float]]:
+    """The answers to each workload in turn, in a network of its own; cores that were busy meanwhile, and those with it.
+    Raises DemoFailed or ClientError."""
     async with open_box(watch_memory=False) as box:
         await box.start_fork_server(boxes)
         bootstrap = await box.start_bootstrap(CODEC)
@@ -49,17 +56,20 @@ async def run_policy(
             await _join(box, client, bootstrap.tokens["leader"], boxes, policy)
             await _warm_up(client)
             found = []
-            for requests in workloads:
-                say(f"{policy}: {len(requests)} requests")
-                found.append(await _replay(client, requests))
-            return found
+            with measure_cores(box) as cores:
+                for requests in workloads:
+                    say(f"{policy}: {len(requests)} requests")
+                    found.append(await _replay(client, requests))
+            return found, (cores[0], cores[1])
 
 
 async def _join(box: DemoBox, client: AsyncClient, token: str, boxes: int, policy: str) -> None:
     options = ["--model", "bundled", "--codec", CODEC, "--threads", "1", "--routing", policy]
     options += ["--kv-cache-mib", str(KV_CACHE_MIB)]
+    # Prefixes are fetched to boxes that serve a request whole; a plan may pair those that prefill with others.
+    phases = (Phase.MIXED,)
     with trio.move_on_after(PLAN_S):
-        peers = frozenset((await box.join_all(boxes, token, options, ())).values())
+        peers = frozenset((await box.join_all(boxes, token, options, phases)).values())
         while not covers(await client.status(), peers):  # noqa: ASYNC110 (seconds, of other processes)
             await trio.sleep(POLL_S)
         return
@@ -107,15 +117,15 @@ async def _ask(client: AsyncClient, request: ContestRequest, salt: str) -> Conte
     if figures is None or len(tokens) != request.max_tokens:
         raise DemoFailed(f"a request for {request.max_tokens} tokens was answered with {len(tokens)}")
     moved = figures.transfer.raw_bytes if figures.transfer is not None else 0
-    # Of a prompt that one box prefills for another, all is in place there before; of a prefix that is fetched, not all.
-    is_prefilled_elsewhere = moved > 0 and figures.cached_tokens >= figures.prompt_tokens
+    fetched = moved >= FETCHED_BYTES
     return ContestAnswer(
         ttft_s=first - asked,
         tpot_s=(last - first) / max(1, len(tokens) - 1),
         e2e_s=last - asked,
         prompt_tokens=figures.prompt_tokens,
-        cached_tokens=0 if is_prefilled_elsewhere else figures.cached_tokens,
+        cached_tokens=figures.cached_tokens,
         moved_bytes=moved,
-        fetched=moved > 0 and 0 < figures.cached_tokens < figures.prompt_tokens,
+        fetched=fetched,
+        late=figures.prefill_node is not None and not moved,
         tokens=tuple(tokens),
     )
