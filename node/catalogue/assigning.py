@@ -10,7 +10,8 @@ import trio
 
 from ...bootstrap.trust.entries import MAX_PAYLOAD
 from ...coordinator.demand import mean_lengths
-from ...coordinator.services.hosting import Assigner, Brought
+from ...coordinator.services.assigner import Assigner
+from ...coordinator.services.hosting import Brought
 from ..joined import Joined
 from ..view import NetworkView
 from .hosts import find_hosts, power_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...bootstrap import PeerId
 from ...coordinator.repair.ending import is_planned_without
 from ...coordinator.services.hosting import HostingBox, HostingOffer
-from ..messages import Advert
+from ..messages import Advert, EngineAdvert
 from ..view import NetworkView
 
 
@@ -16,8 +16,17 @@ def find_hosts(view: NetworkView) -> list[HostingBox]:
         if advert.hosting is not None and not advert.draining and not is_planned_without(advert.ends_in_s):
             beside = _find_beside(view, peer, advert.hosting)
             power = power_of(advert) / max(1, len(beside))
-            served = _find_served(advert)
-            found.append(HostingBox(id=str(peer), offer=advert.hosting, power=power, serves=served, beside=beside))
+            found.append(
+                HostingBox(
+                    id=str(peer),
+                    offer=advert.hosting,
+                    power=power,
+                    serves=_find_served(advert),
+                    beside=beside,
+                    shows=_describe_progress(advert.hosting, advert.engine),
+                    failures=advert.engine.failures if advert.engine is not None else 0,
+                )
+            )
     return found
 
 
@@ -42,3 +51,9 @@ def _find_served(advert: Advert) -> str:
     """The entry for which a box's engine is ready, or waits for others that hold the model with it; "" for none."""
     is_ready = advert.engine is not None and advert.engine.state in ("ready", "waiting") and not advert.hung
     return advert.hosting.hosts if is_ready and advert.hosting is not None else ""
+
+
+def _describe_progress(offer: HostingOffer, engine: EngineAdvert | None) -> str:
+    """Another text while a box fetches and loads."""
+    loading = (engine.state, engine.detail, str(engine.starts)) if engine is not None else ()
+    return " ".join((offer.hosts, offer.prepares, offer.detail, *loading))

@@ -9,8 +9,9 @@ import pytest
 from p2pserve.bootstrap import PeerId
 from p2pserve.bootstrap.trust.entries import MAX_PAYLOAD
 from p2pserve.coordinator import Demand
+from p2pserve.coordinator.services.assigner import LATE_S
 from p2pserve.coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue
-from p2pserve.coordinator.services.hosting import LATE_S, Brought, HostedModel, HostingOffer
+from p2pserve.coordinator.services.hosting import Brought, HostedModel, HostingOffer
 from p2pserve.node.box.hardware import Gpu
 from p2pserve.node.catalogue.assigning import HEARD_S, AssignmentDesk, find_brought, group_hosts
 from p2pserve.node.catalogue.hosts import find_hosts
