@@ -23,12 +23,13 @@ pytestmark = pytest.mark.timeout(700)
 SERVICES = {"chat": "llama-7b", "code": "qwen2-7b", "talk": "opt-6.7b"}
 PROMPT = "def fibonacci(n):"
 TOKENS = 4
-BOX = "1xA40/4"
-BUSY, QUIET = 0.2, 0.5
+BOX = "1xA40/6"
+BUSY, QUIET = 0.2, 0.65
 """Seconds between two requests of the service that is asked most, and of the others. Where the former shares its box
 most of its requests are late, and with a box for itself hardly any: what it costs is ten times as much, where a tenth
-is gain enough. A gateway tells of another rate after 48 requests, which these are often enough for; they are short, and
-on a slow card, so that all of them are a small part of what two cores carry."""
+is gain enough, and still is enough where a busy machine asks less than half as often. A gateway tells of another rate
+after 48 requests, which these are often enough for; they are short, and on a slow card, so that all of them are a small
+part of what two cores carry."""
 
 PLACEMENTS = 4
 ALL_S = 480.0
