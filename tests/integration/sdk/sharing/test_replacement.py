@@ -31,6 +31,9 @@ is gain enough, and still is enough where a busy machine asks less than half as 
 after 48 requests, which these are often enough for; they are short, and on a slow card, so that all of them are a small
 part of what two cores carry."""
 
+MOST_OPEN = 24
+"""Requests of a service at once: a machine that does not get on is asked less, and refuses nobody for want of time."""
+
 PLACEMENTS = 4
 ALL_S = 480.0
 """For all placements, which take 150 s on two cores that have other work, too."""
@@ -46,6 +49,7 @@ class Load:
         self._client = client
         self._is_over = threading.Event()
         self._asked: list[threading.Thread] = []
+        self._free = {service: threading.Semaphore(MOST_OPEN) for service in SERVICES}
         self._askers = [threading.Thread(target=self._go_on, args=(service,)) for service in SERVICES]
 
     def __enter__(self) -> Self:
@@ -61,9 +65,10 @@ class Load:
 
     def _go_on(self, service: str) -> None:
         while not self._is_over.wait(BUSY if self.busy == service else QUIET):
-            thread = threading.Thread(target=self._ask, args=(service,))
-            self._asked.append(thread)
-            thread.start()
+            if self._free[service].acquire(blocking=False):
+                thread = threading.Thread(target=self._ask, args=(service,))
+                self._asked.append(thread)
+                thread.start()
 
     def _ask(self, service: str) -> None:
         try:
@@ -72,6 +77,8 @@ class Load:
         except BaseException as error:
             self.failed.append(error)
             raise
+        finally:
+            self._free[service].release()
 
 
 @pytest.fixture
