@@ -20,6 +20,8 @@ from .catalogue import EntryName
 MAX_BESIDE: Final = 8
 """Nodes of a box that share its engine process."""
 
+NodesOfBox = Annotated[tuple[Name, ...], Meta(max_length=MAX_BESIDE)]
+
 
 class HostedModel(msgspec.Struct, frozen=True, kw_only=True):
     """What a box says of one entry: how many of its model's layers fit there, of how many, the bytes of all weights,
@@ -47,7 +49,7 @@ class HostingOffer(msgspec.Struct, frozen=True, kw_only=True):
     prepares: Annotated[str, Meta(max_length=64)] = ""
     detail: Text = ""
     models: Annotated[dict[EntryName, HostedModel], Meta(max_length=MAX_SERVICES)] = {}
-    beside: Annotated[tuple[Name, ...], Meta(max_length=MAX_BESIDE)] = ()
+    beside: NodesOfBox = ()
     room_bytes: Count = 0
 
 

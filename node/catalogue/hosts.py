@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...bootstrap import PeerId
 from ...coordinator.repair.ending import is_planned_without
 from ...coordinator.services.hosting import HostingBox, HostingOffer
+from ..adverts import find_beside
 from ..messages import Advert, EngineAdvert
 from ..view import NetworkView
 
@@ -14,7 +14,7 @@ def find_hosts(view: NetworkView) -> list[HostingBox]:
     found = []
     for peer, advert in sorted(view.adverts.items()):
         if advert.hosting is not None and not advert.draining and not is_planned_without(advert.ends_in_s):
-            beside = _find_beside(view, peer, advert.hosting)
+            beside = find_beside(peer, view.adverts)
             power = power_of(advert) / max(1, len(beside))
             found.append(
                 HostingBox(
@@ -28,17 +28,6 @@ def find_hosts(view: NetworkView) -> list[HostingBox]:
                 )
             )
     return found
-
-
-def _find_beside(view: NetworkView, peer: PeerId, offer: HostingOffer) -> tuple[str, ...]:
-    """The nodes of a box, where all of them that are here say the same; () for one alone, and for one that names
-    others who know nothing of it."""
-    beside = offer.beside
-    if len(beside) < 2 or len({*beside}) < len(beside) or peer not in beside:
-        return ()
-    others = (view.adverts.get(PeerId(each)) for each in beside)
-    told = {each.hosting.beside if each.hosting is not None else () for each in others if each is not None}
-    return beside if told == {beside} else ()
 
 
 def power_of(advert: Advert) -> float:

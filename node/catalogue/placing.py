@@ -27,6 +27,7 @@ from ...coordinator.services.replacing import (
     SharingTask,
     assign_slots,
 )
+from ..adverts import find_beside
 from ..joined import Joined
 from ..messages import Advert
 from ..planning.planner import PlannerFailed, open_planner
@@ -176,16 +177,21 @@ def _box_to_place(
 
 
 def _find_pinned(view: NetworkView, services: Mapping[str, ServiceToPlace]) -> list[BoxToPlace]:
-    """Boxes that were started with the model of a service, and serve it alone: they stay."""
-    found = []
+    """Boxes that were started with the models of services, which no other box has a part of: they stay. One with
+    several has a node for each."""
+    nodes: defaultdict[str, dict[str, Advert]] = defaultdict(dict)  # box -> entry -> its node
     for peer, advert in sorted(view.adverts.items()):
         model, engine = advert.model, advert.engine
         entry = view.catalogue.entry_of(model.service, model.name) if model is not None else None
         if advert.hosting is not None or advert.draining or model is None or entry is None or engine is None:
             continue
         if entry.name in services and advert.fits >= model.layers and engine.state == "ready":
-            name, card = (entry.name,), _card_of([advert])
-            found.append(BoxToPlace(id=str(peer), card=card, most=1, able=name, ready=name, hosts=name))
+            nodes[next(iter(find_beside(peer, view.adverts)), peer)][entry.name] = advert
+    found = []
+    for machine, own in nodes.items():
+        names, card = tuple(sorted(own)), _card_of([*own.values()])
+        most = len(names)
+        found.append(BoxToPlace(id=machine, card=card, most=most, able=names, ready=names, hosts=names, stays=True))
     return found
 
 

@@ -222,6 +222,24 @@ def test_boxes_follow_what_is_asked_for_and_stay_where_that_is_no_gain() -> None
     assert run(stays, *asked) == {}, "what was found is not moved again"
 
 
+def test_a_box_that_stays_counts_with_all_that_it_has_and_is_not_moved() -> None:
+    stays = msgspec.structs.replace(place("s", "chat", "code", able=("chat", "code")), stays=True)
+    both = ("chat", "code")
+    asked = (service("chat", demand(4.0)), service("code", demand(0.02)))
+    found = run([place("a", "code", able=both), stays], *asked)
+    assert "chat" in found["a"]
+    assert found["s"] == both
+    task = SharingTask(boxes=(stays,), services=asked, period_s=120.0)
+    shared = task.run(lambda: False).running
+    lone = [msgspec.structs.replace(place(name, name, able=(name,)), stays=True) for name in both]
+    apart = SharingTask(
+        boxes=tuple(lone), services=(service("chat", demand(4.0)), service("code", demand(4.0))), period_s=120.0
+    )
+    crowded = SharingTask(boxes=(stays,), services=apart.services, period_s=120.0)
+    assert shared < crowded.run(lambda: False).running
+    assert apart.run(lambda: False).running < crowded.run(lambda: False).running, "one card is not two"
+
+
 def test_room_for_weights_bounds_what_shares_a_box() -> None:
     asked = tuple(service(name, demand(0.1)) for name in ("chat", "code", "talk"))
     found = run([place("a", "chat"), place("b", "code")], *asked)

@@ -23,7 +23,7 @@ from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView
 
 from ..planning.test_coordination import advert
-from .test_assigning import LISTED
+from .test_assigning import LISTED, named
 
 SHAPE = model_shape("llama-7b")
 WHOLE = HostedModel(fits=SHAPE.layers, layers=SHAPE.layers, weight_bytes=SHAPE.weight_bytes, shape=SHAPE)
@@ -75,6 +75,23 @@ def test_boxes_services_and_requests_are_those_that_members_tell_of() -> None:
         ("a", 1, ("chat",), ("chat",), 0),
     ]
     assert {service.name: service.demands for service in found.services} == {"chat": (ASKED,), "code": ()}
+
+
+def test_nodes_that_a_box_was_started_with_are_one_engine_that_stays() -> None:
+    both = ("a", "b")
+    other = msgspec.structs.replace(named(advert("y"), "a/b"), beside=both)
+    pair = {name: node("p", "q") for name in "pq"}
+    started = {"a": msgspec.structs.replace(asking(), beside=both), "b": other}
+    found = task_of(network(**pair, **started), p="chat", q="code")
+    assert found is not None
+    assert [(box.id, box.most, box.hosts, box.stays) for box in found.boxes] == [
+        ("p", 2, ("chat", "code"), False),
+        ("a", 2, ("chat", "code"), True),
+    ]
+    started["a"] = asking()
+    found = task_of(network(**pair, **started), p="chat", q="code")
+    assert found is not None
+    assert [(box.id, box.hosts) for box in found.boxes[1:]] == [("a", ("chat",)), ("b", ("code",))], "only one says so"
 
 
 def test_there_is_nothing_to_decide_without_requests_a_second_service_or_a_box_for_two() -> None:
