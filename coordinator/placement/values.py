@@ -298,10 +298,10 @@ def find_fault(problem: PlacementProblem, groups: Groups) -> str:
         if not problem.can_host(group.box, group.tp, group.services):
             names = " and ".join(problem.services[each].name for each in group.services)
             return f"{names} have no room on {group.tp} GPUs of {problem.boxes[group.box].id}"
-    for number, box in enumerate(problem.boxes):
-        if box.held and GpuGroup(number, box.gpus, box.held) not in groups:
-            names = " and ".join(problem.services[each].name for each in box.held)
-            return f"{box.id} keeps {names}"
+    for number, keeper in enumerate(problem.boxes):
+        if keeper.held and GpuGroup(number, keeper.gpus, keeper.held) not in groups:
+            names = " and ".join(problem.services[each].name for each in keeper.held)
+            return f"{keeper.id} keeps {names}"
     for box, gpus in used.items():
         if gpus > problem.boxes[box].gpus:
             return f"{problem.boxes[box].id} has {problem.boxes[box].gpus} GPUs, not {gpus}"
