@@ -92,7 +92,7 @@ def told_costs(profile: LatencyProfile | None) -> PhaseCosts:
 def measured_costs(box: BoxView, card: GpuSpec, workload: Workload) -> MeasuredCosts | None:
     """What plans go by for a box that holds the model alone, beside what its cards are taken for;
     None where both say the same."""
-    told = PhaseCosts(*(cost and _round_cost(cost) for cost in told_costs(box.profile)))
+    told = PhaseCosts(*(cost and _round_cost(cost, box.part) for cost in told_costs(box.profile)))
     if told == PhaseCosts():
         return None
     # How much memory a card has says nothing of its steps.
@@ -120,9 +120,10 @@ def _are_close(factors: list[float]) -> bool:
     return all(1.0 / CLOSE < factor < CLOSE for factor in factors)
 
 
-def _round_cost(cost: PhaseCost) -> PhaseCost:
-    rounded = {name: exp(round(log(each) / STEP) * STEP) for name, each in msgspec.structs.asdict(cost).items() if each}
-    return PhaseCost(**rounded)
+def _round_cost(cost: PhaseCost, part: float) -> PhaseCost:
+    """Of an engine that has this part of its GPUs' time."""
+    told = {name: each / part for name, each in msgspec.structs.asdict(cost).items() if each}
+    return PhaseCost(**{name: exp(round(log(each) / STEP) * STEP) for name, each in told.items()})
 
 
 def _kind(box: BoxView) -> object:

@@ -40,7 +40,8 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     figures were measured by the engine there. `profile` is fitted to the steps of that engine.
     `phase`: all that its owner lets it do. `usd_per_hour`: for the whole box. `stages`: of the
     replica of several boxes that its engine is a part of, and that `kv_tokens` is of; none: alone. `beside`: how many
-    layers more it has memory for while it serves.
+    layers more it has memory for while it serves. `part`: of the time of its GPUs, where engines of other services have
+    the rest; its other figures are of all of them, but for `kv_tokens`, which is its own.
     """
 
     peer: str
@@ -64,6 +65,7 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     profile: LatencyProfile | None = None
     stages: tuple[Stage, ...] = ()
     beside: int = 0
+    part: float = 1.0
 
     def __post_init__(self) -> None:
         _require(bool(self.peer), "box.peer is empty")
@@ -72,6 +74,7 @@ class BoxView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             0 <= self.fits <= self.layers, f"box.fits of {self.peer} is {self.fits}; it is 0 to {self.layers} layers"
         )
         _require(self.tp >= 1, f"box.tp of {self.peer} is {self.tp}; it must be at least 1")
+        _require(0.0 < self.part <= 1.0, f"box.part of {self.peer} is {self.part}; it is above 0, and 1 at most")
         _require(self.kv_tokens >= 0, f"box.kv_tokens of {self.peer} is negative")
         figures = {
             "compute_tflops": self.compute_tflops,

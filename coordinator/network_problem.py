@@ -294,11 +294,13 @@ def _card_for_stage(box: BoxView, model: ModelShape, stage: Stage, tokens: float
 
 
 def make_card(box: BoxView, memory_gib: float) -> GpuSpec:
-    """One of a box's cards, with this memory: as the table has it, or as its engine measured."""
+    """One of a box's cards, or its part of one, with this memory: as the table has it, or as its engine measured."""
     if box.specs is not None:
-        return msgspec.structs.replace(gpu_table().find(box.card, box.specs), memory_gib=memory_gib)
-    tflops = _round_figure(max(SLOWEST_TFLOPS, box.compute_tflops / box.tp))
-    memory_gbps = _round_figure(max(SLOWEST_MEMORY_GBPS, box.memory_gbps / box.tp))
+        card = gpu_table().find(box.card, box.specs)
+        rates = {"tflops": card.tflops * box.part, "memory_gbps": card.memory_gbps * box.part}
+        return msgspec.structs.replace(card, memory_gib=memory_gib, **rates)
+    tflops = _round_figure(max(SLOWEST_TFLOPS, box.part * box.compute_tflops / box.tp))
+    memory_gbps = _round_figure(max(SLOWEST_MEMORY_GBPS, box.part * box.memory_gbps / box.tp))
     return GpuSpec(
         name=f"{box.card or UNNAMED} ({tflops:.3g} TFLOP/s, {memory_gbps:.3g} GB/s)", memory_gib=memory_gib,
         memory_gbps=memory_gbps, tflops=tflops, nvlink_gbps=0.0, pcie_gen=0, usd_per_hour=0.0, specs=Specs.ENGINE,

@@ -87,7 +87,7 @@ def _mtok_per_hour(box: BoxView, workload: Workload) -> float:
     times = step_times_of(box)
     step_s = times.decode_line(at_once).step_s(at_once * held)
     request_s = times.prefill_s(round(prompt), workload.mean_pairs) + output * step_s / at_once
-    return (prompt + output) / request_s * HOUR_S / MTOK
+    return box.part * (prompt + output) / request_s * HOUR_S / MTOK
 
 
 def _card_faults(box: BoxView) -> dict[str, str]:

@@ -57,6 +57,28 @@ def find_box_fault(peer: str, advert: Advert) -> str:
     return f"the engine of {name_of(peer)} {does}" + f": {engine.detail[:_ENGINE_CHARACTERS]}" * bool(engine.detail)
 
 
+def find_beside(peer: str, adverts: Mapping[PeerId, Advert]) -> tuple[str, ...]:
+    """The nodes of a box whose engines share a process, in one order for all of them, where those that are here say the
+    same; () for one alone, and for one that names others who know nothing of it."""
+    beside = _told_beside(adverts[PeerId(peer)])
+    if len(beside) < 2 or len({*beside}) < len(beside) or peer not in beside:
+        return ()
+    others = (adverts.get(PeerId(each)) for each in beside)
+    told = {_told_beside(each) for each in others if each is not None}
+    return beside if told == {beside} else ()
+
+
+def _told_beside(advert: Advert) -> tuple[str, ...]:
+    return advert.hosting.beside if advert.hosting is not None else advert.beside
+
+
+def find_part(peer: str, adverts: Mapping[PeerId, Advert], asked: Collection[str]) -> float:
+    """The part of its box's GPU that a node has: equal ones for itself and for each other engine of the process that is
+    of a service that is `asked`."""
+    models = (adverts[PeerId(each)].model for each in find_beside(peer, adverts) if each != peer and each in adverts)
+    return 1.0 / (1 + sum(model is not None and model.service in asked for model in models))
+
+
 def plans_of(status: Status) -> tuple[Plan, ...]:
     """The plans that the answering node follows: one for each service."""
     return (*((status.plan,) if status.plan is not None else ()), *status.other_plans)

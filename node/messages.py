@@ -27,7 +27,7 @@ from ..coordinator.plan import MorePlans
 from ..coordinator.regrouping.divisions import BoxDivision
 from ..coordinator.regrouping.parts import PartBeside
 from ..coordinator.services.catalogue import ServiceCatalogue
-from ..coordinator.services.hosting import HostingOffer
+from ..coordinator.services.hosting import HostingOffer, NodesOfBox
 from ..kvtransport.probing.burst_ticket import BurstTicket
 from ..kvtransport.probing.figures import BoxFigures, LinkFigures
 from ..kvtransport.probing.probe import BurstRequest
@@ -104,7 +104,8 @@ class Advert(Message, frozen=True, kw_only=True):
 
     `fits`: layers for which its `tp` GPUs have memory; `profile` is fitted to its engine's steps, `demand` is of its
     clients. Its owner says `phase` and `usd_per_hour`. It stays at least `ends_in_s`; `hung`: its engine is.
-    `hosting`: it hosts what it is given."""
+    `hosting`: it hosts what it is given. `beside`: the nodes of its box, itself among them, each started with a model,
+    whose engines share a process and its GPU."""
 
     hardware: Hardware
     draining: bool
@@ -122,6 +123,7 @@ class Advert(Message, frozen=True, kw_only=True):
     hung: bool = False
     division: BoxDivision | None = None
     hosting: HostingOffer | None = None
+    beside: NodesOfBox = ()
 
 
 class LinkTable(Message, frozen=True, kw_only=True):

@@ -83,7 +83,7 @@ class Serving:
             record=joined.record,
             settings=settings,
         )
-        self._view = joined.view
+        self._view, self._beside = joined.view, settings.beside if settings.hosting is None else ()
         clients = LocalClients(network)
         self.gateway = Gateway(
             view=joined.view,
@@ -196,6 +196,7 @@ class Serving:
                 self.host.worker.served, refused_s=self.gateway.refused.per_s(trio.current_time())
             ),
             hung=self.host.worker.is_hung,
+            beside=self._beside,
         )
 
     @property

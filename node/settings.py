@@ -247,14 +247,12 @@ class ApiSettings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostingSettings:
     """What the owner of a box says that hosts what it is given: only these entries of the catalogue, and none of those;
-    `models_dir`: where models are, and downloads go; `max_disk_gib`: that downloads may take there. `beside`: the nodes
-    of this box, itself among them, each of which hosts something, with engines in one process."""
+    `models_dir`: where models are, and downloads go; `max_disk_gib`: that downloads may take there."""
 
     only: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
     models_dir: Path | None = None
     max_disk_gib: float | None = None
-    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,4 +283,5 @@ class NodeSettings:
     engine_channel: int | None = None  # of a fork server that several nodes of one machine share
     engine_socket: Path | None = None  # of one that nodes of this box dial, so that their engines share a process
     hosting: HostingSettings | None = None  # it hosts what the coordinator gives it; `model` is None then
+    beside: tuple[str, ...] = ()  # the nodes of this box, itself among them, whose engines share a process
     divided: DividedBox | None = None  # the machine, where several nodes share it and the network may divide it anew

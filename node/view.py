@@ -26,7 +26,7 @@ from ..coordinator.routing.pools import PoolState
 from ..coordinator.worth import BoxLine, weigh_boxes
 from ..kernels.codecs import CODEC_NAMES, codec_named
 from ..kvtransport.probing.figures import Source
-from .adverts import AdvertBook, find_box_fault, find_fault, join_faults, plans_of
+from .adverts import AdvertBook, find_box_fault, find_fault, find_part, join_faults, plans_of
 from .box.hardware import Hardware
 from .catalogue.messages import HostingPlan
 from .engine.protocol import EngineStats
@@ -239,11 +239,12 @@ class NetworkView(AdvertBook):
         """What the planner may use. A box that serves alone counts from its engine's first start on; one that has
         room for some layers only, from the moment it waits for them."""
         found = []
-        others = self._parts_of_others()
+        others, asked = self._parts_of_others(), self._asked()
         for peer in self.adverts:
             advert, engine = self._offer(peer, service), self._engine_of(peer)
             if advert is None or advert.model is None or engine is None:
                 continue
+            part = find_part(peer, self.adverts, asked)
             hardware, fits = advert.hardware, min(advert.fits, advert.model.layers)
             # An engine measures its device when it starts. One that waits for others has not started:
             # it is planned with guesses until then.
@@ -265,7 +266,7 @@ class NetworkView(AdvertBook):
                     compute_tflops=tflops,
                     memory_gbps=memory_gbps,
                     memory_gib=sum(gpu.memory_gib for gpu in hardware.gpus) or hardware.memory_gib,
-                    kv_tokens=engine.kv_tokens,
+                    kv_tokens=int(engine.kv_tokens * part),
                     tp=advert.tp,
                     emulated=hardware.emulated,
                     card=hardware.gpus[0].name if hardware.gpus else "",
@@ -277,9 +278,15 @@ class NetworkView(AdvertBook):
                     profile=advert.profile,
                     stages=engine.stages,
                     beside=engine.beside.room,
+                    part=part,
                 )
             )
         return found
+
+    def _asked(self) -> frozenset[str]:
+        """Services of which gateways tell that they are asked now."""
+        told = (each for each in self.adverts.values() if each.demand is not None and each.demand.requests_s > 0.0)
+        return frozenset(each.model.service for each in told if each.model is not None)
 
     def _parts_of_others(self) -> frozenset[str]:
         """Boxes whose engines say nothing of themselves alone: stages of the running plans, and those on their way to

@@ -149,7 +149,13 @@ def start_placements(replay: PeriodReplay, goals: PlacementGoals) -> dict[str, G
         found["seallm"] = place_seallm(replay, attainment=goals.attainment)
     except PlacementError:
         found["seallm"] = ()
-    return {name: groups for name, groups in found.items() if groups}
+    return {name: keep_held(problem, groups) for name, groups in found.items() if groups}
+
+
+def keep_held(problem: PlacementProblem, groups: Groups) -> Groups:
+    """With what boxes keep in the place of what was put there."""
+    kept = {number: GpuGroup(number, box.gpus, box.held) for number, box in enumerate(problem.boxes) if box.held}
+    return tuple(sorted([*(group for group in groups if group.box not in kept), *kept.values()]))
 
 
 def gpu_seconds(problem: PlacementProblem, service: int) -> float:

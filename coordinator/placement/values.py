@@ -50,7 +50,8 @@ class PlacementError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementBox:
     """A box. `link_gbps`: between its cards. `disk_bytes`: room for weights. `on_disk`: services, by number, whose
-    weights it has already. `able`: those that it can host (None: any), at most so many in an engine."""
+    weights it has already. `able`: those that it can host (None: any), at most so many in an engine. `held`: those that
+    its one engine has, and keeps."""
 
     id: str
     gpu: GpuSpec
@@ -61,6 +62,7 @@ class PlacementBox:
     on_disk: frozenset[int] = frozenset()
     able: frozenset[int] | None = None
     most: int = SHARED_BY
+    held: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or not self.link_gbps > 0.0:
@@ -296,6 +298,10 @@ def find_fault(problem: PlacementProblem, groups: Groups) -> str:
         if not problem.can_host(group.box, group.tp, group.services):
             names = " and ".join(problem.services[each].name for each in group.services)
             return f"{names} have no room on {group.tp} GPUs of {problem.boxes[group.box].id}"
+    for number, keeper in enumerate(problem.boxes):
+        if keeper.held and GpuGroup(number, keeper.gpus, keeper.held) not in groups:
+            names = " and ".join(problem.services[each].name for each in keeper.held)
+            return f"{keeper.id} keeps {names}"
     for box, gpus in used.items():
         if gpus > problem.boxes[box].gpus:
             return f"{problem.boxes[box].id} has {problem.boxes[box].gpus} GPUs, not {gpus}"

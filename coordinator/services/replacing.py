@@ -53,7 +53,8 @@ _STEADIEST, _WILDEST = 0.1, 8.0  # coefficients of variation of gaps that are dr
 
 class BoxToPlace(msgspec.Struct, frozen=True, kw_only=True):
     """A box. `card`: all of its GPUs, as one. `most`: services at once, whose weights are `room_bytes` at most (0: not
-    told). `able`: entries that it can host; `ready`: those whose files it has; `hosts`: those that it was given."""
+    told). `able`: entries that it can host; `ready`: those whose files it has; `hosts`: those that it was given, or
+    was started with and keeps (`stays`)."""
 
     id: str
     card: GpuSpec
@@ -62,6 +63,7 @@ class BoxToPlace(msgspec.Struct, frozen=True, kw_only=True):
     ready: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     room_bytes: int = 0
+    stays: bool = False
 
 
 class ServiceToPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +127,7 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
                 on_disk=frozenset(numbers[name] for name in box.ready),
                 able=frozenset(numbers[name] for name in box.able),
                 most=box.most,
+                held=tuple(sorted(numbers[name] for name in box.hosts)) if box.stays else (),
             )
             for box in self.boxes
         ]

@@ -10,7 +10,9 @@ import trio
 
 from ...bootstrap.trust.entries import MAX_PAYLOAD
 from ...coordinator.demand import mean_lengths
-from ...coordinator.services.hosting import Assigner, Brought
+from ...coordinator.services.assigner import Assigner
+from ...coordinator.services.hosting import Brought
+from ..adverts import find_beside
 from ..joined import Joined
 from ..view import NetworkView
 from .hosts import find_hosts, power_of
@@ -85,7 +87,7 @@ def find_brought(view: NetworkView) -> dict[str, Brought]:
     fits: defaultdict[str, int] = defaultdict(int)
     tokens_s: defaultdict[str, float] = defaultdict(float)
     placed, served = set(), set()
-    for advert in view.adverts.values():
+    for peer, advert in view.adverts.items():
         model = advert.model
         entry = view.catalogue.entry_of(model.service, model.name) if model is not None else None
         if model is None or entry is None:
@@ -94,7 +96,7 @@ def find_brought(view: NetworkView) -> dict[str, Brought]:
         if demand is not None:
             tokens_s[entry.name] += demand.requests_s * sum(mean_lengths((demand,)) or ())
         if advert.hosting is None and not advert.draining:
-            power[entry.name] += power_of(advert)
+            power[entry.name] += power_of(advert) / max(1, len(find_beside(peer, view.adverts)))
             fits[entry.name] += min(advert.fits, model.layers)
             if fits[entry.name] >= model.layers:
                 placed.add(entry.name)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...bootstrap import PeerId
 from ...coordinator.repair.ending import is_planned_without
 from ...coordinator.services.hosting import HostingBox, HostingOffer
-from ..messages import Advert
+from ..adverts import find_beside
+from ..messages import Advert, EngineAdvert
 from ..view import NetworkView
 
 
@@ -14,22 +14,20 @@ def find_hosts(view: NetworkView) -> list[HostingBox]:
     found = []
     for peer, advert in sorted(view.adverts.items()):
         if advert.hosting is not None and not advert.draining and not is_planned_without(advert.ends_in_s):
-            beside = _find_beside(view, peer, advert.hosting)
+            beside = find_beside(peer, view.adverts)
             power = power_of(advert) / max(1, len(beside))
-            served = _find_served(advert)
-            found.append(HostingBox(id=str(peer), offer=advert.hosting, power=power, serves=served, beside=beside))
+            found.append(
+                HostingBox(
+                    id=str(peer),
+                    offer=advert.hosting,
+                    power=power,
+                    serves=_find_served(advert),
+                    beside=beside,
+                    shows=_describe_progress(advert.hosting, advert.engine),
+                    failures=advert.engine.failures if advert.engine is not None else 0,
+                )
+            )
     return found
-
-
-def _find_beside(view: NetworkView, peer: PeerId, offer: HostingOffer) -> tuple[str, ...]:
-    """The nodes of a box, where all of them that are here say the same; () for one alone, and for one that names
-    others who know nothing of it."""
-    beside = offer.beside
-    if len(beside) < 2 or len({*beside}) < len(beside) or peer not in beside:
-        return ()
-    others = (view.adverts.get(PeerId(each)) for each in beside)
-    told = {each.hosting.beside if each.hosting is not None else () for each in others if each is not None}
-    return beside if told == {beside} else ()
 
 
 def power_of(advert: Advert) -> float:
@@ -42,3 +40,9 @@ def _find_served(advert: Advert) -> str:
     """The entry for which a box's engine is ready, or waits for others that hold the model with it; "" for none."""
     is_ready = advert.engine is not None and advert.engine.state in ("ready", "waiting") and not advert.hung
     return advert.hosting.hosts if is_ready and advert.hosting is not None else ""
+
+
+def _describe_progress(offer: HostingOffer, engine: EngineAdvert | None) -> str:
+    """Another text while a box fetches and loads."""
+    loading = (engine.state, engine.detail, str(engine.starts)) if engine is not None else ()
+    return " ".join((offer.hosts, offer.prepares, offer.detail, *loading))

@@ -17,7 +17,8 @@ from ...coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.names import name_of
 from ...coordinator.placement.replacement import ReplacementPace
-from ...coordinator.services.hosting import Assigner, HostingBox
+from ...coordinator.services.assigner import Assigner
+from ...coordinator.services.hosting import HostingBox
 from ...coordinator.services.replacing import (
     UNKNOWN_LENGTHS,
     BoxToPlace,
@@ -26,6 +27,7 @@ from ...coordinator.services.replacing import (
     SharingTask,
     assign_slots,
 )
+from ..adverts import find_beside
 from ..joined import Joined
 from ..messages import Advert
 from ..planning.planner import PlannerFailed, open_planner
@@ -47,6 +49,7 @@ class SharingDesk:
         self._is_moving = False
         self._pace = ReplacementPace(now=0.0)
         self._told: dict[str, tuple[float, tuple[Demand, ...]]] = {}  # by entry, when and what gateways told last
+        self._stuck: dict[str, str] = {}  # nodes without which services are placed
 
     def __repr__(self) -> str:
         return f"<SharingDesk {self._pace}>"
@@ -66,7 +69,8 @@ class SharingDesk:
             self._joined.say("services are where they were placed")
         if now < self._pace.next_at or not assigner.is_settled(now):
             return
-        hosts = find_hosts(view)
+        self._leave_out(assigner.find_stuck(now))
+        hosts = self._find_hosts()
         told = {name: demands for name, (at, demands) in self._told.items() if now - at <= TOLD_S}
         task = find_task(view, hosts, assigner.given(), told, self._pace.interval_s)
         if task is None:
@@ -87,9 +91,19 @@ class SharingDesk:
             return
         self._pace.expect(found.expected)
         if found.hosts:
-            assigner.place(assign_slots(find_hosts(view), assigner.given(), found.hosts), now)
+            assigner.place(assign_slots(self._find_hosts(), assigner.given(), found.hosts), now)
             self._is_moving = True
             self._joined.say(describe_sharing(task, found))
+
+    def _find_hosts(self) -> list[HostingBox]:
+        """Nodes that may have a part in a placement."""
+        return [host for host in find_hosts(self._joined.view) if host.id not in self._stuck]
+
+    def _leave_out(self, stuck: dict[str, str]) -> None:
+        for node, name in stuck.items():
+            if self._stuck.get(node) != name:
+                self._joined.say(f"services are placed without {name_of(node)}: it does not get on with {name}")
+        self._stuck = stuck
 
 
 def describe_sharing(task: SharingTask, found: FoundSharing) -> str:
@@ -163,16 +177,21 @@ def _box_to_place(
 
 
 def _find_pinned(view: NetworkView, services: Mapping[str, ServiceToPlace]) -> list[BoxToPlace]:
-    """Boxes that were started with the model of a service, and serve it alone: they stay."""
-    found = []
+    """Boxes that were started with the models of services, which no other box has a part of: they stay. One with
+    several has a node for each."""
+    nodes: defaultdict[str, dict[str, Advert]] = defaultdict(dict)  # box -> entry -> its node
     for peer, advert in sorted(view.adverts.items()):
         model, engine = advert.model, advert.engine
         entry = view.catalogue.entry_of(model.service, model.name) if model is not None else None
         if advert.hosting is not None or advert.draining or model is None or entry is None or engine is None:
             continue
         if entry.name in services and advert.fits >= model.layers and engine.state == "ready":
-            name, card = (entry.name,), _card_of([advert])
-            found.append(BoxToPlace(id=str(peer), card=card, most=1, able=name, ready=name, hosts=name))
+            nodes[next(iter(find_beside(peer, view.adverts)), peer)][entry.name] = advert
+    found = []
+    for machine, own in nodes.items():
+        names, card = tuple(sorted(own)), _card_of([*own.values()])
+        most = len(names)
+        found.append(BoxToPlace(id=machine, card=card, most=most, able=names, ready=names, hosts=names, stays=True))
     return found
 
 

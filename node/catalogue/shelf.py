@@ -41,8 +41,8 @@ class ModelShelf:
         self._hardware = hardware
         self._engine = settings.engine
         self._hosting = hosting
-        self.beside = hosting.beside
-        self.room_bytes = measure_shared_room(hardware, settings.engine, len(hosting.beside))
+        self.beside = settings.beside
+        self.room_bytes = measure_shared_room(hardware, settings.engine, len(settings.beside))
         self._float_bytes = measure_room(hardware, settings.engine, tp=1).float_bytes
 
     def __repr__(self) -> str:

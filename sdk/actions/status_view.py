@@ -19,7 +19,7 @@ from ...coordinator.regrouping.refusals import describe_refusal
 from ...coordinator.regrouping.steps import describe_boxes
 from ...coordinator.repair.ending import is_planned_without
 from ...coordinator.services.hosting import HostingOffer
-from ...node.adverts import find_fault, join_faults, parts_of, plans_of
+from ...node.adverts import find_beside, find_fault, join_faults, parts_of, plans_of
 from ...node.messages import Advert, NodeStatus, Status
 from ...node.observing.ages import describe_age
 from ...node.replica.place import Place
@@ -126,15 +126,16 @@ def ending_lines(status: Status) -> list[str]:
 
 
 def hosting_lines(status: Status) -> list[str]:
-    """One line for each box that hosts several services, and each that makes ready what it is to host, or waits for
-    that."""
+    """One line for each box that has several nodes in one engine process, and each that makes ready what it is to host,
+    or waits for that."""
     lines = []
-    offers = _offers_of(status)
+    offers, adverts = _offers_of(status), _adverts_of(status)
     for node in status.nodes:
         offer = offers.get(node.peer)
-        if offer is not None and len(offer.beside) > 1 and offer.beside[0] == node.peer:
-            hosts = [offers[peer].hosts for peer in offer.beside if offers[peer].hosts]
-            names = " and ".join(name_of(peer) for peer in offer.beside)
+        here = _find_here(node.peer, adverts)
+        if len(here) > 1 and here[0] == node.peer:
+            hosts = filter(None, (_describe_hosted(adverts[PeerId(peer)]) for peer in here))
+            names = " and ".join(name_of(peer) for peer in here)
             lines.append(f"shared: {names} are one box: {' and '.join(hosts) or 'nothing yet'}")
         if offer is not None and offer.detail:
             what = f"makes {offer.prepares} ready: " if offer.prepares else ""
@@ -171,14 +172,29 @@ def hosting_faults(status: Status, name: str) -> dict[str, str]:
 
 
 def _offers_of(status: Status) -> dict[str, HostingOffer]:
-    """By node, what those say that host what they are given; `beside` has those of them that say the same of it."""
-    adverts = {node.peer: node.advert for node in status.nodes if node.advert is not None and node.state not in GONE}
-    told = {peer: advert.hosting for peer, advert in adverts.items() if advert.hosting is not None}
-    alike = {
-        peer: tuple(each for each in offer.beside if each in told and told[each].beside == offer.beside)
-        for peer, offer in told.items()
-    }
-    return {peer: replace(offer, beside=alike[peer] if peer in alike[peer] else ()) for peer, offer in told.items()}
+    """By node, what those say that host what they are given; `beside` has those of its box that are here."""
+    adverts = _adverts_of(status)
+    told = {str(peer): advert.hosting for peer, advert in adverts.items() if advert.hosting is not None}
+    return {peer: replace(offer, beside=_find_here(peer, adverts)) for peer, offer in told.items()}
+
+
+def _adverts_of(status: Status) -> dict[PeerId, Advert]:
+    """Of nodes that are here."""
+    nodes = (node for node in status.nodes if node.advert is not None and node.state not in GONE)
+    return {PeerId(node.peer): node.advert for node in nodes if node.advert is not None}
+
+
+def _find_here(peer: str, adverts: Mapping[PeerId, Advert]) -> tuple[str, ...]:
+    """The nodes of a box that are here, where several share an engine process."""
+    beside = find_beside(peer, adverts) if peer in adverts else ()
+    return tuple(each for each in beside if each in adverts)
+
+
+def _describe_hosted(advert: Advert) -> str:
+    """What a node serves: an entry of the catalogue, or the model that it was started with."""
+    if advert.hosting is not None:
+        return advert.hosting.hosts
+    return advert.model.name if advert.model is not None else ""
 
 
 def _lacking_beside(offers: Mapping[str, HostingOffer], offer: HostingOffer, name: str) -> str:

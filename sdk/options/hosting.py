@@ -45,7 +45,6 @@ def read_hosting(arguments: SimpleNamespace) -> HostingSettings | None:
         excluded=excluded,
         models_dir=models_dir,
         max_disk_gib=arguments.max_disk_gib,
-        beside=getattr(arguments, "beside", ()),  # of several nodes of a box
     )
 
 

@@ -50,8 +50,7 @@ def join_with_models(arguments: SimpleNamespace, models: Sequence[str | None]) -
     with lock_home(home / BOX), tempfile.TemporaryDirectory(prefix="p2pserve-") as folder:
         if not options["site"] and not names_one_place(find_announced_part(parts[0]).address.host):
             options["site"] = name_of(identify(home, parts[0]))  # see `running`: they are at one place all the same
-        if None in models:
-            options["beside"] = tuple(str(identify(home, part)) for part in parts)
+        options["beside"] = tuple(str(identify(home, part)) for part in parts)
         print(_describe(models), file=sys.stderr, flush=True)
         tell, greet = show_lines(len(folder_of_node(len(parts))), arguments.format)
         options["engine_socket"] = at = Path(folder) / "engines"

@@ -14,6 +14,7 @@ from p2pserve.coordinator.costs.replica import StageHardware, replica_times
 from p2pserve.coordinator.costs.step_times import StepTimes, chunk_pairs
 from p2pserve.coordinator.costs.sweep import ENGINE_SWEEP, profile_times
 from p2pserve.coordinator.demand_meter import expected_workload
+from p2pserve.coordinator.network_problem import make_card
 
 MODEL = MODELS["llama3-8b"]
 WORKLOAD = expected_workload([], 8192)
@@ -155,6 +156,17 @@ def test_constants_count_where_they_say_otherwise_than_the_card() -> None:
             prefill * times(box("a")).prefill_s(512, chunk_pairs(0, 512)), rel=0.02
         ), "rounded to 3 %"
         assert line.step_s(BATCH * HELD) == pytest.approx(decode * decode_s(box("a")), rel=0.02)
+
+
+def test_constants_of_an_engine_count_for_its_part_of_the_gpu() -> None:
+    whole, half = (msgspec.structs.replace(swept(1.43, 1.43), part=part) for part in (1.0, 0.5))
+    alone, shared = (measured_costs(one, make_card(one, one.memory_gib), WORKLOAD) for one in (whole, half))
+    assert alone is not None
+    assert shared is not None
+    for one, two in zip(alone.told, shared.told, strict=True):
+        assert one is not None
+        assert two is not None
+        assert two.seconds(BATCH, HELD) == pytest.approx(2.0 * one.seconds(BATCH, HELD), rel=0.03)
 
 
 @pytest.mark.parametrize("noise", [0.95, 1.0, 1.05])

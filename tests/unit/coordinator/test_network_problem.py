@@ -57,6 +57,25 @@ def test_the_engine_says_how_much_kv_there_is() -> None:
     assert held[1] == pytest.approx(2 * held[0], abs=2)
 
 
+@pytest.mark.parametrize("figures", [{}, EMULATED], ids=["measured", "emulated"])
+def test_a_box_carries_as_much_as_its_part_of_the_gpu(figures: dict[str, Any]) -> None:
+    slo = SloScale(50.0)  # what fits, not what is in time
+
+    def carried(part: float) -> float:
+        network = build_network_problem(
+            [box("a", part=part, kv_tokens=round(40_000 * part), **figures)],
+            [], [SHORT], service="llama", codec=KV4, previous=None, slo=slo,
+        )  # fmt: skip
+        assert network is not None
+        return network.colocated_rate
+
+    whole = carried(1.0)
+    assert 2.0 * carried(0.5) == pytest.approx(whole, rel=0.15)
+    assert 4.0 * carried(0.25) <= 1.05 * whole
+    with pytest.raises(CapacityError, match=r"part of a"):
+        box("a", part=0.0)
+
+
 def test_requests_longer_than_any_kv_cache_are_shortened() -> None:
     demand = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((90_000, 10_000),))
     network = build_network_problem(

@@ -41,6 +41,38 @@ def box(said: Advert) -> BoxView | None:
     return found[0] if found else None
 
 
+def of_service(service: str, said: Advert, requests_s: float = 0.0) -> Advert:
+    demand = Demand(requests_s=requests_s, arrival_cv=1.0, lengths=((100, 10),)) if requests_s else None
+    return msgspec.structs.replace(said, model=msgspec.structs.replace(MODEL, service=service), demand=demand)
+
+
+def parts(**adverts: Advert) -> dict[str, tuple[float, int]]:
+    """By box, which part of its GPU it counts for, and tokens of KV."""
+    view = NetworkView(adverts={PeerId(name): said for name, said in adverts.items()})
+    return {box.peer: (box.part, box.kv_tokens) for service in view.services() for box in view.boxes(service)}
+
+
+def test_nodes_of_one_box_have_a_part_each_of_it_while_others_are_asked() -> None:
+    shared = advert(beside=("a", "b"))
+    chat, code = of_service("chat", shared, 2.0), of_service("code", shared, 1.0)
+    assert parts(a=chat, b=code) == {"a": (0.5, 500), "b": (0.5, 500)}
+    assert parts(a=chat, b=of_service("code", shared)) == {"a": (1.0, 1000), "b": (0.5, 500)}, "nobody asks b's"
+    assert parts(a=chat) == {"a": (1.0, 1000)}, "the other one has left"
+    alone = advert()
+    assert parts(a=of_service("chat", alone, 2.0), b=of_service("code", alone, 1.0))["a"] == (1.0, 1000)
+
+
+def test_who_calls_another_node_its_box_gains_and_harms_nothing() -> None:
+    honest = of_service("chat", advert(), 2.0)
+    for beside in (("a", "liar"), ("liar", "a"), ("liar", "liar"), ("liar",), ("a", "gone"), ("liar", "gone")):
+        liar = of_service("code", advert(beside=beside), 1e6)
+        assert parts(a=honest, liar=liar) == {"a": (1.0, 1000), "liar": (1.0, 1000)}
+    pair = advert(beside=("a", "b"))
+    two = {"a": of_service("chat", pair, 2.0), "b": of_service("code", pair, 1.0)}
+    liar = of_service("big", advert(beside=("a", "b", "liar")), 1e6)
+    assert parts(**two, liar=liar) == {"a": (0.5, 500), "b": (0.5, 500), "liar": (1.0, 1000)}
+
+
 UNMEASURED: dict[str, Any] = {"tflops": 0.0, "memory_gbps": 0.0}
 
 

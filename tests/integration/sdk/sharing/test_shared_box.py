@@ -64,6 +64,9 @@ def test_two_models_share_a_box_and_no_request_is_lost_with_their_process(
             services = [service_of(node) for node in nodes]
             assert len({*services}) == 2
             (pid,) = {pid_of(node) for node in nodes}
+            assert {each for node in nodes if node.advert is not None for each in node.advert.beside} == {
+                node.peer for node in nodes
+            }
 
             quiet = ask_all(client, services, 3, lambda: None)
             assert [len(answers) for answers in quiet.values()] == [1, 1]  # greedy, so all the same

@@ -6,19 +6,9 @@ from collections.abc import Mapping
 import pytest
 
 from p2pserve.coordinator.bounds import MAX_SERVICES
+from p2pserve.coordinator.services.assigner import AWAY_S, FORGET_S, LATE_S, MOVE_GAIN, REST_S, Assigner
 from p2pserve.coordinator.services.catalogue import CatalogueEntry
-from p2pserve.coordinator.services.hosting import (
-    AWAY_S,
-    FORGET_S,
-    LATE_S,
-    MOVE_GAIN,
-    REST_S,
-    Assigner,
-    Brought,
-    HostedModel,
-    HostingBox,
-    HostingOffer,
-)
+from p2pserve.coordinator.services.hosting import Brought, HostedModel, HostingBox, HostingOffer
 
 GIB = 1 << 30
 

@@ -11,8 +11,9 @@ from p2pserve.coordinator import Demand
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.placement.values import PlacementError
+from p2pserve.coordinator.services.assigner import FAILURES, SETTLED_S, SILENT_S, STUCK_S, Assigner
 from p2pserve.coordinator.services.catalogue import CatalogueEntry
-from p2pserve.coordinator.services.hosting import SETTLED_S, STUCK_S, Assigner, HostedModel, HostingBox, HostingOffer
+from p2pserve.coordinator.services.hosting import HostedModel, HostingBox, HostingOffer
 from p2pserve.coordinator.services.replacing import (
     MAX_DRAWN,
     MAX_LENGTH,
@@ -134,6 +135,34 @@ def test_a_box_that_has_left_holds_up_no_placement() -> None:
     assert assigner.is_settled(61.0)
 
 
+def test_a_box_that_does_not_get_on_holds_up_no_placement() -> None:
+    boxes = [*pair("a"), *pair("b")]
+    assigner = Assigner()
+    given = assigner.assign((CHAT, CODE), boxes, {}, 0.0)
+    assert given == {"ax": "chat", "bx": "code"}
+    boxes = serve(boxes, given)
+    loading = [replace(box, serves="", shows="loads 1 %") if box.id == "bx" else box for box in boxes]
+    for at, shows in ((1.0, "loads 1 %"), (SILENT_S, "loads 2 %"), (2 * SILENT_S - 1.0, "loads 2 %")):
+        loading = [replace(box, shows=shows) if box.id == "bx" else box for box in loading]
+        assigner.assign((CHAT, CODE), loading, {}, at)
+        assert not assigner.is_settled(at), "it gets on"
+    assert assigner.find_stuck(2 * SILENT_S + 1.0) == {"bx": "code"}
+    assert assigner.is_settled(2 * SILENT_S + 1.0)
+    assert assigner.assign((CHAT, CODE), loading, {}, 2 * SILENT_S + 1.0) == given, "what it was given it keeps"
+    assigner.assign((CHAT, CODE), boxes, {}, 2 * SILENT_S + 2.0)
+    assert assigner.find_stuck(2 * SILENT_S + 2.0) == {}, "it serves after all"
+
+
+def test_a_box_whose_engine_fails_again_is_not_waited_for() -> None:
+    boxes = [*pair("a"), *pair("b")]
+    assigner = Assigner()
+    boxes = serve(boxes, assigner.assign((CHAT, CODE), boxes, {}, 0.0))
+    for failures in range(1, FAILURES + 1):
+        failed = [replace(box, serves="", failures=failures) if box.id == "bx" else box for box in boxes]
+        assigner.assign((CHAT, CODE), failed, {}, float(failures))
+        assert assigner.is_settled(float(failures)) == (failures == FAILURES)
+
+
 def test_a_node_that_was_to_come_to_what_is_no_more_takes_something_else() -> None:
     assigner = Assigner()
     boxes = pair("a")[:1]
@@ -191,6 +220,24 @@ def test_boxes_follow_what_is_asked_for_and_stay_where_that_is_no_gain() -> None
     assert any("code" in hosts for hosts in found.values())
     stays = [place(name, *hosts, able=both) for name, hosts in found.items()]
     assert run(stays, *asked) == {}, "what was found is not moved again"
+
+
+def test_a_box_that_stays_counts_with_all_that_it_has_and_is_not_moved() -> None:
+    stays = msgspec.structs.replace(place("s", "chat", "code", able=("chat", "code")), stays=True)
+    both = ("chat", "code")
+    asked = (service("chat", demand(4.0)), service("code", demand(0.02)))
+    found = run([place("a", "code", able=both), stays], *asked)
+    assert "chat" in found["a"]
+    assert found["s"] == both
+    task = SharingTask(boxes=(stays,), services=asked, period_s=120.0)
+    shared = task.run(lambda: False).running
+    lone = [msgspec.structs.replace(place(name, name, able=(name,)), stays=True) for name in both]
+    apart = SharingTask(
+        boxes=tuple(lone), services=(service("chat", demand(4.0)), service("code", demand(4.0))), period_s=120.0
+    )
+    crowded = SharingTask(boxes=(stays,), services=apart.services, period_s=120.0)
+    assert shared < crowded.run(lambda: False).running
+    assert apart.run(lambda: False).running < crowded.run(lambda: False).running, "one card is not two"
 
 
 def test_room_for_weights_bounds_what_shares_a_box() -> None:

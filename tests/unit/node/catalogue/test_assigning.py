@@ -9,8 +9,9 @@ import pytest
 from p2pserve.bootstrap import PeerId
 from p2pserve.bootstrap.trust.entries import MAX_PAYLOAD
 from p2pserve.coordinator import Demand
+from p2pserve.coordinator.services.assigner import LATE_S
 from p2pserve.coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue
-from p2pserve.coordinator.services.hosting import LATE_S, Brought, HostedModel, HostingOffer
+from p2pserve.coordinator.services.hosting import Brought, HostedModel, HostingOffer
 from p2pserve.node.box.hardware import Gpu
 from p2pserve.node.catalogue.assigning import HEARD_S, AssignmentDesk, find_brought, group_hosts
 from p2pserve.node.catalogue.hosts import find_hosts
@@ -28,6 +29,13 @@ OFFER = HostingOffer(models={"chat": ABLE, "code": ABLE})
 
 def host(**changes: Any) -> Advert:
     return msgspec.structs.replace(advert("x"), **{"model": None, "engine": None, "hosting": OFFER, **changes})
+
+
+def named(said: Advert, model: str) -> Advert:
+    """With its model under this name."""
+    assert said.model is not None
+    shape = msgspec.structs.replace(said.model.shape, name=model)
+    return msgspec.structs.replace(said, model=msgspec.structs.replace(said.model, shape=shape))
 
 
 def network(**boxes: Advert) -> NetworkView:
@@ -113,6 +121,16 @@ def test_what_boxes_bring_and_clients_ask_counts_for_the_entry_of_their_model() 
     part = msgspec.structs.replace(advert("x"), fits=3, draining=True)
     found = find_brought(network(p=bringing, q=hosting, r=part))
     assert found == {"chat": Brought(power=8.0, fits=4, is_placed=True, is_served=True, tokens_s=880.0)}
+
+
+def test_nodes_of_one_box_bring_what_it_has_once() -> None:
+    both = ("p", "q")
+    code = msgspec.structs.replace(named(advert("y"), "a/b"), beside=both)
+    chat = msgspec.structs.replace(advert("x"), beside=both)
+    found = find_brought(network(p=chat, q=code))
+    assert (found["chat"].power, found["code"].power) == (4.0, 4.0)
+    alone = find_brought(network(p=msgspec.structs.replace(chat, beside=()), q=code))
+    assert (alone["chat"].power, alone["code"].power) == (8.0, 8.0), "who names another as of its box has no less"
 
 
 def test_what_is_said_fits_one_entry_of_gossip() -> None:

@@ -123,7 +123,7 @@ class Backend:
 
 def shelf(backend: Backend, **hosting: Any) -> ModelShelf:
     """Of a box without a GPU, whose engines compute in float32: a number of a weight takes four bytes."""
-    settings: Any = SimpleNamespace(hosting=HostingSettings(**hosting), engine=BoxEngineSettings())
+    settings: Any = SimpleNamespace(hosting=HostingSettings(**hosting), engine=BoxEngineSettings(), beside=())
     made: Any = backend
     return ModelShelf(made, Hardware(cores=1, memory_gib=8.0, processor=""), settings)
 

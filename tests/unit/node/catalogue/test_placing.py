@@ -1,21 +1,29 @@
 """What a coordinator asks the search for: which boxes, services and requests it makes of what members say."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
+import trio
 
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Demand
 from p2pserve.coordinator.costs.model_shape import model_shape
+from p2pserve.coordinator.services.assigner import FAILURES, Assigner
 from p2pserve.coordinator.services.hosting import HostedModel, HostingOffer
 from p2pserve.coordinator.services.replacing import SharingTask
+from p2pserve.node.catalogue import placing
 from p2pserve.node.catalogue.hosts import find_hosts
-from p2pserve.node.catalogue.placing import find_demands, find_task
-from p2pserve.node.messages import Advert
+from p2pserve.node.catalogue.placing import SharingDesk, find_demands, find_task
+from p2pserve.node.messages import Advert, EngineAdvert
+from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView
 
 from ..planning.test_coordination import advert
-from .test_assigning import LISTED
+from .test_assigning import LISTED, named
 
 SHAPE = model_shape("llama-7b")
 WHOLE = HostedModel(fits=SHAPE.layers, layers=SHAPE.layers, weight_bytes=SHAPE.weight_bytes, shape=SHAPE)
@@ -69,6 +77,23 @@ def test_boxes_services_and_requests_are_those_that_members_tell_of() -> None:
     assert {service.name: service.demands for service in found.services} == {"chat": (ASKED,), "code": ()}
 
 
+def test_nodes_that_a_box_was_started_with_are_one_engine_that_stays() -> None:
+    both = ("a", "b")
+    other = msgspec.structs.replace(named(advert("y"), "a/b"), beside=both)
+    pair = {name: node("p", "q") for name in "pq"}
+    started = {"a": msgspec.structs.replace(asking(), beside=both), "b": other}
+    found = task_of(network(**pair, **started), p="chat", q="code")
+    assert found is not None
+    assert [(box.id, box.most, box.hosts, box.stays) for box in found.boxes] == [
+        ("p", 2, ("chat", "code"), False),
+        ("a", 2, ("chat", "code"), True),
+    ]
+    started["a"] = asking()
+    found = task_of(network(**pair, **started), p="chat", q="code")
+    assert found is not None
+    assert [(box.id, box.hosts) for box in found.boxes[1:]] == [("a", ("chat",)), ("b", ("code",))], "only one says so"
+
+
 def test_there_is_nothing_to_decide_without_requests_a_second_service_or_a_box_for_two() -> None:
     pair = {name: node("p", "q") for name in "pq"}
     assert task_of(network(**pair)) is None, "nobody asks"
@@ -87,3 +112,60 @@ def test_boxes_that_hold_a_part_are_left_out() -> None:
     found = task_of(network(**pair, r=node(hosting=offer), a=asking()), p="chat", r="code")
     assert found is not None
     assert [box.id for box in found.boxes] == ["p", "a"]
+
+
+def hosting(hosts: str, *beside: str, **engine: Any) -> Advert:
+    """A node with an engine for what it hosts."""
+    offer = HostingOffer(models={"chat": WHOLE, "code": WHOLE}, beside=beside, room_bytes=9, hosts=hosts)
+    return node(hosting=offer, engine=EngineAdvert(**{"state": "ready", **engine}))
+
+
+def test_what_a_node_says_changes_while_it_fetches_and_loads() -> None:
+    def shows(advert: Advert) -> str:
+        return find_hosts(network(p=advert))[0].shows
+
+    fetches = HostingOffer(models={"chat": WHOLE}, prepares="chat", detail="downloads 1 %")
+    steps = [
+        node(hosting=fetches),
+        node(hosting=msgspec.structs.replace(fetches, detail="downloads 2 %")),
+        hosting("chat", state="starting", detail="imports vLLM"),
+        hosting("chat", state="starting", detail="loads the model"),
+        hosting("chat", state="restarting", starts=1),
+    ]
+    assert len({shows(each) for each in steps}) == len(steps)
+    assert find_hosts(network(p=hosting("chat", state="restarting", failures=3)))[0].failures == 3
+
+
+def test_services_are_placed_without_a_node_that_does_not_get_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks, said = list[SharingTask](), list[str]()
+
+    class AskedPlanner:
+        async def place(self, task: SharingTask) -> None:
+            tasks.append(task)
+
+    @asynccontextmanager
+    async def open_asked(_: object) -> AsyncIterator[AskedPlanner]:
+        yield AskedPlanner()
+
+    monkeypatch.setattr(placing, "open_planner", open_asked)
+    one, two = ("p", "q"), ("r", "s")
+    view = network(
+        a=asking(), p=hosting("chat", *one), q=node(*one), s=node(*two),
+        r=hosting("code", *two, state="restarting", failures=FAILURES - 1),
+    )  # fmt: skip
+    joined: Any = SimpleNamespace(view=view, settings=SimpleNamespace(tuning=WAN), say=said.append)
+    desk, assigner = SharingDesk(joined), Assigner()
+
+    async def look_twice() -> None:
+        now = trio.current_time()
+        assigner.assign(LISTED.entries, find_hosts(view), {}, now)
+        await desk.look(assigner, now - 2.0 * WAN.replace_s)
+        assert tasks == [], "it starts again, and may serve then"
+        view.adverts[PeerId("r")] = hosting("code", *two, state="restarting", failures=FAILURES)
+        assigner.assign(LISTED.entries, find_hosts(view), {}, now)
+        await desk.look(assigner, now - 2.0 * WAN.replace_s)
+
+    trio.run(look_twice)
+    (task,) = tasks
+    assert {box.id: (box.hosts, box.most) for box in task.boxes if box.id != "a"} == {"p": (("chat",), 2), "r": ((), 1)}
+    assert "it does not get on with code" in said[0]

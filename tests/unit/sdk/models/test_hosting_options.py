@@ -112,6 +112,16 @@ def test_status_says_what_shares_a_box_and_what_has_no_room_beside_it() -> None:
     assert hosting_faults(status(one, two), "big") == {}
 
 
+def test_status_says_which_nodes_with_models_are_one_box() -> None:
+    shared = msgspec.structs.replace(advert(), beside=(FIRST, SECOND))
+    other = msgspec.structs.replace(
+        shared, model=msgspec.structs.replace(MODEL, shape=msgspec.structs.replace(MODEL.shape, name="other"))
+    )
+    lines = hosting_lines(status(node(FIRST, advert=shared), node(SECOND, advert=other)))
+    assert lines == [f"shared: {name_of(FIRST)} and {name_of(SECOND)} are one box: {MODEL.name} and other"]
+    assert hosting_lines(status(node(FIRST, advert=shared), node(SECOND, advert=advert()))) == []
+
+
 def test_a_box_for_several_services_has_one_gpu_and_no_model_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     several = ("--max-services", "2")
     assert main([*JOIN, "--model", "bundled", *several]) == 2
