@@ -12,12 +12,12 @@ import numpy as np
 
 from ....coordinator.costs.gpus import gpu_table
 from ....coordinator.costs.model_shape import model_shape
-from ....coordinator.plan import Pairing, Phase, Plan, Replica, Stage
+from ....coordinator.plan import Deadlines, Pairing, Phase, Plan, Replica, Stage
 from ....coordinator.planning.model.cluster import Box, Cluster
 from ....coordinator.planning.model.workload import Service, Slo
 from ....coordinator.routing.interface import RoutingSettings
 from ...engine.values import SimEngineSettings
-from ...policies import PLAN
+from ...policies import PLAN, PREDICTED
 from ...results.outcomes import attainment
 from ...scenario import ServiceRun, SimSettings
 from ...workloads import MOONCAKE_BLOCK, mooncake, workload_of
@@ -48,15 +48,17 @@ COLD: Final = "no prefix cache"
 BLIND: Final = "caches, routes that do not know them"
 ROUTED: Final = "caches, routes by prefix"
 SPREAD: Final = ", 4 gateways"
+BY_PLAN: Final = f", `{PLAN}`"
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A way to serve: whether replicas cache prompts, whether routes follow that, over which links KV of prefixes comes
-    from other boxes (0: it does not), and what it is compared with."""
+    """A way to serve: whether replicas cache prompts, whether routes follow that, by which policy, over which links KV
+    of prefixes comes from other boxes (0: it does not), and what it is compared with."""
 
     cached: bool
     routed: bool
+    policy: str = PREDICTED
     gateways: int = 0
     blind: str = BLIND
     fetch_gbps: float = 0.0
@@ -68,8 +70,9 @@ WAYS: Final[Mapping[str, _Way]] = {
     ROUTED: _Way(cached=True, routed=True),
     BLIND + SPREAD: _Way(cached=True, routed=False, gateways=GATEWAYS, blind=BLIND + SPREAD),
     ROUTED + SPREAD: _Way(cached=True, routed=True, gateways=GATEWAYS, blind=BLIND + SPREAD),
+    BLIND + BY_PLAN: _Way(cached=True, routed=False, policy=PLAN, blind=BLIND + BY_PLAN),
+    ROUTED + BY_PLAN: _Way(cached=True, routed=True, policy=PLAN, blind=BLIND + BY_PLAN),
 }
-
 
 FETCHING: Final[Mapping[str, _Way]] = {
     f"KV of prefixes over {gbps:g} Gb/s": _Way(cached=True, routed=True, fetch_gbps=gbps) for gbps in LINKS_GBPS
@@ -181,8 +184,9 @@ def prefixes(scope: Scope) -> Page:
             f"scaled to the rate) on boxes of one {GPU} each, {MODEL} whole on each of them, every box prefilling and "
             "decoding; step times by the roofline, vLLM's defaults, KV memory shared by running requests and cache "
             f"(the longest unused goes first).\n\nDeadlines as Mooncake's: {SLO.ttft_s:g} s to the first token, "
-            f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The policy `plan` "
-            "throughout; `RoutingSettings.prefix_weight` is 0 where routes do not know of caches. One gateway that "
+            f"{1e3 * SLO.tpot_s:g} ms from token to token. All that is shown is modelled. The policy is "
+            f"`{PREDICTED}`, the default, which goes by these deadlines, or `{PLAN}` where that is named, which does "
+            "not; `RoutingSettings.prefix_weight` is 0 where routes do not know of caches. One gateway that "
             f"hears of all replicas at once, or {GATEWAYS}, which hear of them once a second and know their own "
             "requests at once, as in the running network. KV of prefixes comes from other boxes in the last two tables "
             "alone; in the others `RoutingSettings.prefix_fetch` is 0."
@@ -299,7 +303,7 @@ def _run(boxes: int, way: str, rate: float, requests: int | None) -> _Figures:
     settings = SimSettings(
         engine=SimEngineSettings(prefix_blocks=pieces),
         routing=RoutingSettings(
-            policy=PLAN,
+            policy=served.policy,
             prefix_weight=weight,
             prefix_fetch=RoutingSettings().prefix_fetch if served.fetch_gbps else 0.0,
         ),
@@ -339,4 +343,7 @@ def _plan(boxes: int) -> Plan:
         for name in names
     )
     pairings = tuple(Pairing(prefill=name, decode=name, weight=1.0 / boxes) for name in names)
-    return Plan(epoch=0, version=1, service=MODEL, replicas=replicas, pairings=pairings, codec="kv4", why=())
+    return Plan(
+        epoch=0, version=1, service=MODEL, replicas=replicas, pairings=pairings, codec="kv4", why=(),
+        deadlines=Deadlines(ttft_s=SLO.ttft_s, tpot_s=SLO.tpot_s),
+    )  # fmt: skip
