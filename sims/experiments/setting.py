@@ -25,7 +25,7 @@ from ...coordinator.planning.upper.search import SearchResult, search
 from ...coordinator.planning.upper.settings import SearchSettings
 from ...coordinator.routing.interface import RoutingSettings
 from ..engine.values import SimEngineSettings
-from ..policies import SHARES
+from ..policies import PLAN, SHARES
 from ..records import Trace
 from ..results.outcomes import ServiceOutcome, attainment
 from ..scenario import ServiceRun, SimSettings
@@ -47,8 +47,9 @@ BRACKET: Final = (0.2, 1.6)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
-    steps of one watched, halvings of a rate, plans that challenge the best in trials; `requests` of a
-    run, where a page counts those and no seconds. `kept`: see `KeptResults`."""
+    steps of one watched, halvings of a rate, plans that challenge the best in trials, and the `policy`
+    that routes there; `requests` of a run, where a page counts those and no seconds. `kept`: see
+    `KeptResults`."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
@@ -56,6 +57,7 @@ class Scope:
     long_steps: int = 2000
     halvings: int = 6
     challengers: int = 8
+    policy: str = PLAN
     requests: int = 1000
     kept: Path | None = field(default=None, compare=False, repr=False)
 
@@ -109,6 +111,11 @@ class Deployed:
     problem: Problem
     solution: Solution
     _proposals: dict[float, Proposal] = field(default_factory=dict)
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether no replica of it needs another."""
+        return all(group.phase is Phase.MIXED for group in self.solution)
 
     def at(self, rate: float | None = None) -> Proposal:
         """The lower level's plan for a rate; without one, the problem's."""

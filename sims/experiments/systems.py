@@ -117,7 +117,7 @@ def _search_and_try(case: PlannedCase, rate: float, scope: Scope, *others: Solut
 def _trials(problem: Problem, scope: Scope) -> PlanTrials:
     """With requests of other seeds than those that are reported, routed alike; the best is who carries most."""
     seeds = tuple(TRIALS + seed for seed in scope.seeds)
-    settings = SimSettings(routing=RoutingSettings(policy=PLAN))
+    settings = SimSettings(routing=RoutingSettings(policy=scope.policy))
     trial = SimulatedTrial(problem=problem, seeds=seeds, seconds=scope.seconds, settings=settings)
     return PlanTrials(problem=problem, evaluator=LowerLevel(problem), trial=trial, rank=attrgetter("capacity"))
 

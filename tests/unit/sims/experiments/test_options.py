@@ -35,7 +35,7 @@ def test_a_plan_is_chosen_once_and_kept_with_the_case_that_it_is_for(
     def choose(system: str) -> Any:
         def chosen(case: PlannedCase, *rest: Any) -> Any:
             asked.append((system, rest[-1]))
-            return SimpleNamespace(solution=SOLUTION)
+            return SimpleNamespace(solution=SOLUTION, is_colocated=len(asked) > 5)
 
         return chosen
 
@@ -48,16 +48,18 @@ def test_a_plan_is_chosen_once_and_kept_with_the_case_that_it_is_for(
         return {system: options.choose_plan(case, system, scope, kept) for system in systems}
 
     plans = choose_all(KeptResults(tmp_path / "kept"))
-    assert [name for name, _ in asked] == ["chosen", "best_colocated", "best_in_house", "best_in_house"]
+    assert [name for name, _ in asked] == ["chosen", "chosen", "best_colocated", "best_in_house", "best_in_house"]
     assert all(each.seeds == (0,) and each.seconds < scope.seconds for _, each in asked)
+    assert all((each.policy, each.challengers) == (PREDICTED, options.CHALLENGERS) for _, each in asked)
     assert all(plan.solution == SOLUTION for plan in plans.values())
     assert [box.gpus for box in plans["vLLM-like"].problem.cluster.boxes] == [8]
     assert len(plans[COLOCATED].problem.cluster.boxes) > 1
     kept = KeptResults(tmp_path / "kept")
     assert {name: plan.solution for name, plan in choose_all(kept).items()} == dict.fromkeys(systems, SOLUTION)
-    assert len(asked) == 4
-    options.choose_plan(make_case("coding", 5.0, SIXTEEN), OURS, scope, kept)
     assert len(asked) == 5
+    for system in (OURS, COLOCATED):  # what is found for ours is a colocated plan now, and counts as the best of them
+        options.choose_plan(make_case("coding", 5.0, SIXTEEN), system, scope, kept)
+    assert [name for name, _ in asked[5:]] == ["chosen", "chosen"]
 
 
 class CountingDeployed:
