@@ -315,7 +315,8 @@ def choose_rate(traffic: LiveTraffic, status: Status, slo: Slo) -> tuple[float, 
 
 
 def _steady(network: SimulatedNetwork, traffic: LiveTraffic, rate: float, plan: Plan) -> Outcomes:
-    return network.run(traffic.trace(rate, STEADY_REQUESTS), [(0.0, plan)])
+    """From clients of all gateways, as the planner expects them."""
+    return replace(network, gateways=()).run(traffic.trace(rate, STEADY_REQUESTS), [(0.0, plan)])
 
 
 def _without_lead(outcomes: Outcomes, lead: int) -> Outcomes:

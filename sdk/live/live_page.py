@@ -380,10 +380,10 @@ def _describe_tails(calm: Sequence[LiveComparison]) -> str:
     return f"""
 - TPOT is {halves} times the simulated at the 50th percentile and {nineties} at the 90th, attainment
 {attainments}, in the
-runs whose tail is off: some answers stood still for a while and most did not. These stalls are not explained. Emulated
-engines fell behind their model {sum(each.late for each in calm)} times; {min(cores):.1f} to {max(cores):.1f} cores of
-the machine were busy, {min(own):.1f} to {max(own):.1f} of them with the run, so other work on it is not the whole
-cause. The network changed its plan {min(plans)} to {max(plans)} times a run, which the simulation follows."""
+runs whose tail is off: some answers stood still for a while and most did not. Emulated engines fell behind their model
+{sum(each.late for each in calm)} times; {min(cores):.1f} to {max(cores):.1f} cores of the machine were busy,
+{min(own):.1f} to {max(own):.1f} of them with the run.
+The network changed its plan {min(plans)} to {max(plans)} times a run, which the simulation follows."""
 
 
 def _describe_messages(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:

@@ -3,7 +3,8 @@ GPUs are emulated: processes, sockets, plan and KV bytes are real."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from math import isnan, nan
@@ -64,11 +65,13 @@ class LoneRequest(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What the client saw, how many requests took several attempts, and the nodes that wrote the answers."""
+    """What the client saw, how many requests took several attempts, the nodes that wrote the answers, and the ids of
+    those that were answered."""
 
     outcomes: Outcomes
     recovered: int
     nodes: tuple[str, ...]
+    ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,7 +80,8 @@ class LiveRun:
 
     `outcomes` by the client's clock from the trace's arrivals. `plans` with the moments they took
     effect. `numbers`: the nodes' peers by their numbers. `before`: the network's status at the
-    beginning, when it served `lone` requests. `recovered`: requests with more than one attempt;
+    beginning, when it served `lone` requests. `gateways`: the nodes that took the client's requests, the one with the
+    most first. `recovered`: requests with more than one attempt;
     `late`: engines behind their model. `cores` of this machine were busy on average, `own_cores` with this run."""
 
     outcomes: Outcomes
@@ -90,6 +94,7 @@ class LiveRun:
     own_cores: float
     happened: tuple[Happened, ...] = ()
     lone: tuple[LoneRequest, ...] = ()
+    gateways: tuple[str, ...] = ()
 
 
 async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> LiveRun:
@@ -111,6 +116,7 @@ async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> L
                 with measure_cores(box) as cores:
                     async with _plans_followed(client) as plans, _harming(nodes, say) as happened:
                         replayed = await replay(client, trace, say, may_fail=bool(settings.schedule))
+                gateways = await find_gateways(client, replayed.ids)
             return LiveRun(
                 outcomes=replayed.outcomes,
                 plans=tuple(plans),
@@ -122,6 +128,7 @@ async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> L
                 own_cores=cores[1],
                 happened=tuple(happened),
                 lone=tuple(lone),
+                gateways=gateways,
             )
 
 
@@ -153,6 +160,15 @@ async def ask_alone(client: AsyncClient) -> LoneRequest:
     return LoneRequest(prompt, first - asked, figures.prefill_node, figures.decode_node)
 
 
+async def find_gateways(client: AsyncClient, requests: Sequence[str]) -> tuple[str, ...]:
+    """The nodes that took these requests, as far as they still know of them; the one with the most first."""
+    found = Counter[str]()
+    for request in requests:
+        trace = await client.trace(request)
+        found[trace.gateway if trace is not None else ""] += 1
+    return tuple(gateway for gateway, _ in found.most_common() if gateway)
+
+
 def find_in_time(outcomes: Outcomes, deadlines: Deadlines) -> NDArray[np.bool_]:
     """Which requests have met all deadlines; of 0 there is none."""
     in_time = outcomes.completed
@@ -171,7 +187,7 @@ async def replay(
 ) -> Replayed:
     """Replay the trace, where there are several services to one. `may_fail`: one that ends with an error has never
     happened."""
-    nodes = [""] * len(trace)
+    nodes, ids = [""] * len(trace), list[str]()
     ttft, e2e = np.full(len(trace), nan), np.full(len(trace), nan)
     recovered = done = 0
     began = trio.current_time()
@@ -182,9 +198,10 @@ async def replay(
         await trio.sleep_until(at)
         attempts = 0
         try:
-            first, last, figures = await ask(client, int(trace.prompt[row]), int(trace.output[row]))
+            first, last, figures = await ask(client, int(trace.prompt[row]), int(trace.output[row]), service)
             ttft[row], e2e[row], attempts = first - at, last - at, figures.attempts
             nodes[row] = figures.decode_node
+            ids.append(figures.id)
         except ClientError as error:
             if not may_fail:
                 raise
@@ -196,7 +213,7 @@ async def replay(
     async with trio.open_nursery() as nursery:
         for row in range(len(trace)):
             nursery.start_soon(one, row)
-    return Replayed(Outcomes(trace=trace, ttft_s=ttft, e2e_s=e2e), recovered, tuple(nodes))
+    return Replayed(Outcomes(trace=trace, ttft_s=ttft, e2e_s=e2e), recovered, tuple(nodes), tuple(ids))
 
 
 @asynccontextmanager

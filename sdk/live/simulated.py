@@ -45,6 +45,8 @@ from .network import Happened, LiveRun, LoneRequest
 from .nodes import GATEWAY, MAX_REQUESTS, LiveSettings
 from .schedule import LiveFaultKind, needs_links
 
+REPORT_S: Final = 1.0
+"""A gateway knows its own requests at once, and hears so often how replicas stand."""
 CLIENT_MESSAGES: Final = 2  # the request, and its first token
 BLOCK_TOKENS: Final = 16  # of an emulated engine
 LOOPBACK_GBPS, LOOPBACK_RTT_S = 8.0, 0.0005
@@ -60,7 +62,7 @@ class SimulatedNetwork:
     service: Service
     max_batched_tokens: int
     is_silent: bool = False  # how nodes are lost
-    gateways: tuple[str, ...] = ()  # none: those of all nodes, in turn
+    gateways: tuple[str, ...] = ()  # that take the requests, in turn; none: those of all nodes, which hear all at once
     message_s: float = 0.0  # that the processes at both ends of a message take
     client_s: float = 0.0  # the round trip from the clients to their gateways
 
@@ -89,7 +91,7 @@ class SimulatedNetwork:
         gateways = self.gateways or tuple(box.id for box in boxes)
         settings = SimSettings(
             engine=engine, gateways=gateways, message_s=self.message_s, kv_wait_limit=WaitLimitSettings().gain,
-            routing=RoutingSettings(),
+            routing=RoutingSettings(), report_s=REPORT_S if self.gateways else 0.0,
         )  # fmt: skip
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans
@@ -131,7 +133,7 @@ def simulated_network(settings: LiveSettings, live: LiveRun, service: Service) -
         service=service,
         max_batched_tokens=settings.max_batched_tokens,
         is_silent=settings.loss == "silent",
-        gateways=(live.numbers[GATEWAY],) if is_emulated else (),
+        gateways=(live.numbers[GATEWAY],) if is_emulated else live.gateways[:1],
         client_s=NEAR.rtt_ms / 1e3 if is_emulated else float(cluster.rtt_s[0, -1]),
     )
     return replace(found, message_s=found.message_seconds(live.lone))

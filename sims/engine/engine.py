@@ -386,7 +386,7 @@ class Engine:
         prompt longer than the budget is computed alone: vLLM would refuse it."""
         chunks: list[PromptChunk] = []
         while budget > 0:
-            if not self._to_prefill or (self._queue and self._is_cached_send(self._queue[0])):
+            if not self._to_prefill or (self._queue and self._goes_first(self._queue[0])):
                 admitted = self._admit()
                 if admitted is not None and admitted.external:
                     signals.append(EngineSignal(SignalKind.HAS_ROOM, admitted, 0.0))
@@ -431,6 +431,10 @@ class Engine:
         if not sequence.sends_kv:
             return False
         return 0 < self.prefixes.count_cached(sequence) >= sequence.known - self._block_tokens
+
+    def _goes_first(self, sequence: Sequence) -> bool:
+        """Whether it takes hardly a token of the prompts that have been admitted."""
+        return sequence.external > 0 or self._is_cached_send(sequence)
 
     def _queue_received(self, sequence: Sequence) -> None:
         """Its KV is here: it decodes next, or first prefills what is left of its prompt."""

@@ -234,7 +234,8 @@ class EmulatedEngine:
             live = self._requests[request]
             if live.expected is not None:
                 live.expected.start()
-                self._wait_limits.begin(request, 0, live.work.external, now)
+                is_computed = live.first_token_from is None
+                self._wait_limits.begin(request, 0, live.work.external, now, is_computed=is_computed)
         for request in batch.preempted:
             self.on_lost_kv(request)
         if not batch.scheduled:
@@ -409,6 +410,7 @@ class EmulatedEngine:
         for live in self._requests.values():
             if live.first_token_from == transfer:
                 live.first_token_from = None
+                self._wait_limits.on_computed(live.work.request)
                 if live.expected is None:
                     self._receive_kv(live, live.received)
                 return

@@ -81,6 +81,7 @@ class SchedulerSide:
         if receive is None:
             return None
         receive.awaits_first_token = False
+        self._wait_limits.on_computed(receive.request.request_id)
         here, receive.is_complete = receive.is_complete, False
         return receive.request.request_id if here else None
 
@@ -133,7 +134,8 @@ class SchedulerSide:
                 all_or_nothing=behind > 0,
             )
         )
-        self._wait_limits.begin(request.request_id, first, receive.tokens, self._clock())
+        is_computed = not receive.awaits_first_token
+        self._wait_limits.begin(request.request_id, first, receive.tokens, self._clock(), is_computed=is_computed)
 
     @property
     def awaits_kv(self) -> bool:

@@ -8,7 +8,9 @@ nothing. Two predictions are compared, and waiting must look worse for a while b
 
 Layers come one after the other, so nothing may be complete although most of it is there: that speaks for waiting.
 Before anything has come there is no rate. The prefill engine may have a queue, and computing here holds up decodes
-that are to be kept apart from prefills; so it is given several times what computing would take.
+that are to be kept apart from prefills; so it is given several times what computing would take. While it computes, KV
+comes as fast as its steps are, whatever the link could carry: until it has told the first token, only KV that stops
+coming is given up, after as long.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ class WaitLimitSettings:
     `window_s`: how far back the rate looks; longer rides out longer pauses of a link, and notices a stall later.
     `gain`: waiting is given up when it takes so many times as long as computing, plus `margin_s`; higher keeps prefills
     away from this engine and costs time to the first token. `hold_s`: for so long it must stay that way.
-    `first_gain`, `first_margin_s`: the same while nothing has come. `unmeasured_s`, `unmeasured_token_s`: until a
-    prefill has been measured here, a prompt is taken to need the former, and a long one the latter for each token.
-    Higher waits longer for the KV of a first prompt; lower has a box that shall only decode compute it.
+    `first_gain`, `first_margin_s`: the same while nothing has come, or nothing new of a prompt that is being computed.
+    `unmeasured_s`, `unmeasured_token_s`: until a prefill has been measured here, a prompt is taken to need the former,
+    and a long one the latter for each token. Higher waits longer for the KV of a first prompt; lower has a box that
+    shall only decode compute it.
     """
 
     window_s: float = 1.0
@@ -46,7 +49,8 @@ class WaitLimitSettings:
 @dataclass(slots=True)
 class _Wait:
     tokens: int
-    began: float
+    grew_at: float  # when the latest KV came
+    is_computed: bool
     complete: int = 0
     samples: deque[tuple[float, float]] = field(default_factory=deque)  # (when, part), `part` grows
     worse_since: float | None = None
@@ -76,15 +80,23 @@ class WaitLimits:
             measured = seconds / tokens
             self._token_s = measured if self._token_s is None else 0.7 * self._token_s + 0.3 * measured
 
-    def begin(self, request: str, first: int, last: int, now: float) -> None:
-        """There are blocks for the positions `[first, last)`: from now on the sender may send."""
-        self._waits[request] = _Wait(last - first, now, samples=deque([(now, 0.0)]))
+    def begin(self, request: str, first: int, last: int, now: float, *, is_computed: bool = True) -> None:
+        """There are blocks for the positions `[first, last)`: from now on the sender may send. `is_computed`: it has
+        computed them, or does not say when it has; else see `on_computed`."""
+        self._waits[request] = _Wait(last - first, now, is_computed, samples=deque([(now, 0.0)]))
+
+    def on_computed(self, request: str) -> None:
+        """The sender has: what is missing waits for the link alone. Unknown ones: nothing."""
+        if (wait := self._waits.get(request)) is not None:
+            wait.is_computed = True
 
     def on_arrival(self, request: str, part: float, complete: int, now: float) -> None:
         """`part` of the KV is there, `complete` positions in every layer. Unknown ones: nothing."""
         wait = self._waits.get(request)
         if wait is not None:
             wait.complete = complete
+            if part > wait.samples[-1][1]:
+                wait.grew_at = now
             wait.samples.append((now, part))
 
     def end(self, request: str) -> None:
@@ -109,8 +121,8 @@ class WaitLimits:
         while len(wait.samples) > 1 and wait.samples[1][0] <= now - settings.window_s:
             wait.samples.popleft()
         (since, before), (_, part) = wait.samples[0], wait.samples[-1]
-        if not part:
-            waited = now - wait.began
+        if part < 1.0 and not (part and wait.is_computed):
+            waited = now - wait.grew_at
             bound = settings.first_gain * compute_s + settings.first_margin_s
             return f"no KV came in {waited:.1f} s" if waited > bound else ""
         grown = part - before

@@ -36,10 +36,10 @@ from ..vllm.speed import measure, measure_worker
 from ..vllm.synchronisations import record_if_asked
 from ..vllm.weights import telling_weights
 from .arguments import build_engine, device_kind, eos_tokens, stage_config
-from .cached_sends import CachedSends
 from .constraints import BACKEND, ConstraintSupport
 from .held_blocks import HeldBlockEvents
 from .logprobs import prompt_top_tokens, top_tokens
+from .prompt_limits import PromptLimits
 from .sampling import structured_outputs, to_vllm
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class EngineRunner:
         self._transfers = connector.scheduler_side
         cache = self._engine.vllm_config.cache_config
         self._held = HeldBlockEvents(self.scheduler, choose_stride(cache.num_gpu_blocks or 0))
-        self._cached_sends = CachedSends(self.scheduler)
+        self._prompt_limits = PromptLimits(self.scheduler)
         self._step_tokens = int(self.scheduler.max_num_scheduled_tokens)
         self._requests: dict[str, _RunningRequest] = {}
         self._eos = eos_tokens(self._engine.model_config)
@@ -219,7 +219,7 @@ class EngineRunner:
                 # Steps leave freed memory behind, which the next step uses again; where none follows, it goes back.
                 if not self.handle(await_message(self._inbox, REST_S, return_freed_memory)):
                     return
-            self._cached_sends.limit_running()
+            self._prompt_limits.limit_running()
             idle = not self.step() and not self.scheduler.running
             self._idle_steps.on_step(idle=idle)
             if idle and self._switchboard.news.wait(self._idle_wait_s() if self._idle_steps.may_sleep else 0.0):
@@ -345,7 +345,7 @@ class EngineRunner:
         )
         self._core.add_request(request, wave)
         if submit.send and self._config.sharing is None:
-            self._cached_sends.add(request, cached)
+            self._prompt_limits.add_send(request, cached)
 
     def _check(self, submit: protocol.Submit) -> None:
         """Raise ValueError for what vLLM would find out inside a step, which takes the engine with it."""

@@ -217,6 +217,7 @@ async def _run_live(run: SharedRun, traces: Mapping[int, Trace], problem: Placem
                 outcomes[number] = found.outcomes
                 retried += found.recovered
                 where.update({(number, row): boxes[peer] for row, peer in enumerate(found.nodes)})
+                check_boxes(run, where)
 
             with measure_cores(box) as cores:
                 async with trio.open_nursery() as nursery:
@@ -274,6 +275,13 @@ def number_boxes(run: SharedRun, hosted: Iterable[Sequence[tuple[str, str]]]) ->
         del left[number]
         found |= {peer: number for _, peer in nodes}
     return found
+
+
+def check_boxes(run: SharedRun, where: Mapping[tuple[int, int], int]) -> None:
+    """Every request was answered where its service is. Raises DemoFailed."""
+    for (number, row), box in where.items():
+        if number not in run.pairs[box]:
+            raise DemoFailed(f"request {row + 1} to {run.services[number].model} was answered on a box without it")
 
 
 def _id_of(service: AskedModel) -> str:

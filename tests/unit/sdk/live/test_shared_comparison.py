@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from p2pserve.sdk.errors import DemoFailed
-from p2pserve.sdk.live.shared.comparison import AskedModel, SharedRun, number_boxes, serve, summarize
+from p2pserve.sdk.live.shared.comparison import AskedModel, SharedRun, check_boxes, number_boxes, serve, summarize
 from p2pserve.sims.records import Trace
 
 RUN = replace(
@@ -55,3 +55,10 @@ def test_boxes_are_told_by_what_their_engine_process_has() -> None:
     assert number_boxes(RUN, [both, [(name, peer * 2) for name, peer in both]]) == {"a": 0, "b": 0, "aa": 1, "bb": 1}
     with pytest.raises(DemoFailed, match="which no box was started with"):
         number_boxes(RUN, [both[:1]])
+
+
+def test_a_request_that_another_services_box_answers_is_told() -> None:
+    run = replace(RUN, pairs=((0, 1), (0, 0)))
+    check_boxes(run, {(0, 3): 1, (1, 2): 0})
+    with pytest.raises(DemoFailed, match=r"request 3 to opt-6.7b was answered on a box without it"):
+        check_boxes(run, {(1, 2): 1})

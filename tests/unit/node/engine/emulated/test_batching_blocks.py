@@ -31,9 +31,10 @@ def test_prompt_tokens_yet_to_be_computed_here_are_those_of_requests_without_a_t
     engine.add(BatchedRequest("waits", 7, max_tokens=5))
     assert engine.pending_prefill_tokens == 20 + (30 - 24) + 7
     assert (engine.running, engine.waiting) == (2, 2)
-    assert step(engine)[0] == {"decodes": (4, 1), "prefills": (6, 9)}  # no token is left for others
+    # No token is left for others, nor is one needed to be given KV.
+    assert step(engine) == ({"decodes": (4, 1), "prefills": (6, 9)}, ("far",), ())
     assert engine.pending_prefill_tokens == 20 + 6 + 7
-    assert step(engine) == ({"decodes": (5, 1), "prefills": (15, 5), "waits": (0, 4)}, ("far",), ())
+    assert step(engine) == ({"decodes": (5, 1), "prefills": (15, 5), "waits": (0, 4)}, (), ())
     assert engine.pending_prefill_tokens == 30 - 24 + 7
     assert step(engine)[0] == {"decodes": (6, 1), "prefills": (20, 1), "waits": (4, 3)}
     assert engine.pending_prefill_tokens == 30 - 24
@@ -114,7 +115,7 @@ def test_who_runs_alone_takes_the_blocks_of_the_last_that_waits_with_kv() -> Non
         engine.add(BatchedRequest(name, 8, max_tokens=1, external=8))
     engine.add(BatchedRequest("runs", 8, max_tokens=9))
     assert step(engine) == ({"runs": (0, 8)}, ("one", "two"), ())
-    for name in ("two", "one"):
+    for name in ("one", "two"):
         engine.receive_kv(name, 8)  # now they wait for the only place
     assert step(engine) == ({"runs": (8, 1)}, (), ("two",))
     assert engine.free_tokens == 4
@@ -144,3 +145,28 @@ def test_an_engine_in_one_step_computes_no_more_than_its_budget_and_lets_nobody_
     engine.add(BatchedRequest("short", 1, max_tokens=1))
     assert step(engine) == ({"old": (8, 1)}, (), ("young",))
     assert step(engine)[0] == {"old": (9, 1)}  # young goes first, and needs two blocks of the one that is free
+
+
+def test_answers_whose_kv_has_come_go_on_beside_a_prompt_that_would_take_all_tokens() -> None:
+    engine = batcher(100, max_tokens=10, max_requests=4)
+    engine.add(BatchedRequest("prefills", 60, max_tokens=1))
+    assert step(engine)[0] == {"prefills": (0, 10)}
+    engine.add(BatchedRequest("one", 8, max_tokens=3, external=8))
+    engine.add(BatchedRequest("two", 9, max_tokens=3, external=9))
+    assert step(engine) == ({"prefills": (10, 10)}, ("one", "two"), ())  # KV may come meanwhile
+    engine.receive_kv("two", 9)
+    engine.receive_kv("one", 8)
+    engine.add(BatchedRequest("later", 5, max_tokens=1))
+    assert step(engine)[0] == {"prefills": (20, 8), "two": (8, 1), "one": (7, 1)}
+    assert step(engine)[0] == {"prefills": (28, 8), "two": (9, 1), "one": (8, 1)}
+
+
+def test_a_prompt_whose_kv_has_come_in_part_takes_no_tokens_from_one_under_way() -> None:
+    engine = batcher(100, max_tokens=10, max_requests=4)
+    engine.add(BatchedRequest("prefills", 25, max_tokens=1))
+    engine.add(BatchedRequest("far", 30, max_tokens=3, external=30))
+    step(engine)
+    engine.receive_kv("far", 4)
+    engine.add(BatchedRequest("later", 5, max_tokens=1))
+    assert step(engine)[0] == {"prefills": (10, 10)}
+    assert step(engine)[0] == {"prefills": (20, 5), "far": (4, 5)}

@@ -405,6 +405,19 @@ def test_kv_that_does_not_come_is_given_up() -> None:
     assert bench.step() is not None
 
 
+def test_kv_is_slow_only_once_its_prompt_is_computed() -> None:
+    bench = Bench()
+    _, arrivals = awaits_first_token(bench)
+    for part in (0.01, 0.02, 0.03, None, 0.03, 0.03):
+        if part is None:
+            assert not arrivals.aborted
+            bench.engine.handle(protocol.SetFirstToken(request="r", token=77), bench.now)
+        arrivals.part = part or arrivals.part
+        bench.now += 2.5
+        bench.step()
+    assert arrivals.aborted.startswith("KV stopped coming")
+
+
 def test_a_link_that_is_over_is_as_good_as_none() -> None:
     bench = Bench()
     bench.transfers.refuse = True

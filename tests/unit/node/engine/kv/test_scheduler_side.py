@@ -253,6 +253,23 @@ def test_kv_that_is_too_late_is_given_up_at_the_next_look(scheduler: SchedulerSi
     assert (work.orders, work.report_progress) == ([], False)  # nothing is waited for any more
 
 
+def test_kv_is_slow_only_once_its_prompt_is_computed(scheduler: SchedulerSide, clock: Clock) -> None:
+    """A hundredth of it comes each second: the prefill engine's steps may be as slow as that."""
+
+    def wait(part: float) -> list[object]:
+        clock.now += 1.0
+        scheduler.update_progress(LoadProgress({"r": LoadedPart(part, 0)}), set(), set(), set())
+        return list(scheduler.build_connector_meta(step({})).orders)
+
+    waiting_for_first(scheduler)
+    assert [wait(part / 100) for part in range(1, 10)] == [[]] * 9
+    scheduler.stop_waiting_for_token(b"t" * 16)
+    assert wait(0.1) == []
+    (order,) = wait(0.11)
+    assert isinstance(order, AbortTransfer)
+    assert "would take" in order.reason
+
+
 def test_what_comes_counts_against_the_wait(scheduler: SchedulerSide, clock: Clock) -> None:
     waiting_for_first(scheduler)
     limits = SETTINGS.wait_limits

@@ -188,3 +188,20 @@ def test_what_was_slow_for_a_while_has_to_be_slow_for_as_long_again() -> None:
     assert limits.give_up(2.3) == {}  # stopped, since now
     assert limits.give_up(2.5) == {}
     assert list(limits.give_up(2.55)) == ["r"]
+
+
+def test_kv_of_a_prompt_that_is_being_computed_is_given_up_only_when_it_stops_coming() -> None:
+    """It comes as fast as the prefill engine's steps are: a hundred seconds here. Once that has computed it, the link
+    alone is to blame."""
+    limits = measured()
+    limits.begin("r", 0, TOKENS, 0.0, is_computed=False)
+    assert run(limits, rate=0.01, until=10.0) is None
+    limits.on_computed("r")
+    assert limits.give_up(10.1) == {}
+    assert list(limits.give_up(10.1 + SETTINGS.hold_s)) == ["r"]
+    limits.begin("r", 0, TOKENS, 0.0, is_computed=False)
+    stopped_at, bound = 3.0, SETTINGS.first_gain * 1.0 + SETTINGS.first_margin_s
+    given_up = run(limits, rate=0.01, until=20.0, stop=stopped_at)
+    assert given_up is not None
+    assert stopped_at + bound < given_up <= stopped_at + bound + 0.2
+    limits.on_computed("unknown")
