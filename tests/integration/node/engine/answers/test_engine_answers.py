@@ -103,7 +103,9 @@ def test_kv_goes_between_engines_that_keep_it_in_8_bits_and_in_16(run: Callable[
     async def body(trial: Trial, config: protocol.EngineConfig) -> None:
         wide = await trial.start(config)
         narrow = await trial.start(msgspec.structs.replace(config, kv_cache_dtype="fp8"))
-        assert narrow.ready.kv_tokens == pytest.approx({"bfloat16": 2, "float32": 4}[dtype] * wide.ready.kv_tokens, rel=0.02)
+        assert narrow.ready.kv_tokens == pytest.approx(
+            {"bfloat16": 2, "float32": 4}[dtype] * wide.ready.kv_tokens, rel=0.02
+        )
         for prefill, decode in ((wide, narrow), (narrow, wide)):
             link = trial.join(decode)
             for number, codec in enumerate(("raw", "kv4")):
