@@ -23,6 +23,7 @@ from .stages import EmulatedStage, join_stages, sleep_while_loading
 from .transfers import EmulatedTransfers
 
 AWAIT_S = 0.05  # between looks at deadlines while no step runs and KV is awaited
+THREAD_SWITCH_S = 0.0005  # how long a thread may keep the interpreter: no GPU waits for another
 
 ToLoop = protocol.ToEngine | KvEnded | KvSent
 Inbox = queue.SimpleQueue[tuple[float, ToLoop]]  # when it came, and what
@@ -30,7 +31,7 @@ Inbox = queue.SimpleQueue[tuple[float, ToLoop]]  # when it came, and what
 
 def run_emulated_engine(config: protocol.EngineConfig, sockets: AgentSockets) -> int:
     """Serve until told to stop. Returns the exit status."""
-    sys.setswitchinterval(config.transfers.thread_switch_s)
+    sys.setswitchinterval(THREAD_SWITCH_S)
     return serve_agent(sockets, lambda outbox: EmulatedProgram(config, outbox))
 
 
