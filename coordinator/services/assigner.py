@@ -7,8 +7,8 @@
 Every service that can be placed gets as many boxes as hold its model once; the others go by weight and by what
 clients ask for. What a box hosts it keeps, unless a service is without one, or far poorer than the one that it serves.
 The second node of a box that may host several is given to a service that has no box at all, and otherwise by a
-placement. No node leaves a service for a placement's sake that
-no other one serves. Pure: time is a parameter. The same boxes and the same past give the same answer.
+placement. No node leaves a service for a placement's sake that no other one serves. Pure: time is a parameter. The same
+boxes and the same past give the same answer.
 """
 
 from __future__ import annotations
