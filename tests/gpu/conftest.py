@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,10 @@ from ..integration.conftest import engine_channels, random_model
 from ..integration.node.engine.devices import SETTINGS
 
 __all__ = ["engine_channels", "random_model", "scheduling"]
+
+# Triton multiplies float32 in TF32 unless told otherwise, attention of vLLM's with it: logits of the random models
+# then differ by 0.01 with the shape of a step, and tokens that are nearly equal turn. Engines inherit it.
+os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
 
 FEW_REQUESTS = {"max_requests": 16}  # vLLM captures graphs of as many sizes, which takes longer than most tests
 ASYNC = "async_scheduling"
