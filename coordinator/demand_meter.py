@@ -45,7 +45,8 @@ QUIET_S: Final = 60.0
 QUIET_GAPS: Final = 10.0
 """...nor for less than (1 + cv^2) times so many mean gaps between requests: 20 gaps of Poisson
 arrivals, of which one in 500 million is longer; and the long gaps between bursts are themselves 1 +
-cv^2 mean gaps on average."""
+cv^2 mean gaps on average. But silence that is as long as all that was seen is news: of a lone burst
+nobody knows when the next one comes."""
 
 
 @final
@@ -85,12 +86,13 @@ class DemandMeter:
         self._latest = now
         self._note_shift(self._profiler.record_arrival(prompt_tokens, now=now))
 
-    def record_end(self, prompt_tokens: int, output_tokens: int) -> None:
-        """A request has been answered, with so many tokens."""
+    def record_end(self, prompt_tokens: int, output_tokens: int, running: Iterable[tuple[int, int]] = ()) -> None:
+        """A request has been answered, with so many tokens. `running`: prompts of those that are being answered, and
+        their tokens so far."""
         self._ended += 1
         self._note_shift(self._profiler.record_finish(max(1, prompt_tokens), max(1, output_tokens)))
         if self._shifted or self._ended % CHECK_EVERY == 0 or self._ended == REFERENCE:
-            self._check_for_news()
+            self._check_for_news([(max(1, prompt), count) for prompt, count in running])
 
     def _note_shift(self, shift: Shift | None) -> None:
         if shift is not None:
@@ -101,18 +103,19 @@ class DemandMeter:
         told = self._told
         if told is None:
             return False
-        return now - self._latest > max(QUIET_S, QUIET_GAPS * (1.0 + told.arrival_cv**2) / told.rate)
+        long_s = QUIET_GAPS * (1.0 + told.arrival_cv**2) / told.rate
+        return now - self._latest > max(QUIET_S, min(long_s, self._profiler.span_s))
 
-    def _check_for_news(self) -> None:
-        now = self._profiler.statistics()
+    def _check_for_news(self, running: list[tuple[int, int]]) -> None:
+        now = self._profiler.statistics(running)
         if now.requests < MIN_REQUESTS or not now.rate > 0.0:
             return
-        if self._told is None or self._shifted or self._ended == REFERENCE or self._has_moved(self._told, now):
+        if self._told is None or self._shifted or self._ended == REFERENCE or self._has_moved(self._told, now, running):
             self._told, self._shifted = now, False
-            self._demand = demand_of(self._profiler.workload("requests of one gateway"))
+            self._demand = demand_of(self._profiler.workload("requests of one gateway", running))
 
-    def _has_moved(self, told: WorkloadStatistics, now: WorkloadStatistics) -> bool:
-        lengths = self._profiler.workload("requests of one gateway")
+    def _has_moved(self, told: WorkloadStatistics, now: WorkloadStatistics, running: list[tuple[int, int]]) -> bool:
+        lengths = self._profiler.workload("requests of one gateway", running)
         return (
             _differ(told.rate, now.rate, now.arrival_cv / sqrt(now.requests))
             or _differ(told.prompt, now.prompt, _standard_error(lengths.prompts))

@@ -2,7 +2,9 @@
 
 A first plan takes the best phases found from several starts. After that, replicas keep their
 phases: new ones take what helps most, and a phase changes only where that pays
-(`planning.upper.light_rescheduling`). X and Y come from the planner's linear programme. Nothing of
+(`planning.upper.light_rescheduling`). Formulas say what pays; where plans can be tried
+(`planning.upper.trials`), phases change only to what carries more in a trial. X and Y come from the
+planner's linear programme. Nothing of
 it loads weights, except for boxes that form a new pipeline. Groups that a regrouping loads now are
 in the plan, so that their boxes follow it, and get no requests.
 
@@ -22,19 +24,23 @@ import numpy as np
 
 from .capacity import BoxView, KvCodec, LinkView
 from .demand import Demand
+from .names import count_of
 from .network_problem import SLO_SCALE, NetworkProblem, build_network_problem
 from .plan import Deadlines, Groups, Pairing, Phase, Plan, PlanError, Replica
 from .planning.lower.flow import FlowProblem, RequestFlow, flow_from_rates
 from .planning.lower.orchestration import Solver
 from .planning.model.errors import UnservedError
-from .planning.model.problem import Solution
+from .planning.model.problem import Problem, Solution
 from .planning.model.slo import SloScale, deadlines_of
 from .planning.model.workload import Slo
-from .planning.upper.light_rescheduling import Adjustment, reschedule_lightly
+from .planning.upper.light_rescheduling import Adjustment, list_flips, reschedule_lightly
 from .planning.upper.scorer import Scorer, never
 from .planning.upper.search import phase_cuts
 from .planning.upper.search_space import SearchSpace
+from .planning.upper.trials import PlanTrial, PlanTrials
 from .settings import NetworkPlanSettings
+
+MakeTrial = Callable[[Problem], PlanTrial]
 
 MAX_PAIRINGS: Final = 128
 """Pairs that a plan names, and for each replica its heaviest besides: a plan has to fit 64 KiB of
@@ -63,6 +69,7 @@ def plan_network(
     spent: Callable[[], bool] = never,
     settings: NetworkPlanSettings | None = None,
     slo: Slo | SloScale = SLO_SCALE,
+    make_trial: MakeTrial | None = None,
     **named: Unpack[PlanIdentity],
 ) -> Plan | None:
     """The plan for a service, `previous` itself where nothing changes, None where no box or group
@@ -71,8 +78,9 @@ def plan_network(
     The order of boxes, links and demands does not matter. A replica keeps its phase unless a change
     of phases pays. A new epoch is a change: its coordinator states the decisions again under its
     own number. `loading`: groups that are on their way to be replicas, and what others they make
-    unnecessary. `slo`: as for `build_network_problem`. The search ends early when `spent()`. Raises
-    PlanError if a new plan would not be newer than `previous`, or is given what cannot be planned.
+    unnecessary. `slo`: as for `build_network_problem`. `make_trial`: tries plans at the rate that is
+    asked for; None: formulas decide. The search ends early when `spent()`. Raises PlanError if a new
+    plan would not be newer than `previous`, or is given what cannot be planned.
     """
     previous, service, codec = named["previous"], named["service"], named["codec"]
     if previous is not None and previous.service != service:
@@ -86,7 +94,7 @@ def plan_network(
     if settings is not None:
         network = replace(network, settings=settings)
     why = [*network.why, *_explain_departures(staying, service, previous, away)]
-    solution = _choose_phases(network, previous, spent, why)
+    solution = _choose_phases(network, previous, spent, why, make_trial)
     replicas, pairings, expected = _share_requests(network, solution)
     idle = _explain_idle(replicas, pairings)
     replicas = _add_loading(replicas, loading, {box.peer: box.phase for box in offered})
@@ -181,7 +189,11 @@ def _plan_loading_alone(loading: Groups, **named: Unpack[PlanIdentity]) -> Plan:
 
 
 def _choose_phases(
-    network: NetworkProblem, previous: Plan | None, spent: Callable[[], bool], why: list[str]
+    network: NetworkProblem,
+    previous: Plan | None,
+    spent: Callable[[], bool],
+    why: list[str],
+    make_trial: MakeTrial | None,
 ) -> Solution:
     """Every replica's phase: the old one, the best for new ones, then changes that pay."""
     kept = _continuing_phases(network, previous, why)
@@ -192,10 +204,42 @@ def _choose_phases(
     why += [f"{head} takes {phase}" for head, phase in network.phases(running).items() if head not in kept]
     if len(network.heads) == 1:
         return running
-    while (found := _reschedule(network, running, spent)).flips:
-        why += [flip.why for flip in found.flips]
-        running = found.solution
-    return running
+    wanted, reasons = running, list[str]()
+    while (found := _reschedule(network, wanted, spent)).flips:
+        reasons += [flip.why for flip in found.flips]
+        wanted = found.solution
+    if make_trial is not None and network.asked > 0.0:
+        wanted, reasons = _try_phases(network, running, wanted, spent, make_trial)
+    why += reasons
+    return wanted
+
+
+def _try_phases(
+    network: NetworkProblem,
+    running: Solution,
+    wanted: Solution,
+    spent: Callable[[], bool],
+    make_trial: MakeTrial,
+) -> tuple[Solution, list[str]]:
+    """The phases with most requests in time in a trial, and why: of those that run, those that formulas would have
+    instead, all replicas by themselves, what a search from the beginning finds, and neighbours of the best of these."""
+    service = network.service
+    workload = replace(service.workload, rate=network.asked)
+    problem = replace(network.problem, services=(replace(service, workload=workload),))
+    trials = PlanTrials(problem=problem, evaluator=network.evaluator, trial=make_trial(problem))
+    tried = trials.choose_phases(running, (wanted, network.colocated, search_phases(network, spent)), spent)
+    if not tried:
+        return running, ["phases stay: there was no time to try them and others"]
+    best, before = tried[0], next(plan for plan in tried if plan.solution == running)
+    flips = list_flips(SearchSpace.of(network.problem, network.evaluator), running, best.solution)
+    told = f"{count_of(len(tried), 'plan')} tried by simulated requests at what is asked for and more"
+    share = f"{before.outcome.attainment:.0%} are in time"
+    if best is not before:
+        return best.solution, [
+            *(flip.why for flip in flips),
+            f"phases change: of {told}, {best.outcome.attainment:.0%} are in time, with the phases before {share}",
+        ]
+    return running, [f"phases stay: of {told}, none has clearly more in time: with these {share}"]
 
 
 def _covers_both_phases(phases: Collection[Phase]) -> bool:

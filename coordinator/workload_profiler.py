@@ -22,6 +22,7 @@ regular ones of 1.5 times. Nothing here reads a clock: arrival times are given.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from math import log, sqrt
@@ -229,6 +230,23 @@ class _RateWatch:
         return Shift(what=Watched.RATE, before=1.0 / before.mean, after=1.0 / mean, since=RECENT // 2)
 
 
+def complete_lengths(ended: Collection[tuple[int, int]], running: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Prompts and outputs of requests that have ended, and of running ones as they may end.
+
+    Short answers end first: of the first hundred requests of a conversation's lengths those that have
+    ended are half as long as all. So an answer with n tokens so far counts as long as those that have
+    ended with more are on average (as redistributing censored values to the right does, Efron 1967),
+    and twice as long as it is where there are none."""
+    outputs = np.sort(np.array([output for _, output in ended], dtype=np.int64))
+    after = np.append(np.cumsum(outputs[::-1])[::-1], 0)  # sums of those from each one on
+    found = list(ended)
+    for prompt, count in running:
+        place = int(np.searchsorted(outputs, count, side="right"))
+        longer = len(outputs) - place
+        found.append((prompt, round(after[place] / longer) if longer else max(1, 2 * count)))
+    return found
+
+
 class WorkloadProfiler:
     """Of one service. Tell it of every arrival and every end; it answers with a `Shift` when there
     is one, and begins anew from there: its window then has only what came since the shift."""
@@ -260,11 +278,17 @@ class WorkloadProfiler:
         self._lengths.append((prompt, output))
         return self._restart_after(self._output.add(output))
 
-    def statistics(self) -> WorkloadStatistics:
-        """Of the window."""
+    @property
+    def span_s(self) -> float:
+        """Seconds from the first arrival of the window to the last."""
+        return self._arrivals[-1] - self._arrivals[0] if self._arrivals else 0.0
+
+    def statistics(self, running: Iterable[tuple[int, int]] = ()) -> WorkloadStatistics:
+        """Of the window. `running`: as for `workload`; `requests` are without them."""
         gaps = np.diff(np.array(self._arrivals))
         mean_gap = float(gaps.mean()) if len(gaps) else 0.0
-        prompts, outputs = zip(*self._lengths, strict=True) if self._lengths else ((0,), (0,))
+        lengths = complete_lengths(self._lengths, running)
+        prompts, outputs = zip(*lengths, strict=True) if lengths else ((0,), (0,))
         return WorkloadStatistics(
             requests=len(self._lengths),
             rate=1.0 / mean_gap if mean_gap > 0.0 else 0.0,
@@ -273,14 +297,16 @@ class WorkloadProfiler:
             output=float(np.mean(outputs)),
         )
 
-    def workload(self, name: str) -> Workload:
-        """The window as a workload to plan for. Raises WorkloadError while nothing has ended or
+    def workload(self, name: str, running: Iterable[tuple[int, int]] = ()) -> Workload:
+        """The window as a workload to plan for. `running`: prompts of requests that have not ended,
+        and the tokens of their answers so far. Raises WorkloadError while nothing has ended or
         arrived twice."""
         now = self.statistics()
+        lengths = complete_lengths(self._lengths, running)
         return Workload(
             name=name,
-            prompts=np.array([prompt for prompt, _ in self._lengths], dtype=np.int64),
-            outputs=np.array([output for _, output in self._lengths], dtype=np.int64),
+            prompts=np.array([prompt for prompt, _ in lengths], dtype=np.int64),
+            outputs=np.array([output for _, output in lengths], dtype=np.int64),
             rate=now.rate,
             arrival_cv=now.arrival_cv,
         )

@@ -127,8 +127,9 @@ class NodeTuning:
     # Planning, on the coordinator. A longer search finds a better plan, and replaces a bad one later.
     planning_s: float = 5.0  # what is best by then is the plan
     repair_s: float = REPAIR_S  # the same, where a plan is made at once; another search follows
+    trials_s: float = 5.0  # of a core, in which plans are tried besides
     planning_limit_s: float = (
-        20.0  # planning that has not ended by then has failed; a busy machine may need twice the above
+        30.0  # planning that has not ended by then has failed; a busy machine may need twice the above
     )
     planning_memory_mib: int = 2048  # beside the 60 that its process takes; plans for 1,000 boxes take a quarter
     quiet_s: float = 15.0

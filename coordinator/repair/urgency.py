@@ -77,6 +77,11 @@ def find_urgent_news(plan: Plan, before: PlanFigures, now: PlanFigures, settings
     return next(iter(news), "")
 
 
+def find_traffic_news(before: PlanFigures, now: PlanFigures, settings: UrgencySettings = DEFAULTS) -> str:
+    """What clients ask for that has moved as far: nothing is broken, so there is time to plan well."""
+    return next(_find_other_traffic(before.demands, now.demands, settings.demand), "")
+
+
 def _find_slow_engines(used: Iterable[tuple[BoxView, BoxView]], factor: float) -> Iterator[str]:
     for old, new in used:
         slower = max(_ratio(old.compute_tflops, new.compute_tflops), _ratio(old.memory_gbps, new.memory_gbps))

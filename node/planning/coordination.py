@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from math import inf
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import msgspec
 
@@ -19,7 +19,7 @@ from ...coordinator.regrouping.divisions import BoxDivision
 from ...coordinator.regrouping.steps import RegroupingProgress, RegroupProposal, make_recutting, make_regrouping
 from ...coordinator.repair.damping import FlapDamping
 from ...coordinator.repair.repurposing import Repurposing
-from ...coordinator.repair.urgency import PlanFigures, find_urgent_news
+from ...coordinator.repair.urgency import PlanFigures, find_traffic_news, find_urgent_news
 from ...kernels.codecs import codec_named
 from ..adverts import divided_boxes, parts_of
 from ..settings import DEFAULT_SLO
@@ -27,18 +27,23 @@ from ..view import NetworkView
 from .messages import RegroupOrder
 from .set_aside import SetAside
 
+if TYPE_CHECKING:
+    from ...coordinator.network_plan import MakeTrial
+
 Leader = tuple[PeerId, int]
 
 MAX_LEFT_OUT: Final = 16  # boxes that a plan says it is made without; a network full of liars has no room for more
 LOOK_S: Final = 0.25  # between two looks for urgent news of so many boxes; longer with more, in proportion
 LOOK_BOXES: Final = 32
 REFINE_S: Final = 3.0  # after a plan made at once it is searched for longer; shorter: while more may still be changing
+TRY_S: Final = 120.0  # between two trials for the same boxes and traffic; shorter: more of the coordinator's core
 URGENT_S: Final = 1.0  # between two plans for urgent news of figures; shorter: more plans while several links break
 
 
 class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     """Something to plan. `run` takes seconds: it is for another process. `held`: boxes that are trusted less, and get
     no requests while others can serve; `is_urgent`: the plan is wanted at once; `news`: the figures for which it is;
+    `tries`: phases change only to what carries more in a trial; `keeps_phases`: they have been tried lately, and stay;
     `regrouping`: on the way to which other groups the plan is to be; `keeping`: boxes that keep their part, because
     they have refused another; `divided`: machines that may be divided anew, by head, where that is looked for;
     `slo`: the deadlines of requests, as `read_slo` takes them."""
@@ -54,19 +59,27 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
     slo: str = DEFAULT_SLO
     held: tuple[str, ...] = ()
     is_urgent: bool = False
+    tries: bool = False
+    keeps_phases: bool = False
     news: str = ""
     regrouping: Regrouping | None = None
     keeping: tuple[str, ...] = ()
     divided: dict[str, BoxDivision] = {}
 
-    def run(self, spent: Callable[[], bool]) -> Plan | None:
-        """The plan found until `spent()`; the previous one where nothing is better, None where nobody is ready."""
+    def run(self, spent: Callable[[], bool], make_trial: MakeTrial | None = None) -> Plan | None:
+        """The plan found until `spent()`; the previous one where nothing is better, None where nobody is ready.
+        `make_trial`: by what plans are tried, where they are to be; else formulas decide."""
         trusted = tuple(box for box in self.boxes if box.peer not in self.held)
-        return self._plan(trusted, spent) or (self._plan(self.boxes, spent) if self.held else None)
+        if not self.tries:
+            make_trial = None
+        return self._plan(trusted, spent, make_trial) or (
+            self._plan(self.boxes, spent, make_trial) if self.held else None
+        )
 
-    def _plan(self, boxes: tuple[BoxView, ...], spent: Callable[[], bool]) -> Plan | None:
+    def _plan(self, boxes: tuple[BoxView, ...], spent: Callable[[], bool], make_trial: MakeTrial | None) -> Plan | None:
         from ...coordinator.network_plan import plan_network  # a second and 60 MB that only the coordinator pays
         from ...coordinator.planning.model.slo import read_slo  # as above
+        from ...coordinator.settings import NetworkPlanSettings
 
         return plan_network(
             boxes,
@@ -79,7 +92,9 @@ class PlanningTask(msgspec.Struct, frozen=True, kw_only=True):
             codec=KvCodec(self.codec, codec_named(self.codec).bits),
             loading=self.regrouping.loading if self.regrouping is not None else (),
             spent=spent,
+            settings=NetworkPlanSettings(most_flips=0) if self.keeps_phases else None,
             slo=read_slo(self.slo),
+            make_trial=make_trial,
         )
 
     def propose(self, spent: Callable[[], bool]) -> RegroupProposal | None:
@@ -178,6 +193,8 @@ class ServicePlanning:
         self._look_at = float("-inf")  # for urgent news, at the earliest
         self._has_missed = False  # a change, because that moment had not come
         self._is_rough = False  # the latest plan was made at once: a longer search may find a better one
+        self._tried: Any = None  # boxes and traffic that plans were tried for last
+        self._tried_at = float("-inf")
         self._aside = SetAside()
         self._damping = damping
         self._progress = RegroupingProgress()
@@ -210,7 +227,8 @@ class ServicePlanning:
         if is_due:
             return self._begin(task, now, is_urgent=False)
         news = find_urgent_news(task.previous, last.figures, task.figures) if task.previous is not None else ""
-        return self._begin(msgspec.structs.replace(task, news=news), now, is_urgent=True) if news else None
+        is_urgent = news != find_traffic_news(last.figures, task.figures)
+        return self._begin(msgspec.structs.replace(task, news=news), now, is_urgent=is_urgent) if news else None
 
     def wake_at(self, now: float) -> float:
         """When `next` is to be called at the latest, whether or not the view changes."""
@@ -332,9 +350,22 @@ class ServicePlanning:
         return self.planned_at + (REFINE_S if self._is_rough else self._quiet_s)
 
     def _begin(self, task: PlanningTask, now: float, *, is_urgent: bool) -> PlanningTask:
-        self._last = task = msgspec.structs.replace(task, is_urgent=is_urgent)
+        tries, keeps = self._decide_trials(task, now, is_urgent=is_urgent)
+        self._last = task = msgspec.structs.replace(task, is_urgent=is_urgent, tries=tries, keeps_phases=keeps)
         self.planned_at, self._look_at, self._is_rough = now, now + URGENT_S, is_urgent
         return task
+
+    def _decide_trials(self, task: PlanningTask, now: float, *, is_urgent: bool) -> tuple[bool, bool]:
+        """Whether plans are tried, and whether phases stay. What must not wait, and what is only assumed of traffic, is
+        planned by formulas."""
+        if is_urgent or not any(demand.requests_s > 0.0 for demand in task.demands):
+            self._tried = None
+            return False, False
+        case = task.roster, task.demands
+        if case == self._tried and now < self._tried_at + TRY_S:
+            return False, True
+        self._tried, self._tried_at = case, now
+        return True, False
 
     def _with_figures(self, task: PlanningTask, view: NetworkView, now: float) -> PlanningTask:
         """With links and demands, of the boxes that are planned with."""

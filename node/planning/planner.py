@@ -54,7 +54,7 @@ class Planner:
     async def plan(self, task: PlanningTask) -> Plan | None:
         """As `PlanningTask.run`, within the settings' time and memory. Raises PlanError, or PlannerFailed."""
         search_s = self._tuning.repair_s if task.is_urgent else self._tuning.planning_s
-        return (await self._answer(PlannerTask(task=task, search_s=search_s))).plan
+        return (await self._answer(PlannerTask(task=task, search_s=search_s, trials_s=self._tuning.trials_s))).plan
 
     async def seek_groups(self, task: PlanningTask) -> RegroupProposal | None:
         """As `PlanningTask.propose`, likewise."""

@@ -32,11 +32,12 @@ HURRY: Final = LENGTH.pack(0)
 
 
 class PlannerTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to plan, and for how many seconds to search. `seeks_groups`: other groups of boxes are wanted, and no
-    plan. `sharing`: which services share which boxes is wanted, and nothing else."""
+    """What to plan, for how many seconds to search, and for how many of a core to try plans. `seeks_groups`: other
+    groups of boxes are wanted, and no plan. `sharing`: which services share which boxes is wanted, and nothing else."""
 
     task: PlanningTask | None = None
     search_s: float
+    trials_s: float = 0.0
     seeks_groups: bool = False
     sharing: SharingTask | None = None
 
@@ -77,7 +78,11 @@ def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
         assert asked.task is not None, "something is to be planned"
         if asked.seeks_groups:
             return PlannerAnswer(proposal=asked.task.propose(is_spent))
-        return PlannerAnswer(plan=asked.task.run(is_spent))
+        if not asked.task.tries:
+            return PlannerAnswer(plan=asked.task.run(is_spent))
+        from .trying import trials_within  # the simulator with it
+
+        return PlannerAnswer(plan=asked.task.run(is_spent, trials_within(asked.trials_s)))
     except (PlanError, PlacementError) as error:
         return PlannerAnswer(refused=str(error))
     except MemoryError:

@@ -327,7 +327,8 @@ class Gateway:
         first_at = record.first_at if record is not None and record.attempts == 1 and record.tokens else None
         self._routes.end_request(request.token, request.live.count if is_answered else None, first_at)
         if is_answered:
-            self._meter.record_end(len(request.live.prompt), request.live.count)
+            running = ((len(each.request.live.prompt), each.request.live.count) for each in self._requests.values())
+            self._meter.record_end(len(request.live.prompt), request.live.count, running)
         self._queue.remove(key, trio.current_time())
         if end.finish is None:
             self.on_stopped(request.client, request.describe_end(end))

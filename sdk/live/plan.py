@@ -28,17 +28,15 @@ from ...coordinator.regrouping.recuts import NetworkFigures, propose_recuts
 from ...coordinator.regrouping.steps import RegroupProposal
 from ...kernels.codecs import DEFAULT, codec_named
 from ...node.adverts import divided_boxes, plans_of
-from ...node.engine.transfers.wait_limits import WaitLimitSettings
 from ...node.messages import Status
+from ...node.planning.trying import settings_of_network
 from ...node.view import NetworkView
 from ...sims.results.expectations import expect_by_simulation
-from ...sims.results.trials import AS_NETWORK
 from ..actions.network import client_of
 from ..actions.plan import figures_by, print_service
 from ..actions.status_view import open_console, print_prose, shortened
 from ..errors import NotReady, UsageError
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json
-from ..simulating.changes import settings_with_network_times
 from .regrouping import apply_proposal, print_proposal, proposal_json
 
 OF_FILES: Final = (
@@ -202,9 +200,7 @@ def expect_by_requests(network: NetworkProblem, estimate: Proposal, plan: Plan) 
     boxes = [box.id for box in network.problem.cluster.boxes]
     if set(plan.peers) <= set(boxes):
         estimate = replace(estimate, plan=msgspec.structs.replace(plan, why=estimate.plan.why))
-    settings = replace(AS_NETWORK, gateways=tuple(boxes), kv_wait_limit=WaitLimitSettings().gain)
-    settings = settings_with_network_times(settings, len(boxes), killed=False)
-    (found,) = expect_by_simulation(network.problem, (estimate,), 0, settings=settings)
+    (found,) = expect_by_simulation(network.problem, (estimate,), 0, settings=settings_of_network(boxes))
     return found
 
 

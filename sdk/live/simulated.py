@@ -24,6 +24,7 @@ from ...node.engine.emulated.engine import model_capacity
 from ...node.engine.emulated.model import emulated_model, parse_cards
 from ...node.engine.transfers.wait_limits import WaitLimitSettings
 from ...node.messages import Status
+from ...node.planning.trying import settings_with_network_times
 from ...sims.engine.values import SimEngineSettings
 from ...sims.records import Outcomes, Trace
 from ...sims.replanning import Replanner, ReplanSettings
@@ -40,7 +41,6 @@ from ...sims.scenario import (
 )
 from ...sims.world import simulate
 from ..chaos.links import CALM, NEAR
-from ..simulating.changes import settings_with_network_times
 from .network import Happened, LiveRun, LoneRequest
 from .nodes import GATEWAY, MAX_REQUESTS, LiveSettings
 from .schedule import LiveFaultKind, needs_links

@@ -9,7 +9,6 @@ from math import isfinite
 from types import SimpleNamespace
 from typing import Final, NamedTuple
 
-from ...bootstrap.settings import NetworkSettings
 from ...coordinator.costs.loading import LoadRates
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.planning.model.cluster import Cluster
@@ -19,13 +18,9 @@ from ...coordinator.planning.model.workload import Slo, Workload
 from ...node.settings import WAN
 from ...sims.replanning import ReplanPolicy, ReplanSettings
 from ...sims.results.spans import TimedEvent
-from ...sims.scenario import BoxJoined, BoxLost, Change, LinksChanged, SimSettings
+from ...sims.scenario import BoxJoined, BoxLost, Change, LinksChanged
 from ..actions.plan_options import read_workload
 from ..errors import UsageError
-
-KILLED_S: Final = 0.1
-"""Until a box whose processes end is known to be dead: its connections close, nobody answers when
-it is dialled again (docs/network.md has it measured)."""
 
 ALL: Final = "all"
 """What stands for every policy, one after the other."""
@@ -84,21 +79,6 @@ def check_moments(scenario: SimScenario, last_s: float) -> None:
     for event in scenario.events:
         if event.at >= last_s:
             raise UsageError(f"seconds: the last request comes at {last_s:.0f} s, before {event.what} ({event.at:g} s)")
-
-
-def settings_with_network_times(settings: SimSettings, boxes: int, *, killed: bool) -> SimSettings:
-    """With the times that the running network notices things in, for boxes in different places; `killed`: processes of
-    lost boxes end, else they fall silent."""
-    network = NetworkSettings.wan()
-    # What hangs is pinged once it has been silent, and given up when it does not answer that.
-    silent_s = network.watch_ping_s + network.hung_s
-    return replace(
-        settings,
-        detect_s=KILLED_S if killed else silent_s,
-        dead_s=KILLED_S if killed else network.dead_s,
-        told_s=WAN.links_interval_s * max(1.0, boxes / WAN.links_nodes),
-        quiet_s=WAN.quiet_s,
-    )
 
 
 def replan_policies(arguments: SimpleNamespace) -> tuple[ReplanPolicy, ...]:

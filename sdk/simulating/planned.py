@@ -23,6 +23,7 @@ from ...coordinator.planning.model.workload import Service, Workload
 from ...coordinator.planning.rescheduling import without_boxes
 from ...coordinator.requests.admission import AdmissionSettings
 from ...coordinator.routing.interface import RoutingSettings
+from ...node.planning.trying import settings_with_network_times
 from ...sims.admission import AT_DEADLINE
 from ...sims.records import Trace, TraceError
 from ...sims.replanning import Replanner
@@ -45,7 +46,6 @@ from .changes import (
     read_scenario,
     replan_policies,
     replan_settings,
-    settings_with_network_times,
 )
 from .report import PolicyRun, changes_json, print_changes, run_json, spans_of
 

@@ -55,14 +55,17 @@ class SimulatedTrial:
 
     def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
         """At the rates that are asked for, and where the targets are lost."""
-        rates = np.array([service.workload.rate for service in self.problem.services])
-        asked = float(rates @ self._shares(proposals, 1.0) / rates.sum())
-        return TrialOutcome(asked, self.find_capacity(proposals))
+        return TrialOutcome(self.share(proposals, 1.0), self.find_capacity(proposals))
 
     def carries(self, proposals: Sequence[Proposal], factor: float) -> bool:
         """Whether every service has its target at so many times the rates."""
         targets = [service.slo.target for service in self.problem.services]
         return bool((self._shares(proposals, factor) >= targets).all())
+
+    def share(self, proposals: Sequence[Proposal], factor: float) -> float:
+        """Of all requests in time, at so many times the rates."""
+        rates = np.array([service.workload.rate for service in self.problem.services])
+        return float(rates @ self._shares(proposals, factor) / rates.sum())
 
     def find_capacity(self, proposals: Sequence[Proposal]) -> float:
         """The highest factor with the targets in time; 0 where even the lowest that is tried has

@@ -282,10 +282,11 @@ def _model_chunked_prefill(
 
 
 def _attention_share(times: StepTimes, classes: Classes) -> float:
-    """Of the time of an average prefill."""
+    """Of the time of an average prefill. An engine's own constants know attention by the number of prompts alone, and
+    may have it that many short ones take longer than one: then it is nothing."""
     prompt = max(1, round(classes.mean_prompt))
     whole = times.prefill_interval_s(prompt, classes.mean_pairs)
-    return 1.0 - times.prefill_interval_s(prompt, 0.0) / whole if whole > 0.0 else 0.0
+    return max(0.0, 1.0 - times.prefill_interval_s(prompt, 0.0) / whole) if whole > 0.0 else 0.0
 
 
 class _Rounds(NamedTuple):

@@ -108,7 +108,7 @@ def reschedule_lightly(
         level, here = found
     if level < before.objective + margin:
         return Adjustment(solution=running, score=before, before=before, flips=())
-    return Adjustment(solution=here, score=scorer.score(here), before=before, flips=_list_flips(space, running, here))
+    return Adjustment(solution=here, score=scorer.score(here), before=before, flips=list_flips(space, running, here))
 
 
 def _flip_twice(space: SearchSpace, near: list[Solution]) -> Iterator[Solution]:
@@ -120,7 +120,7 @@ def _flip_twice(space: SearchSpace, near: list[Solution]) -> Iterator[Solution]:
                 yield further
 
 
-def _list_flips(space: SearchSpace, old: Solution, new: Solution) -> tuple[Flip, ...]:
+def list_flips(space: SearchSpace, old: Solution, new: Solution) -> tuple[Flip, ...]:
     """Pairs of groups on the same GPUs, those that stay as they are left out."""
     gone, come = list(old), list(new)
     for group in old:

@@ -12,7 +12,8 @@ more: nothing of it depends on links.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Final, NamedTuple, Protocol
@@ -37,9 +38,16 @@ AHEAD: Final = 1.03
 NEIGHBOURS: Final = 100
 """Drawn of the best plan, that challengers are chosen among."""
 
+NEAREST: Final = 6
+"""Neighbours that are tried of running phases, before others of a better one are."""
+
 LIKELY: Final = 24
 """Of neighbours and of all that a search has evaluated, those with the best scores: whole plans are
 made of them, at some 50 ms each, to see what is expected of those."""
+
+
+class TrialsOver(Exception):
+    """There is no time left to try plans in."""
 
 
 class TrialOutcome(NamedTuple):
@@ -51,7 +59,7 @@ class TrialOutcome(NamedTuple):
 
 
 class PlanTrial(Protocol):
-    """Tries the plans of all services together."""
+    """Tries the plans of all services together. May raise TrialsOver."""
 
     def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
         """At full length: some ten runs."""
@@ -123,6 +131,38 @@ class PlanTrials:
                 tried.append(self._try(solution))
         return sorted(tried, key=self.rank, reverse=True)
 
+    def choose_phases(
+        self, running: Solution, others: Iterable[Solution], spent: Callable[[], bool] = never
+    ) -> tuple[TriedPlan, ...]:
+        """Phases for replicas that run: those of `others`, and then neighbours of the best so far while they are better
+        still, for as long as there is time to try them. All that were tried, the best first: the running ones, unless
+        another has AHEAD of the requests that they have in time. Empty where not even they could be tried."""
+        tried: dict[Solution, TriedPlan] = {}
+        with suppress(TrialsOver):
+            waiting = [running, *others]
+            while waiting:
+                best = max(tried.values(), key=_attainment, default=None)
+                for solution in waiting:
+                    if tried and spent():
+                        raise TrialsOver
+                    if solution not in tried:
+                        with suppress(UnservedError):
+                            tried[solution] = self._try(solution)
+                now = max(tried.values(), key=_attainment, default=None)
+                waiting = [] if now is None or now is best else self._find_neighbours(now.solution, tried)
+        if running not in tried:
+            return ()
+        ranked = sorted(tried.values(), key=_attainment, reverse=True)
+        if _attainment(ranked[0]) < AHEAD * _attainment(tried[running]):
+            ranked.insert(0, ranked.pop(ranked.index(tried[running])))
+        return tuple(ranked)
+
+    def _find_neighbours(self, best: Solution, known: Collection[Solution]) -> list[Solution]:
+        """With one flip, those of which most is expected."""
+        near = [solution for _, solution in flips(SearchSpace.of(self.problem, self.evaluator), best)]
+        new = sorted({*near} - {*known}, key=lambda one: (-self.evaluator.score(one).objective, one))
+        return new[:NEAREST]
+
     def challenge(
         self, tried: Sequence[TriedPlan], found: SearchResult, count: int, rng: np.random.Generator,
         spent: Callable[[], bool] = never,
@@ -183,6 +223,10 @@ def _best_evaluated(found: SearchResult) -> list[Solution]:
 
 def _count_replicas(solution: Solution) -> tuple[tuple[tuple[int, str], int], ...]:
     return tuple(sorted(Counter((group.service, group.phase.value) for group in solution).items()))
+
+
+def _attainment(plan: TriedPlan) -> float:
+    return plan.outcome.attainment
 
 
 def _worth(attainment: float, capacity: float) -> float:

@@ -96,6 +96,30 @@ def test_bursts_leave_longer_silences() -> None:
     assert after.requests_s == 0.0
 
 
+def test_silence_as_long_as_a_lone_burst_is_news_after_a_minute() -> None:
+    """Eight at once, four times within 72 s: nobody knows whether there will be a fifth."""
+    meter = DemandMeter()
+    for number in range(4):
+        last = ask(meter, 8, start=24.0 * number, gap=0.01, lengths=(100, 10))
+    told, later = meter.demand(last + 71.0), meter.demand(last + 73.0)
+    assert told is not None
+    assert later is not None
+    assert 10.0 * (1.0 + told.arrival_cv**2) / told.requests_s > 180.0
+    assert (told.requests_s > 0.0, later.requests_s) == (True, 0.0)
+
+
+def test_answers_that_are_still_coming_count_as_long_as_longer_ones() -> None:
+    meter = DemandMeter()
+    last = ask(meter, 31, lengths=(100, 10))
+    meter.record_start(last + 1.0, 100)
+    meter.record_end(100, 90, [(300, 0), (300, 9), (300, 10), (300, 89), (300, 90), (300, 200)])
+    told = meter.demand(last + 1.0)
+    assert told is not None
+    mean = round((31 * 10 + 90) / 32)
+    expected = [(100, 10)] * 31 + [(100, 90), (300, mean), (300, mean), (300, 90), (300, 90), (300, 180), (300, 400)]
+    assert sorted(told.lengths) == sorted(expected)
+
+
 def test_after_a_silence_everything_is_learnt_anew() -> None:
     meter = DemandMeter()
     last = ask(meter, 32, lengths=(100, 10))

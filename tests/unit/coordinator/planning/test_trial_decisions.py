@@ -1,6 +1,6 @@
 """Each decision between trials by itself: what is expected of plans and what they carry are given, not computed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,14 @@ from p2pserve.coordinator.planning.model.errors import UnservedError
 from p2pserve.coordinator.planning.model.problem import Group, Problem, Proposal, Score, Slice, Solution
 from p2pserve.coordinator.planning.upper import trials
 from p2pserve.coordinator.planning.upper.search import SearchResult
-from p2pserve.coordinator.planning.upper.trials import AHEAD, SURER, PlanTrials, TrialOutcome, TriedPlan
+from p2pserve.coordinator.planning.upper.trials import (
+    AHEAD,
+    SURER,
+    PlanTrials,
+    TrialOutcome,
+    TrialsOver,
+    TriedPlan,
+)
 
 PHASES = {"P": Phase.PREFILL, "D": Phase.DECODE, "M": Phase.MIXED}
 CARDS = ("A40-48GB", "RTX-3090TI-24GB", "RTX-A5000-24GB")
@@ -367,3 +374,61 @@ def test_plans_are_told_their_number() -> None:
     given = Numbered({})
     contest(given, epoch=3, version=7).try_all([plan("PDM")])
     assert given.proposed[0] == "3.7"
+
+
+# ---- other phases for replicas that run ------------------------------------------------------------------------------
+
+
+class Shares(GivenPlans):
+    """Plans by the share of requests that they have in time; those that are not named have `others`."""
+
+    def __init__(self, shares: Mapping[str, float], others: float = 0.1, most: int = 99, **more: Any) -> None:
+        super().__init__({}, **more)
+        self._shares, self._rest, self._most = shares, others, most
+
+    def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
+        if len(self.tried) >= self._most:
+            raise TrialsOver
+        self.tried.append(str(proposals[0].plan))
+        return TrialOutcome(self._shares.get(self.tried[-1], self._rest), 0.0)
+
+
+def chosen(given: Shares, running: str, *others: str, spent: Callable[[], bool] = lambda: False) -> list[str]:
+    found = contest(given).choose_phases(plan(running), [plan(each) for each in others], spent)
+    return [name(each.solution) for each in found]
+
+
+def test_phases_change_to_what_has_most_in_time() -> None:
+    given = Shares({"PDM": 0.8, "MMM": 0.82, "PPD": 0.95})
+    assert chosen(given, "PDM", "MMM", "PPD")[:3] == ["PPD", "MMM", "PDM"]
+
+
+def test_phases_stay_for_what_may_be_the_draw_of_requests() -> None:
+    given = Shares({"PDM": 0.8, "MMM": 0.8 * AHEAD - 1e-9})
+    assert chosen(given, "PDM", "MMM")[:2] == ["PDM", "MMM"]
+    assert chosen(Shares({"PDM": 0.8, "MMM": 0.8 * AHEAD + 1e-9}), "PDM", "MMM")[0] == "MMM"
+
+
+def test_neighbours_of_the_best_are_tried_as_long_as_they_are_better() -> None:
+    """From PDM over MDM and MMM; nothing beside that is better."""
+    given = Shares({"PDM": 0.5, "MDM": 0.6, "MMM": 0.7, "MMD": 0.69})
+    assert chosen(given, "PDM")[0] == "MMM"
+    assert len(given.tried) == len(set(given.tried))
+
+
+def test_what_cannot_be_served_is_passed_over() -> None:
+    given = Shares({"PDM": 0.5, "MMM": 0.9})
+    given._expected = {"DDD": None}
+    assert chosen(given, "PDM", "DDD", "MMM")[0] == "MMM"
+    assert "DDD" not in given.tried
+
+
+@pytest.mark.parametrize(("most", "found"), [(0, []), (1, ["PDM"]), (2, ["MMM", "PDM"])])
+def test_when_time_is_over_those_count_that_were_tried(most: int, found: list[str]) -> None:
+    given = Shares({"PDM": 0.5, "MMM": 0.9, "PPD": 1.0}, most=most)
+    assert chosen(given, "PDM", "MMM", "PPD") == found
+
+
+def test_a_hurried_choice_tries_what_runs_and_no_more() -> None:
+    given = Shares({"PDM": 0.5, "MMM": 0.9})
+    assert chosen(given, "PDM", "MMM", spent=lambda: True) == ["PDM"]

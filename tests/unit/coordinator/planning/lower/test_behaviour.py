@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from p2pserve.coordinator.costs.profiled_times import ProfiledTimes
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.lower.behaviour import (
     LOADS,
@@ -17,6 +18,7 @@ from p2pserve.coordinator.planning.lower.behaviour import (
 )
 from p2pserve.coordinator.planning.model.length_classes import Classes, classify_lengths
 from p2pserve.coordinator.planning.model.workload import Workload
+from p2pserve.coordinator.profile import MeasuredCosts, PhaseCost, PhaseCosts
 
 from .....linear_times import LinearTimes
 
@@ -144,3 +146,13 @@ def test_faster_steps_carry_more(phase: Phase) -> None:
         for n in (2, 1)
     )
     assert fast.rate == pytest.approx(2 * slow.rate, rel=0.02)
+
+
+def test_an_engine_for_which_many_prompts_take_long_prefills_none_in_less_than_no_time() -> None:
+    """Its constants say nothing of attention: what they say of many short prompts is not that."""
+    kinds = classes([20, 2000], [10, 10])
+    told, modelled = (PhaseCosts(PhaseCost(token_s=1e-4, request_s=each), None) for each in (0.2, 0.01))
+    times = ProfiledTimes(TIMES, MeasuredCosts(told, modelled))
+    prompt = round(kinds.mean_prompt)
+    assert times.prefill_interval_s(prompt, 0.0) > times.prefill_interval_s(prompt, kinds.mean_pairs)
+    assert (model_replica(Phase.MIXED, times, kinds, kv_tokens=100_000).prefill_s > 0.0).all()
