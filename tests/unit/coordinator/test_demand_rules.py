@@ -98,7 +98,7 @@ def test_bursts_leave_longer_silences() -> None:
 
 def test_silence_as_long_as_a_lone_burst_is_news_after_a_minute() -> None:
     """Eight at once, four times within 72 s: nobody knows whether there will be a fifth."""
-    meter = DemandMeter()
+    meter, last = DemandMeter(), 0.0
     for number in range(4):
         last = ask(meter, 8, start=24.0 * number, gap=0.01, lengths=(100, 10))
     told, later = meter.demand(last + 71.0), meter.demand(last + 73.0)
