@@ -22,9 +22,12 @@ FLOORS: dict[str, frozenset[str]] = {
     "coordinator": frozenset(),
     "kvtransport": frozenset({"kernels"}),
     "sims": frozenset({"coordinator", "kvtransport"}),
-    "node": frozenset({"bootstrap", "kernels", "coordinator", "kvtransport"}),
+    "node": frozenset({"bootstrap", "kernels", "coordinator", "kvtransport", "sims"}),
     "sdk": frozenset({"bootstrap", "kernels", "coordinator", "kvtransport", "sims", "node"}),
 }
+
+# The only place of a node that simulates: plans are tried there.
+TRIES = "node/planning/trying.py"
 
 # Library -> the only places that import it.
 WRAPPED = {"libp2p": ("bootstrap/streams/libp2p_host.py",), "vllm": ("node/engine/",)}
@@ -130,6 +133,8 @@ def floors(module: Module) -> Iterator[str]:
             yield f"{at}: `{'.'.join(target)}` is ours: import it relatively"
         elif own and target[0] in FLOORS and target[0] not in {module.room, *FLOORS[module.room]}:
             yield f"{at}: {module.room} must not import {target[0]}"
+        elif own and (module.room, target[0]) == ("node", "sims") and module.path != TRIES:
+            yield f"{at}: a node simulates in {TRIES} alone"
         elif own and target[0] not in FLOORS and target != ("__version__",):
             yield f"{at}: {'.'.join(target)} is no room"
 
@@ -332,6 +337,7 @@ TRY = "def f() -> None:\n    try:\n        g()\n    {}:\n        {}\n"
         (floors, COORDINATOR, "def f():\n    from ..kernels import codec"),
         (floors, "sims/run.py", "if TYPE_CHECKING:\n    from ..node import agent"),
         (floors, ENGINE, "from ...sdk.client import Client"),
+        (floors, "node/planning/worker.py", "from ...sims.world import simulate"),
         (floors, "node/__init__.py", "from ..sdk import Client"),
         (floors, "sdk/cli.py", "import p2pserve.node"),
         (floors, "sdk/cli.py", "from p2pserve.node import agent"),
@@ -376,6 +382,7 @@ def test_a_rule_can_fail(rule: Rule, path: str, text: str) -> None:
     ("rule", "path", "text"),
     [
         (floors, "kvtransport/wire.py", "from ..kernels.codec import pack\nfrom . import tickets"),
+        (floors, TRIES, "from ...sims.world import simulate"),
         (floors, ENGINE, "from ...kvtransport.frames import KVFrame\nfrom ..agent import x\nfrom .y import z"),
         (floors, "sdk/cli.py", "from .. import __version__\nfrom ..sims import events"),
         (wrapped, "bootstrap/streams/libp2p_host.py", "import libp2p"),

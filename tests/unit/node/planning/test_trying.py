@@ -76,7 +76,7 @@ def test_traffic_that_is_only_assumed_is_not_tried_with() -> None:
     assert (task.tries, task.keeps_phases) == (False, False)
 
 
-def test_a_task_that_tries_keeps_its_promise_with_the_simulator() -> None:
+def test_a_task_that_tries_asks_the_simulator() -> None:
     """A network whose boxes differ: what the plan says it has tried, and its phases, are of simulated requests."""
     view = view_of(*"xxxx")
     for number, peer in enumerate(view.adverts):
