@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
 from ..wire.dial_path import DialPath
 from ..wire.sockets import SMALL_SEGMENT_BYTES
 from .settings import LinkSettings
+
+SPARE: Final = 2
+"""Connections of a path that stay, as a multiple of those that it is to have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class _DialSlot:
     wait: float
     is_dialling: bool = False
     connection: int | None = None
+    is_spare: bool = False  # nobody misses it
 
     def attempt(self, number: int, narrow: frozenset[tuple[str, int]]) -> DialAttempt:
         """To dial it now."""
@@ -68,14 +73,19 @@ class Dialler:
         return tuple(found)
 
     def set_paths(self, paths: list[DialPath] | tuple[DialPath, ...], now: float) -> None:
-        """Use these paths. Serving connections stay; others leave once a wanted one is up."""
+        """Use these paths. Serving connections stay, up to SPARE times as many as a path is to have: how
+        many it needs is measured anew all the time, and a connection costs round trips and a slow start.
+        Others leave once a wanted one is up."""
         old, self._slots = self._slots, {}
         for path in paths:
             path = path.per_stream()
             serving = [number for number, slot in old.items() if slot.path.is_same_but_streams(path)]
             serving.sort(key=lambda number: (old[number].connection is None, number))
-            for number in serving[: path.streams]:
-                self._slots[number] = old.pop(number)
+            most = path.streams if path.pace_bytes_s else min(SPARE * path.streams, self._settings.max_connections)
+            for place, number in enumerate(serving[:most]):
+                old[number].is_spare = place >= path.streams
+                if not old[number].is_spare or old[number].connection is not None:
+                    self._slots[number] = old.pop(number)
             for _ in range(path.streams - len(serving)):
                 self._next += 1
                 self._slots[self._next] = _DialSlot(path, now, self._settings.redial_first_s)
@@ -108,6 +118,9 @@ class Dialler:
             return
         if wanted.is_dialling:
             self.failures[wanted.path.label] = reason
+        if wanted.is_spare:
+            del self._slots[slot]
+            return
         wanted.is_dialling, wanted.connection = False, None
         wanted.next_at = now + wanted.wait * self._rng.uniform(0.5, 1.0)
         wanted.wait = min(2 * wanted.wait, self._settings.redial_limit_s)

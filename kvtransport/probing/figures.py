@@ -111,6 +111,12 @@ class LinkFigures(msgspec.Struct, frozen=True, kw_only=True):
         if len(self.reason) > _MAX_REASON:
             raise FiguresError(f"link.reason has {len(self.reason)} characters; at most {_MAX_REASON} are allowed")
 
+    @property
+    def window_rtt_s(self) -> float:
+        """The round trip that windows are filled for: of what is above twice the least, boxes that are busy are the
+        cause, and more streams would make them busier."""
+        return min(self.rtt_s, 2.0 * self.rtt_min_s) if self.rtt_min_s > 0.0 else self.rtt_s
+
     def capacity_within(self, up_gbps: float | None, down_gbps: float | None) -> float:
         """Its rate between capped boxes: at most min(up of one, down of the other)."""
         return min(self.capacity_gbps, inf if up_gbps is None else up_gbps, inf if down_gbps is None else down_gbps)

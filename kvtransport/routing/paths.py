@@ -25,13 +25,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import combinations, pairwise
-from math import inf
+from math import ceil, inf
 
 from ..errors import FiguresError, TransferError
 from ..probing.figures import GB, BoxFigures, LinkFigures, bytes_per_s, rate_gbps, streams_for
 from .costs import path_usd_per_gb
 from .prediction import ArrivalCurve, arrival_curve, striped_seconds
 from .settings import PathSettings
+
+CHUNK_BYTES = 1 << 20
+"""A stream has nothing to do of a job with fewer of these than streams: links send in chunks of as many bytes."""
 
 _UNKNOWN = BoxFigures()
 
@@ -282,7 +285,7 @@ class _ResidualNetwork:
         gbps, limit = min(limits, key=lambda item: item[0])
         # Enough streams for the slowest limit; where their windows together still carry less than
         # that, the window is the limit.
-        streams = max(_streams(leg, gbps) for leg in legs)
+        streams = min(max(_streams(leg, gbps) for leg in legs), ceil(job.bytes / CHUNK_BYTES))
         through = min(rate_gbps(leg, streams) for leg in legs)
         if through < gbps * (1.0 - 1e-9):
             gbps, limit = through, "window"
@@ -346,7 +349,7 @@ class _ResidualNetwork:
 def _streams(leg: LinkFigures, gbps: float) -> int:
     # A link that nothing has ever filled may carry more than was seen: enough streams to find out.
     target = 2.0 * gbps if leg.capacity_is_floor else gbps
-    return streams_for(target, leg.rtt_s, leg.one_stream_gbps)
+    return streams_for(target, leg.window_rtt_s, leg.one_stream_gbps)
 
 
 def _impossible_option(job: PathQuery, via: str | None, verdict: CandidateVerdict, detail: str) -> _Option:

@@ -15,7 +15,6 @@ from ...bootstrap.methods import Messenger
 from ...kernels.codecs import codec_named
 from ...kernels.format import WireDtype, payload_bytes
 from ...kvtransport.errors import TicketError
-from ...kvtransport.probing.figures import MAX_STREAMS
 from ...kvtransport.routing.paths import KVPath, PathChoice
 from ...kvtransport.wire.dial_path import DialPath
 from ...kvtransport.wire.permits import Permit
@@ -167,7 +166,7 @@ class KvOutlets:
         return tuple(found)
 
     async def _dial(self, peer: PeerId, path: KVPath) -> DialPath:
-        streams = max(1, min(path.streams, MAX_STREAMS))
+        streams = self._selector.limit_streams(path.streams, trio.current_time())
         if path.via is None:
             return msgspec.structs.replace(await self._path_to(peer), label=DIRECT, streams=streams)
         relay = PeerId(path.via)

@@ -9,6 +9,7 @@ from typing import NamedTuple, final
 
 from ...bootstrap import PeerId
 from ...kvtransport.probing.estimates import TransferSample
+from ...kvtransport.probing.figures import MAX_STREAMS
 from ...kvtransport.routing.choices import ChoiceCache
 from ...kvtransport.routing.costs import transfer_usd
 from ...kvtransport.routing.paths import PathChoice, PathQuery, RunningTransfer
@@ -209,6 +210,13 @@ class PathSelector:
     def moving(self, now: float) -> int:
         """How many links move something now."""
         return sum(known.is_moving(now, self._tuning.fresh_s) for known in self._links.values())
+
+    def limit_streams(self, streams: int, now: float) -> int:
+        """As many of these as a link may have: MAX_STREAMS for all that are warm. Each takes threads of the engines at
+        both ends. A box that is busy measures long round trips, and slow streams: without a limit it would have more
+        and more of them, and be busier."""
+        warm = sum(now - known.used_at < self._tuning.warm_s for known in self._links.values())
+        return max(1, min(streams, MAX_STREAMS // max(1, warm)))
 
     def peer_hung(self, peer: PeerId, hung: bool) -> None:
         """A member does not answer (`hung`), or does again. What hangs forwards nothing."""

@@ -39,12 +39,12 @@ def test_former_paths_leave_when_a_new_one_is_up() -> None:
     for number, attempt in enumerate(dialler.take_due(0.0)):
         dialler.mark_up(attempt.slot, number)
     dialler.set_paths([DialPath("a", 1), new], 1.0)
-    assert sorted(dialler.take_leaving()) == [1, 2], "one that is wanted is up already"
+    assert dialler.take_leaving() == [2], "one that is wanted is up already, and one may be spare"
     dialler.set_paths([new], 2.0)
     assert dialler.take_leaving() == []
     (attempt,) = dialler.take_due(2.0)
     assert dialler.mark_up(attempt.slot, 9)
-    assert dialler.take_leaving() == [0]
+    assert sorted(dialler.take_leaving()) == [0, 1]
     dialler.set_paths([], 3.0)
     assert dialler.take_leaving() == [9]
     assert not dialler.mark_up(attempt.slot, 10)
@@ -75,6 +75,35 @@ def test_a_connection_that_serves_stays_before_one_that_is_still_dialled() -> No
     assert not dialler.mark_up(third.slot, 3)
     dialler.set_paths([DialPath("a", 1, streams=2)], 2.0)
     assert len(dialler.take_due(2.0)) == 1
+
+
+def test_connections_of_a_path_that_is_to_have_fewer_stay_until_they_are_twice_as_many() -> None:
+    dialler = Dialler(LinkSettings(), random.Random(1))
+    dialler.set_paths([DialPath("a", 1, streams=8)], 0.0)
+    first, *others = dialler.take_due(0.0)
+    for attempt in others:
+        assert dialler.mark_up(attempt.slot, attempt.slot)
+    dialler.set_paths([DialPath("a", 1, streams=4)], 1.0)
+    assert dialler.take_leaving() == []
+    assert not dialler.mark_up(first.slot, 99), "it was still being dialled"
+    spare = others[-1].slot
+    dialler.mark_down(spare, "reset", 2.0)
+    assert dialler.wake_at() == math.inf, "a spare one is not dialled again"
+    dialler.set_paths([DialPath("a", 1, streams=7)], 3.0)
+    assert len(dialler.take_due(3.0)) == 1
+    dialler.set_paths([DialPath("a", 1, streams=2)], 4.0)
+    assert len(dialler.take_leaving()) == 2
+    assert dialler.paths == (DialPath("a", 1, streams=4),)
+
+
+def test_a_paced_path_has_no_spare_connections() -> None:
+    """Each sends its part of what all together may."""
+    dialler = Dialler(LinkSettings(), random.Random(1))
+    dialler.set_paths([DialPath("a", 1, streams=4, pace_bytes_s=400)], 0.0)
+    for attempt in dialler.take_due(0.0):
+        assert dialler.mark_up(attempt.slot, attempt.slot)
+    dialler.set_paths([DialPath("a", 1, streams=2, pace_bytes_s=200)], 1.0)
+    assert len(dialler.take_leaving()) == 2
 
 
 def test_a_connection_that_is_lost_is_no_failed_attempt_and_is_dialled_again_soon() -> None:

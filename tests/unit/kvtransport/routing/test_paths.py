@@ -75,6 +75,17 @@ class TestDirect:
         slow = (RunningTransfer("a", "x", 0.2),)
         assert choose(job(), PathNetwork(links, boxes, slow)).paths[0].gbps == pytest.approx(2.8)  # what is unused
 
+    def test_no_more_streams_than_there_are_chunks_for_them(self) -> None:
+        network = PathNetwork({("a", "b"): LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=10.0)})
+        assert [choose(job(size), network).paths[0].streams for size in (1, 1 << 20, 5 << 20, 1 << 30)] == [1, 1, 5, 50]
+
+    def test_busy_boxes_get_no_streams_for_the_time_that_they_take_to_answer(self) -> None:
+        """Twice the least round trip may be the network's; what is beyond is theirs."""
+        quiet = LinkFigures(rtt_s=0.02, rtt_min_s=0.01, one_stream_gbps=10.0, capacity_gbps=10.0)
+        busy = msgspec.structs.replace(quiet, rtt_s=0.5)
+        found = [choose(job(), PathNetwork({("a", "b"): each})).paths[0].streams for each in (quiet, busy)]
+        assert found == [10, 10]
+
     def test_more_streams_where_the_link_was_never_filled(self) -> None:
         floor = msgspec.structs.replace(link(100, 1.0), capacity_is_floor=True)
         assert choose(job(), PathNetwork({("a", "b"): floor})).paths[0].streams == 10

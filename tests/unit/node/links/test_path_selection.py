@@ -4,7 +4,7 @@ import pytest
 
 from p2pserve.bootstrap import PeerId
 from p2pserve.kvtransport.probing.estimates import LinkEstimator
-from p2pserve.kvtransport.probing.figures import BoxFigures, LinkFigures
+from p2pserve.kvtransport.probing.figures import MAX_STREAMS, BoxFigures, LinkFigures
 from p2pserve.kvtransport.routing.choices import ChoiceCache
 from p2pserve.kvtransport.routing.paths import PathChoice
 from p2pserve.node.engine import protocol
@@ -198,3 +198,16 @@ def test_connections_of_late_are_warm_and_need_no_handshake() -> None:
     warm, cold = world.choose(1000.0 + WAN.warm_s - 0.01), world.choose(1000.0 + WAN.warm_s)
     assert vias(warm) == vias(cold)
     assert warm.seconds < cold.seconds
+
+
+def test_links_that_are_warm_share_the_streams_of_a_node() -> None:
+    world = Selection(direct_gbps=2.0)
+    assert world.selector.limit_streams(100, 0.0) == MAX_STREAMS
+    for number in range(4):
+        world.begin(float(number), link=bytes([number]) * 16)
+    assert world.selector.limit_streams(100, 4.0) == MAX_STREAMS // 4
+    assert world.selector.limit_streams(5, 4.0) == 5
+    assert world.selector.limit_streams(100, 2.0 + WAN.warm_s) == MAX_STREAMS
+    for number in range(100):
+        world.begin(5.0, link=bytes([number]) * 16)
+    assert world.selector.limit_streams(100, 5.0) == 1
