@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import nan
 from typing import Final
 
@@ -15,7 +15,7 @@ from ..replanning import describe_phases
 from ..results.outcomes import Floats, ServiceOutcome, attainment
 from ..results.trials import SECONDS
 from .deployments import RATES
-from .page import Curves, Page, PageTable, Picture, ResultRow
+from .page import Curves, KeptResults, Page, PageTable, Picture, ResultRow
 from .setting import CLOUD, COLUMNS, TARGET, WORKLOADS, PlannedCase, Scope, highest_rate, outcome, spread
 from .systems import IN_HOUSE, LINKS, SYSTEMS, WHOLE, System, best_colocated, chosen, scope_of_trials, systems
 from .systems import IN_HOUSE_TRIED as TRIED
@@ -362,7 +362,9 @@ def strictness_rows(scope: Scope) -> tuple[StrictnessRow, ...]:
         for gbps in LINKS
         for scale in STRICTER
     ]
-    return tuple(compare_with_colocated(case, scope) for case in cases)
+    kept = KeptResults(scope.kept)
+    measure = ((f"strictness: {case} {scope}", partial(compare_with_colocated, case, scope)) for case in cases)
+    return tuple(kept.get(*each, StrictnessRow) for each in measure)
 
 
 def compare_with_colocated(case: PlannedCase, scope: Scope) -> StrictnessRow:
