@@ -173,8 +173,10 @@ def cronus(scope: Scope) -> Page:
             247 are those of the first 1,000), sent all at once for throughput, and at fixed intervals for latencies.
             One A100 (80 GB) and one A10 or A30, 100 Gb/s between them; LLaMA3-8B and Qwen2-7B in 16 bit. 512 tokens a
             batch, 256 on the lesser card under DP, whose weights are 3:1 and whose queues hold 3 and 1; PP by the
-            paper's layers. H-L and L-H have no chunks, which the paper enables in PP and DP, and prefill one prompt
-            after the other, as Cronus' first card, whose code they are in the paper.
+            paper's layers.
+
+            H-L and L-H have no chunks, which the paper enables in PP and DP, and prefill one prompt after the other, as
+            Cronus' first card, whose code they are in the paper.
 
             All first tokens come from who decodes, after the KV transfer. Times are the simulator's
             roofline with the shares of each card's rates that were measured (on the A10 and the A30: those of other
@@ -185,8 +187,8 @@ def cronus(scope: Scope) -> Page:
             PageTable(
                 "Disaggregated prefill, whole and in chunks",
                 _chunks_rows(served, at_once),
-                "Throughput of table 2, and with several prompts together on the card that prefills and chunks on the "
-                f"one that decodes, which computes preempted requests again: in steps of {IN_CHUNKS.tokens} tokens.",
+                f"In chunks: steps of {IN_CHUNKS.tokens} tokens on the card that decodes, several prompts at once on "
+                "the other.",
             ),
             PageTable(
                 "Figure 4: 99th percentiles",
