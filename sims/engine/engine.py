@@ -239,7 +239,8 @@ class Engine:
         self.counts.steps += 1
         signals.extend(announce_prefill(chunks, end))
         if self._record is not None:
-            self._record(StepRecord(now, end, "prefill", tokens, 0, 1))
+            stalled = self._batch.size - len(self._batch.fresh)  # the others have not begun
+            self._record(StepRecord(now, end, "prefill", tokens, 0, 1, stalled))
         return True
 
     def _prefill_beside_decode(self, signals: list[EngineSignal]) -> list[list[PromptChunk]]:

@@ -71,7 +71,8 @@ class EngineSignal(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepRecord(NamedTuple):
-    """`steps` iterations in a row; `kind` is prefill, decode or mixed."""
+    """`steps` iterations in a row; `kind` is prefill, decode or mixed. `stalled`: requests whose decoding stands still
+    meanwhile."""
 
     start_s: float
     end_s: float
@@ -79,6 +80,7 @@ class StepRecord(NamedTuple):
     prompt_tokens: int
     requests: int
     steps: int
+    stalled: int = 0
 
 
 @dataclass(slots=True)

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=_at_least_one, help=f"seeds of simulated runs ({len(Scope().seeds)})")
     parser.add_argument("--seconds", type=_at_least_one, help=f"seconds of arrivals in each ({Scope().seconds:g})")
     parser.add_argument("--quick", action="store_true", help="a look at whether it works; the figures say little")
-    parser.add_argument("--keep", type=Path, help="of options: file of finished parts to go on from")
+    parser.add_argument("--keep", type=Path, help="file of finished parts to go on from (options, strictness)")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="what is printed (%(default)s)")
     arguments = parser.parse_args(argv)
     scope, named = _scope(arguments)

@@ -22,6 +22,7 @@ from ..engine.values import SimEngineSettings
 from ..policies import PLAN, SHARES
 from ..results.trials import SECONDS, SimulatedTrial
 from ..scenario import SimSettings
+from .page import KeptResults
 from .setting import Deployed, PlannedCase, Scope, group, highest_rate, most, searched
 
 IN_HOUSE: Final = "thunderserve-8xa100"
@@ -88,7 +89,11 @@ def best_colocated(case: PlannedCase, scope: Scope) -> Deployed:
     """Of colocated plans for several rates, and their neighbours: the best in trials, as for
     ours."""
     colocated = replace(case, mixed_only=True)
-    return _search_and_try(colocated, most(colocated, scope.steps).at().max_rate, scope, searches=1)
+
+    def choose() -> Deployed:
+        return _search_and_try(colocated, most(colocated, scope.steps).at().max_rate, scope, searches=1)
+
+    return _keep("best colocated plan", colocated, scope, choose)
 
 
 @cache
@@ -96,7 +101,23 @@ def chosen(case: PlannedCase, scope: Scope) -> Deployed:
     """Of plans for several times what colocated serving is expected to carry, their neighbours, and
     colocated serving: the best in simulations that are not reported."""
     colocated = best_colocated(case, scope)
-    return _search_and_try(case, colocated.at().max_rate, scope, colocated.solution, searches=SEARCHES)
+
+    def choose() -> Deployed:
+        return _search_and_try(case, colocated.at().max_rate, scope, colocated.solution, searches=SEARCHES)
+
+    return _keep("best plan", case, scope, choose)
+
+
+def _keep(name: str, case: PlannedCase, scope: Scope, choose: Callable[[], Deployed]) -> Deployed:
+    """What a run before this one has chosen (`Scope.kept`), or is now. With the rate that it is planned for."""
+
+    def choose_now() -> tuple[float, Solution]:
+        found = choose()
+        return found.problem.services[0].workload.rate, found.solution
+
+    kept = KeptResults(scope.kept)
+    rate, solution = kept.get(f"{name}: {case} {scope}", choose_now, tuple[float, Solution])
+    return Deployed(replace(case, rate=rate).problem(), solution)
 
 
 def _search_and_try(case: PlannedCase, rate: float, scope: Scope, *others: Solution, searches: int) -> Deployed:

@@ -35,8 +35,9 @@ LINK_GBPS: Final = 100.0
 LINK_RTT_S: Final = 10e-6
 """Of InfiniBand between two nodes."""
 
-PREFILL_STEP_TOKENS: Final = 8192
-"""Replicas that only prefill compute a prompt at once."""
+WHOLE_STEP_TOKENS: Final = 8192
+"""Replicas that only prefill compute a prompt at once. All of a context of LLaMA3-8B, which is what vLLM's steps take
+without chunked prefill."""
 
 WEIGHTS: Final = (3.0, 1.0)
 QUEUES: Final = (3, 1)
@@ -44,6 +45,10 @@ QUEUES: Final = (3, 1)
 
 SEQUENCES: Final = 255
 """vLLM's 256, but one: a batch of 256 tokens has to leave one for prompts."""
+
+ALONE_TOKENS: Final = SEQUENCES + 1
+"""Of a step without chunks that takes one prompt, of any length; several only where they are as short together. Cronus'
+partial-prefill instance holds two requests, one of which waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +101,20 @@ class ServedTrace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """Tokens that a batch with chunks of prompts computes at most; `low`: on the lesser card under DP."""
+    """Tokens that a batch with chunks of prompts computes at most; `low`: on the lesser card under DP. `is_whole`:
+    disaggregated prefill has no chunks, and nothing decodes beside prompts, those of preempted requests either; who
+    prefills computes one prompt after the other."""
 
     tokens: int = 512
     low: int = 256
+    is_whole: bool = True
 
 
 PAPERS: Final = StepSizes()
-EQUAL: Final = StepSizes(2048, 2048)
+"""Chunked prefill is enabled in PP, DP and Cronus."""
+IN_CHUNKS: Final = StepSizes(is_whole=False)
+"""And under disaggregated prefill, where several prompts are computed together."""
+EQUAL: Final = StepSizes(2048, 2048, is_whole=False)
 """vLLM's own, for all."""
 
 Run = Callable[[PairOfCards, Trace, StepSizes], ServedTrace]
@@ -142,12 +153,12 @@ def run_cronus(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> Se
 
 def run_high_low(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """The A100 prefills, the lesser card decodes."""
-    return run_split(pair, trace, sizes, first=HIGH, second=pair.low, policy="plan")
+    return run_split(pair, trace, sizes, first=HIGH, second=pair.low, policy="plan", is_whole=sizes.is_whole)
 
 
 def run_low_high(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
     """The lesser card prefills, the A100 decodes."""
-    return run_split(pair, trace, sizes, first=pair.low, second=HIGH, policy="plan")
+    return run_split(pair, trace, sizes, first=pair.low, second=HIGH, policy="plan", is_whole=sizes.is_whole)
 
 
 def run_pipeline(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
@@ -212,7 +223,7 @@ def run_data_parallel(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS
 
 def prefill_rate(name: str, model: str, trace: Trace) -> float:
     """Requests per second that a card prefills whose KV is gone at once."""
-    engine, end_s = _engine_on(name, model, PREFILL_STEP_TOKENS, []), 0.0
+    engine, end_s = _engine_on(name, model, ALONE_TOKENS, [], is_whole=True), 0.0
     for row in range(len(trace)):
         engine.submit(EngineSequence(row, int(trace.prompt[row]), 0, sends_kv=True), 0.0)
     while engine.wake_at < inf:
@@ -225,7 +236,7 @@ def prefill_rate(name: str, model: str, trace: Trace) -> float:
 
 def decode_rate(name: str, model: str, trace: Trace) -> float:
     """Requests per second that a card decodes whose KV is there at once."""
-    engine, end_s = _engine_on(name, model, PAPERS.tokens, []), 0.0
+    engine, end_s = _engine_on(name, model, WHOLE_STEP_TOKENS, [], is_whole=True), 0.0
     for row in range(len(trace)):
         prompt = int(trace.prompt[row])
         sequence = EngineSequence(row, prompt, int(trace.output[row]), external=prompt - 1)
@@ -246,9 +257,9 @@ def _choose_engine(engines: Sequence[Engine], sent: Sequence[int]) -> int | None
     return min(free, key=lambda number: (sent[number] + 1) / WEIGHTS[number], default=None)
 
 
-def _engine_on(name: str, model: str, step_tokens: int, steps: list[StepRecord]) -> Engine:
+def _engine_on(name: str, model: str, step_tokens: int, steps: list[StepRecord], *, is_whole: bool = False) -> Engine:
     """The whole model on one card; `steps` takes what it does."""
-    settings = SimEngineSettings(max_batched_tokens=step_tokens, max_sequences=SEQUENCES)
+    settings = SimEngineSettings(max_batched_tokens=step_tokens, max_sequences=SEQUENCES, chunked_prefill=not is_whole)
     return Engine(times_on(name, model), settings, kv_tokens=kv_tokens_on(name, model), record=steps.append)
 
 
@@ -259,9 +270,9 @@ def kv_tokens_on(name: str, model: str) -> int:
 
 
 def run_split(
-    pair: PairOfCards, trace: Trace, sizes: StepSizes, *, first: str, second: str, policy: str
+    pair: PairOfCards, trace: Trace, sizes: StepSizes, *, first: str, second: str, policy: str, is_whole: bool = False
 ) -> ServedTrace:
-    """One card prefills, the other decodes; `policy` may do otherwise."""
+    """One card prefills, the other decodes; `policy` may do otherwise. `is_whole`: as that of `StepSizes`."""
     layers = model_shape(pair.model).layers
     replicas = tuple(
         Replica(
@@ -271,23 +282,26 @@ def run_split(
             step_tokens=budget,
         )
         for phase, name, budget in (
-            (Phase.PREFILL, first, PREFILL_STEP_TOKENS),
-            (Phase.DECODE, second, sizes.tokens),
+            (Phase.PREFILL, first, ALONE_TOKENS if is_whole else WHOLE_STEP_TOKENS),
+            (Phase.DECODE, second, WHOLE_STEP_TOKENS if is_whole else sizes.tokens),
         )
     )
-    return _simulate(pair, trace, _plan(replicas, Pairing(prefill="prefill", decode="decode", weight=1.0)), policy)
+    plan = _plan(replicas, Pairing(prefill="prefill", decode="decode", weight=1.0))
+    return _simulate(pair, trace, plan, policy, is_whole=is_whole)
 
 
 def _plan(replicas: tuple[Replica, ...], *pairings: Pairing) -> Plan:
     return Plan(epoch=0, version=1, service="conversation", replicas=replicas, pairings=pairings, codec="raw", why=())
 
 
-def _simulate(pair: PairOfCards, trace: Trace, plan: Plan, policy: str) -> ServedTrace:
+def _simulate(pair: PairOfCards, trace: Trace, plan: Plan, policy: str, *, is_whole: bool = False) -> ServedTrace:
     result = simulate(
         _cluster(pair),
         [ServiceRun(service=_service(model_shape(pair.model)), plan=plan, trace=trace)],
         settings=SimSettings(
-            engine=SimEngineSettings(max_batched_tokens=PREFILL_STEP_TOKENS, max_sequences=SEQUENCES),
+            engine=SimEngineSettings(
+                max_batched_tokens=WHOLE_STEP_TOKENS, max_sequences=SEQUENCES, chunked_prefill=not is_whole
+            ),
             routing=RoutingSettings(policy=policy),
             first_token_at_decode=True,
         ),
@@ -318,7 +332,16 @@ def _service(model: ModelShape) -> Service:
 
 
 def _between_tokens(steps: Sequence[StepRecord]) -> Floats:
-    """A time for each token that a step has decoded: that of the step."""
-    decoding = [step for step in steps if step.requests]
-    seconds = [(step.end_s - step.start_s) / step.steps for step in decoding]
-    return np.repeat(seconds, [step.requests * step.steps for step in decoding])
+    """A time for each token that a step has decoded: that of the step, and of those of prompts alone that its request
+    stood still for since its last token. Where there are such, one engine alone may decode."""
+    seconds, counts, stalls = list[float](), list[int](), list[float]()  # stalls: who joined first comes first
+    for step in steps:
+        each_s = (step.end_s - step.start_s) / step.steps
+        if step.stalled:
+            stalls = [sofar_s + each_s for sofar_s in stalls] + [each_s] * (step.stalled - len(stalls))
+        if step.requests:
+            held_up = stalls[: step.requests]  # the last to join may have been preempted
+            seconds += [*(stall_s + each_s for stall_s in held_up), each_s]
+            counts += [*(1 for _ in held_up), step.requests * step.steps - len(held_up)]
+            stalls = []
+    return np.repeat(seconds, counts)

@@ -43,6 +43,7 @@ def test_a_prompt_is_computed_alone_and_decoding_waits_for_it() -> None:
     assert moments(news, SignalKind.FIRST_TOKEN) == {1: pytest.approx(1.1), 2: pytest.approx(begins + 1.2)}
     # 19 decode steps over 10 to 28 tokens of context, and 1.2 s in which it stood still
     assert moments(news, SignalKind.DONE)[1] == pytest.approx(1.1 + 1.2 + 19 * 1.1 + 0.361)
+    assert [step.stalled for step in steps] == [0, 0, 1, 0]
     assert engine.counts.prefill_s == pytest.approx(2.3)
     assert engine.counts.mixed_s == 0.0
 

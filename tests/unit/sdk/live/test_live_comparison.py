@@ -14,7 +14,14 @@ from p2pserve.coordinator.plan import Deadlines
 from p2pserve.kvtransport.probing.figures import Source
 from p2pserve.node.messages import Status
 from p2pserve.sdk.live import comparison
-from p2pserve.sdk.live.comparison import LiveTraffic, compare, figures_of, plan_for_most, run_comparison
+from p2pserve.sdk.live.comparison import (
+    LiveTraffic,
+    _steady_figures,
+    compare,
+    figures_of,
+    plan_for_most,
+    run_comparison,
+)
 from p2pserve.sdk.live.comparison_command import main, show
 from p2pserve.sdk.live.network import Happened, LiveRun, LoneRequest
 from p2pserve.sdk.live.nodes import LiveSettings
@@ -244,6 +251,25 @@ def test_a_run_with_faults_is_simulated_with_plans_of_its_own_as_well(
     assert [figure.steady for figure in found.figures] == [None] * len(found.figures)
     show(found)
     assert "where the simulated coordinator makes the plans" in capsys.readouterr().out
+
+
+def test_requests_beyond_what_a_plan_carries_count_as_missed_in_the_long_run_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in what is expected; else the queue, and so the share in time, would be that of any number of requests."""
+    network, rate, carried = network_of(5.0), 160.0, 0.2  # some 50 a second are
+    found = {}
+    for requests in (800, 1600):
+        monkeypatch.setattr(comparison, "STEADY_REQUESTS", requests)
+        for share in (1.0, carried, 0.0):
+            found[requests, share] = _steady_figures(network, TRAFFIC, rate, plan(), share * rate)
+    assert found[1600, 1.0]["attainment"] < 0.7 * found[800, 1.0]["attainment"]
+    for requests in (800, 1600):
+        kept = found[requests, carried]
+        assert kept["attainment"] == pytest.approx(carried, rel=0.05)
+        assert kept["goodput_requests_s"] == pytest.approx(carried * rate, rel=0.1)
+        assert kept["ttft_p90_s"] < 2.0
+        assert found[requests, 0.0] == found[requests, 1.0], "nothing is known of what is carried"
 
 
 def test_the_first_requests_may_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """What the pages of deployments and rescheduling say of plans, from made-up searches and runs."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,17 @@ from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster_file import packaged_cluster
 from p2pserve.coordinator.planning.upper.trials import TrialOutcome
 from p2pserve.sims.experiments import baselines, deployments, setting, systems
-from p2pserve.sims.experiments.setting import CLOUD, WORKLOADS, PlannedCase, Scope, at_rate, group, planned, shapes
+from p2pserve.sims.experiments.setting import (
+    CLOUD,
+    WORKLOADS,
+    Deployed,
+    PlannedCase,
+    Scope,
+    at_rate,
+    group,
+    planned,
+    shapes,
+)
 from p2pserve.sims.policies import PLAN, SHARES
 from p2pserve.sims.replanning import describe_phases
 from p2pserve.sims.results.trials import SimulatedTrial
@@ -132,6 +144,35 @@ def test_ours_and_colocated_serving_are_chosen_by_trials_of_other_requests(monke
     assert systems.chosen(case, Scope(seeds=(0,), challengers=0)).solution == mixed, "it is hardly better"
 
 
+def test_plans_that_were_chosen_before_are_not_searched_for_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run that was ended goes on from a file, which has each plan with the rate that it is for."""
+    case = PlannedCase(cluster="thunderserve-16xa5000", boxes=2, model="llama-13b", workload="conversation", rate=1.0)
+    cluster = case.problem().cluster
+    mixed = tuple(group(cluster, Phase.MIXED, {box.id: 4}) for box in cluster.boxes)
+    searched: list[tuple[PlannedCase, tuple[Any, ...]]] = []
+
+    def search_and_try(case: PlannedCase, rate: float, scope: Scope, *others: Any, searches: int) -> Deployed:
+        searched.append((case, others))
+        return Deployed(replace(case, rate=2.5 if case.mixed_only else 3.5).problem(), mixed)
+
+    monkeypatch.setattr(systems, "most", lambda case, steps: Deployed(case.problem(), mixed))
+    monkeypatch.setattr(systems, "_search_and_try", search_and_try)
+    scope = Scope(seeds=(0,), kept=tmp_path / "kept")
+    for _ in range(2):
+        systems.best_colocated.cache_clear()
+        systems.chosen.cache_clear()
+        ours, colocated = systems.chosen(case, scope), systems.best_colocated(case, scope)
+        assert (ours.solution, colocated.solution) == (mixed, mixed)
+        assert [plan.problem.services[0].workload.rate for plan in (ours, colocated)] == [3.5, 2.5]
+        assert set(colocated.problem.pinned.values()) == {Phase.MIXED}
+        assert not ours.problem.pinned
+        assert searched == [(replace(case, mixed_only=True), ()), (case, (mixed,))]
+    systems.best_colocated(case, replace(scope, seconds=20.0))
+    assert len(searched) == 3, "in other trials another may be the best"
+
+
 def test_a_plan_is_simulated_with_the_dispatcher_that_carries_more(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = packaged_cluster(CLOUD, Specs.TABLE1)
 
@@ -170,8 +211,10 @@ def test_a_case_with_steps_of_its_own_is_planned_with_those() -> None:
     assert small.at().max_rate != pytest.approx(large.at().max_rate, rel=0.01)
 
 
-def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ratio is of the same requests, and what carried nothing makes none."""
+def test_ours_is_compared_with_colocated_serving_request_by_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The ratio is of the same requests, and what carried nothing makes none. Rows are kept as they are found."""
     rates = {("colocated", 0): 2.0, ("colocated", 1): 4.0, ("ours", 0): 5.0, ("ours", 1): 6.0}
 
     def deploy(name: str, expected: float) -> Any:
@@ -192,7 +235,7 @@ def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch:
     monkeypatch.setattr(baselines, "chosen", choose)
     monkeypatch.setattr(baselines, "describe_phases", lambda plan: f"shape of {plan}")
     monkeypatch.setattr(baselines, "highest_rate", highest_rate)
-    scope = Scope(seeds=(0, 1), seconds=77.5)
+    scope = Scope(seeds=(0, 1), seconds=77.5, kept=tmp_path / "kept")
     page = baselines.strictness(scope)
     assert tried == {(10.0, (0, 1), 77.5), (40.0, (0,), 60.0)}, "trials over the faster links are shorter"
     rows: Any = page.tables[0].rows
@@ -209,4 +252,6 @@ def test_ours_is_compared_with_colocated_serving_request_by_request(monkeypatch:
     assert (first.colocated_simulated, first.ours_simulated) == ("3 (2-4)", "5.5 (5-6)")
     assert first.ours_over_colocated == "2 (1.5-2.5)"
     rates["colocated", 0] = 0.0
+    baselines.strictness_rows.cache_clear()
+    assert list(baselines.strictness_rows(scope)) == list(rows)
     assert baselines.strictness(Scope(seeds=(0,), seconds=77.5)).tables[0].rows[0].ours_over_colocated == "nan"  # type: ignore[attr-defined]
