@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, TypedDict, final
 
@@ -110,6 +110,18 @@ class Generation:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     stop_reason: int | None = None
+
+
+def add_attempts(answer: Generation, earlier: list[str]) -> Generation:
+    """An answer whose figures count what its client had tried before at other gateways: an attempt at least at each."""
+    if answer.figures is None or not earlier:
+        return answer
+    figures = msgspec.structs.replace(
+        answer.figures,
+        attempts=answer.figures.attempts + len(earlier),
+        recovered=(*earlier, *answer.figures.recovered),
+    )
+    return replace(answer, figures=figures)
 
 
 def build_request(prompt: str | None, messages: list[dict[str, str]] | None, options: Mapping[str, object]) -> Generate:

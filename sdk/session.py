@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -66,6 +66,7 @@ from .requests import (
     Generation,
     Replay,
     TextDelta,
+    add_attempts,
     check_service,
     describe_unserved,
     new_request_id,
@@ -79,6 +80,7 @@ LOOK_S = 1.0  # between two looks for another gateway than one that is silent
 HUNG_RETRY_S = 5.0  # a gateway that did not answer is asked again after so long, where no other is left
 BROKEN_RETRY_S = 2.0  # one whose connection broke; sooner: it is still taken for alive, and the try is wasted
 RETURN_S = 10.0  # after a gateway was lost, others may come back; longer: more answers go on, and errors come later
+LEAVING = frozenset({"draining", "no-engine"})
 ELSEWHERE = frozenset({"draining", "busy", "no-engine", "internal", "unknown_method"})  # another node may do better
 
 
@@ -192,6 +194,10 @@ class _GatewayRefuses(_GatewayLost):
     """It has answered, and has nothing of the request."""
 
 
+class _GatewayLeaves(_GatewayRefuses):
+    """It does not serve it now. If that is in the catalogue it may do so later, and so may others."""
+
+
 class _GatewayBroken(_GatewayLost):
     """The connection to it has ended. It may have been started anew: it is tried once more."""
 
@@ -286,22 +292,23 @@ class Session:
         with trio.move_on_at(deadline + DEADLINE_GRACE_S):
             while True:
                 service = self._gateways.model_of(body.service if replay.service is None else replay.service)
-                gateway = await self._find_gateway(service, lost, deadline)
+                moves = self._gateways.is_awaited(body.service)
+                gateway = await self._find_gateway(service, lost, deadline, moves=moves)
                 left = max(0.05, deadline - trio.current_time())
                 attempt = msgspec.structs.replace(body, request=new_request_id(), deadline_s=left, service=service)
                 try:
-                    return _add_attempts(await self._attempt(gateway, attempt, replay, deliver, lost), earlier)
+                    return add_attempts(await self._attempt(gateway, attempt, replay, deliver, lost), earlier)
                 except Diverged:
-                    raise RequestFailed(
-                        f"gateway {name_of(gateway)} answers otherwise than the lost one began; ask again"
-                        f" ({_reasons(lost)})"
-                    ) from None
+                    told = f"gateway {name_of(gateway)} answers otherwise than the lost one began; ask again"
+                    raise RequestFailed(f"{told} ({_reasons(lost)})") from None
                 except _GatewayLost as error:
-                    if not isinstance(error, _GatewayRefuses):
-                        earlier.append(f"gateway {name_of(gateway)} was lost: {error}")
                     answered = isinstance(error, _GatewayRefuses)
+                    if not answered:
+                        earlier.append(f"gateway {name_of(gateway)} was lost: {error}")
                     may_be_back = isinstance(error, _GatewayUnreachable | _GatewayBroken)
                     wait_s = None if may_be_back and gateway in lost else error.retry_after_s
+                    if wait_s is None and moves and (may_be_back or isinstance(error, _GatewayLeaves)):
+                        wait_s = RETURN_S
                     now = trio.current_time()
                     lost[gateway] = _Loss(str(error), math.inf if wait_s is None else now + wait_s, now, answered)
         raise DeadlineExceeded(f"deadline_s: the answer was not complete after {body.deadline_s:g} s")
@@ -369,7 +376,8 @@ class Session:
             return await self._network.request(gateway, GENERATE, body, ACCEPT_TIMEOUT_S)
         except RemoteError as error:
             if error.code in ELSEWHERE:
-                raise _GatewayRefuses(error.message, error.retry_after_s) from error
+                refuses = _GatewayLeaves if error.code in LEAVING else _GatewayRefuses
+                raise refuses(error.message, error.retry_after_s) from error
             if error.code == "invalid":
                 raise InvalidRequest(error.message) from error
             raise RequestFailed(f"gateway {name_of(gateway)} refuses: {error.message}") from error
@@ -382,13 +390,15 @@ class Session:
         except NetworkError:
             return  # it has lost us as well, and with us the reason for the request
 
-    async def _find_gateway(self, service: str | None, lost: dict[PeerId, _Loss], deadline: float) -> PeerId:
+    async def _find_gateway(
+        self, service: str | None, lost: dict[PeerId, _Loss], deadline: float, *, moves: bool
+    ) -> PeerId:
         """The best gateway that has not failed this request; waits for the first one to appear, or until one that was
-        busy may be asked again."""
+        busy may be asked again. `moves`: the catalogue has the service, so that other boxes may come to serve it."""
         give_up = trio.current_time() + self._timeout_s
         while True:
             revision = self._network.revision
-            if not lost and not self._gateways.is_awaited(service):
+            if not lost and not moves:
                 check_service(self._gateways.candidates(), service)
             ranked = self._gateways.rank(service)
             now = trio.current_time()
@@ -399,6 +409,8 @@ class Session:
             is_over = again == math.inf
             # Others may come back: a box that was started anew, the other side of a cut that heals.
             hope = max((loss.at + RETURN_S for loss in lost.values() if not loss.answered), default=-math.inf)
+            if lost and not ranked and moves:
+                give_up = hope = deadline
             is_hopeless = now >= hope and self._gateways.find_silent(service) <= lost.keys()
             if lost and is_over and (now >= give_up or is_hopeless):
                 raise RequestFailed(f"no gateway is left: {_reasons(lost)}")
@@ -476,18 +488,6 @@ def _finished(update: AnswerUpdate, replay: Replay) -> Generation:
         prompt_logprobs=replay.prompt_logprobs,
         stop_reason=update.stop_reason,
     )
-
-
-def _add_attempts(answer: Generation, earlier: list[str]) -> Generation:
-    """An answer whose figures count what its client had tried before at other gateways: an attempt at least at each."""
-    if answer.figures is None or not earlier:
-        return answer
-    figures = msgspec.structs.replace(
-        answer.figures,
-        attempts=answer.figures.attempts + len(earlier),
-        recovered=(*earlier, *answer.figures.recovered),
-    )
-    return replace(answer, figures=figures)
 
 
 def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:

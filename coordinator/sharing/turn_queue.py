@@ -12,11 +12,13 @@ held up by a prompt. Who gets it is decided anew before each iteration, also amo
 that is not in the turn is paused and keeps its KV. When memory is short, `pick_victim` says whose KV goes; that request
 computes it again in a later turn. What goes first is the `TurnOrder`'s choice; all else is alike for every order.
 
-Nobody starves. A request that has been in no turn for the starvation threshold of its service is promoted, and lines
-(a service's requests in one phase) with promoted requests have their turns before all others, the line first whose
-first promoted request was in a turn longest ago, and in it who was promoted first. So a request waits for the
-threshold, one turn of each other line, and as many turns of its own line as those promoted before it fill. It stays
-promoted until its order moves it (its budget is used up).
+Nobody starves. A request that has been in no turn for the starvation threshold of its service is promoted, or for
+`PATIENCE` of the time that it then had until its deadline, if that is shorter: a threshold follows what requests of the
+service take, and before any has ended it is a guess that may be longer than a deadline. Lines (a service's requests in
+one phase) with promoted requests have their turns before all others, the line first whose first promoted request was in
+a turn longest ago, and in it who was promoted first. So a request waits for the threshold, one turn of each other line,
+and as many turns of its own line as those promoted before it fill. It stays promoted until its order moves it (its
+budget is used up).
 
 A decision costs the same however many requests wait: lines are sorted, their heads are compared, and what is taken is
 looked at once. Starvation is found by a heap of the moments since which requests wait, brought up to date only where a
@@ -38,6 +40,13 @@ from .service_profile import ServiceProfile
 from .values import SharedRequest, SharingError, Turn, TurnRoom
 
 PHASES: Final = (Phase.PREFILL, Phase.DECODE)
+
+PATIENCE: Final = 0.25
+"""Of the time that a request has left, so much may pass without a turn. Less: more requests are served in time while
+another service could use all turns; more: short requests wait less for late ones."""
+
+_Wait = tuple[float, int, SharedRequest]
+"""For a heap: a moment, and the number of the request that it is of."""
 
 
 class TurnOrder(Protocol):
@@ -151,8 +160,9 @@ class TurnQueue:
         self._open = Counter[str]()
         self._numbers = count()
         self._turn = 0
-        # By service: (since when, number, request) of those that are not promoted; times may have passed since.
-        self._waits: dict[str, list[tuple[float, int, SharedRequest]]] = {service: [] for service in profiles}
+        # By service: since when those wait that are not promoted; times may have passed since.
+        self._waits: dict[str, list[_Wait]] = {service: [] for service in profiles}
+        self._patience: list[_Wait] = []  # likewise, of all services: when each is promoted for its deadline's sake
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{service} {phase.value} {len(line.requests)}"
@@ -171,13 +181,14 @@ class TurnQueue:
             del self._lines[service, phase]
         del self._waits[service], self._prompts[service], self._open[service]
 
-    def add(self, key: Hashable, service: str, prompt_tokens: int, now: float) -> SharedRequest:
-        """A request has come. Raises SharingError for a service that is not here, or a key that is."""
+    def add(self, key: Hashable, service: str, prompt_tokens: int, now: float, deadline: float = inf) -> SharedRequest:
+        """A request has come, whose answer is of use until its deadline. Raises SharingError for a service that is not
+        here, or a key that is."""
         if service not in self.profiles:
             raise SharingError(f"service {service!r} is none of {', '.join(self.profiles)}")
         if key in self.requests:
             raise SharingError(f"request {key!r} is here already")
-        request = SharedRequest(key, service, next(self._numbers), prompt_tokens, now)
+        request = SharedRequest(key, service, next(self._numbers), prompt_tokens, now, deadline)
         self.requests[key] = request
         self.order.join(request)
         self._line(request).insert(request)
@@ -322,22 +333,27 @@ class TurnQueue:
     def _watch(self, request: SharedRequest) -> None:
         """For starvation."""
         if self.order.starvation_s(request.service) < inf:
-            heappush(self._waits[request.service], (request.waits_since, request.number, request))
+            heappush(self._waits[request.service], (_waits_since(request), request.number, request))
+            if request.deadline < inf:
+                heappush(self._patience, (_loses_patience(request), request.number, request))
 
     def _promote_starved(self, now: float) -> None:
         for service, waits in self._waits.items():
-            if not waits:
+            if waits:
+                self._promote(waits, _waits_since, now - self.order.starvation_s(service), now)
+        self._promote(self._patience, _loses_patience, now, now)
+
+    def _promote(self, waits: list[_Wait], when: Callable[[SharedRequest], float], overdue: float, now: float) -> None:
+        """Those of a heap by `when` for which that is not after `overdue`."""
+        while waits and waits[0][0] <= overdue:
+            request = heappop(waits)[2]
+            if not request.is_open or request.is_starved:
                 continue
-            overdue = now - self.order.starvation_s(service)
-            while waits and waits[0][0] <= overdue:
-                request = heappop(waits)[2]
-                if not request.is_open or request.is_starved:
-                    continue
-                if request.waits_since > overdue:
-                    heappush(waits, (request.waits_since, request.number, request))
-                    continue
-                request.promoted_at = now
-                self._line(request).promoted[request.number] = request
+            if (at := when(request)) > overdue:
+                heappush(waits, (at, request.number, request))
+                continue
+            request.promoted_at = now
+            self._line(request).promoted[request.number] = request
 
     def _demote(self, line: _Line, request: SharedRequest) -> None:
         request.promoted_at = inf
@@ -351,6 +367,14 @@ class TurnQueue:
 
     def _place(self, request: SharedRequest) -> tuple[bool, float, int]:
         return not request.is_starved, self.order.score(request), request.number
+
+
+def _waits_since(request: SharedRequest) -> float:
+    return request.waits_since
+
+
+def _loses_patience(request: SharedRequest) -> float:
+    return request.waits_since + PATIENCE * (request.deadline - request.waits_since)
 
 
 def _sort_key(request: SharedRequest) -> tuple[float, int]:

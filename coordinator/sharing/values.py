@@ -20,14 +20,17 @@ class SharedRequest:
     `phase` is what it needs next: PREFILL until all of its tokens so far have KV, then DECODE. `number` is its place
     in the order of arrival. `rank`: lower goes first among requests of its service and phase; what it means is the
     turn order's business, as are `budget` and `used_s`. `charged_s`: wall time of all iterations that it was in.
+    `deadline`: when its answer is of no use any more; infinite: it has none.
     """
 
     __slots__ = (
-        "budget", "charged_s", "holds_kv", "is_open", "key", "number", "phase", "promoted_at", "prompt_tokens", "rank",
-        "service", "turn", "used_s", "waits_since"
+        "budget", "charged_s", "deadline", "holds_kv", "is_open", "key", "number", "phase", "promoted_at",
+        "prompt_tokens", "rank", "service", "turn", "used_s", "waits_since"
     )  # fmt: skip
 
-    def __init__(self, key: Hashable, service: str, number: int, prompt_tokens: int, now: float) -> None:
+    def __init__(
+        self, key: Hashable, service: str, number: int, prompt_tokens: int, now: float, deadline: float = inf
+    ) -> None:
         self.key = key
         self.service = service
         self.number = number
@@ -37,6 +40,7 @@ class SharedRequest:
         self.budget = 0.0
         self.used_s = 0.0
         self.charged_s = 0.0
+        self.deadline = deadline
         self.waits_since = now  # since it came, or was last in a turn
         self.promoted_at = inf  # when it had waited for too long; infinite: it has not
         self.holds_kv = False

@@ -422,7 +422,7 @@ class EmulatedEngine:
     def _announce(self, work: Work) -> None:
         """It waits for nothing but its turn, where there are turns."""
         if self.turns is not None and work.request not in self.turns:
-            self.turns.add(work.request, work.prompt)
+            self.turns.add(work.request, work.prompt, self._requests[work.request].deadline)
             if work.blocks or work.shared:
                 self.turns.hold_kv(work.request)
 

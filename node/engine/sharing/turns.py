@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Final, NamedTuple, Protocol, final
 
 from ....coordinator.sharing.evictions import RoomWanted, plan_evictions
@@ -78,10 +79,10 @@ class ServiceTurns:
     def __contains__(self, request: str) -> bool:
         return request in self._requests
 
-    def add(self, request: str, prompt_tokens: int) -> None:
-        """It can be computed from now on."""
+    def add(self, request: str, prompt_tokens: int, deadline: float = inf) -> None:
+        """It can be computed from now on, and is given up at its deadline, on the clock of the process."""
         key = (self.service, request)
-        self._requests[request] = self._queue.add(key, self.service, prompt_tokens, self._clock())
+        self._requests[request] = self._queue.add(key, self.service, prompt_tokens, self._clock(), deadline)
 
     def hold_kv(self, request: str) -> None:
         """It holds KV from now on, which `pick_victim` may take from it."""

@@ -243,6 +243,10 @@ class EngineRunner:
         found: torch.nn.Module = self._core.model_executor.driver_worker.get_model()
         return found
 
+    def deadline_of(self, request: str) -> float:
+        """When a request is given up, on this process's clock."""
+        return self._requests[request].deadline
+
     def drop_memory(self) -> None:
         """Let go of weights and KV; the engine is of no use any more. Not of buffers: models of one process share those
         of their position embeddings."""

@@ -144,7 +144,7 @@ class VllmTurns:
 
     def begin(self, turns: ServiceTurns) -> None:
         """See the protocol."""
-        self._scheduler.turns = turns
+        self._scheduler.turns, self._scheduler.deadline_of = turns, self._runner.deadline_of
 
     def handle_messages(self) -> bool:
         """See the protocol."""

@@ -33,9 +33,11 @@ if TYPE_CHECKING:
 
 @final
 class TurnScheduler(Scheduler):
-    """See the module. `turns` is set before the first request comes."""
+    """See the module. `turns` is set before the first request comes, and `deadline_of`: when a request is given up, on
+    the clock of the process."""
 
     turns: ServiceTurns
+    deadline_of: Callable[[str], float]
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -194,7 +196,7 @@ class TurnScheduler(Scheduler):
 
     def _announce(self, request: Request) -> None:
         """One whose KV was in the prefix cache after all has begun without a turn."""
-        self.turns.add(request.request_id, request.num_prompt_tokens)
+        self.turns.add(request.request_id, request.num_prompt_tokens, self.deadline_of(request.request_id))
         if request.status == RequestStatus.RUNNING:
             self._note_kv(request)
         else:

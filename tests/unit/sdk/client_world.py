@@ -14,7 +14,10 @@ import trio.testing
 from p2pserve.bootstrap import Address, Bootstrap, Identity, NetworkKey, NetworkSettings, PeerId, RemoteError, Role
 from p2pserve.bootstrap.network import Network
 from p2pserve.bootstrap.testing import MemoryNetwork
+from p2pserve.bootstrap.trust.orders import Orders, sign_orders
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue, write_catalogue
+from p2pserve.node.adverts import CATALOGUE
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import (
     ADVERT,
@@ -152,6 +155,12 @@ class World:
         await self.run_node(self._identity, Address("10.0.0.1", 4001), None)
         for number, script in enumerate(scripts, start=2):
             await self.run_node(Identity.generate(), Address(f"10.0.0.{number}", 4001), script)
+
+    def list_service(self, name: str) -> None:
+        """The owner puts the model of all gateways into the catalogue, under this name."""
+        catalogue = ServiceCatalogue(version=1, entries=(CatalogueEntry(name=name, model=MODEL.name),))
+        orders = Orders(1, documents={CATALOGUE: write_catalogue(catalogue)})
+        self.gateways[0].network.order(sign_orders(self._key, orders))
 
     def client_network(self) -> Network:
         address = Address("10.9.9.9", 0)

@@ -1,5 +1,7 @@
 """A client's requests against scripted gateways on the in-memory transport: what is retried, and what is said."""
 
+import math
+
 import pytest
 import trio
 import trio.testing
@@ -14,7 +16,7 @@ from p2pserve.node.messages import (
 from p2pserve.node.methods import STATUS
 from p2pserve.sdk.errors import Busy, ConnectionFailed, DeadlineExceeded, InvalidRequest, RequestFailed
 from p2pserve.sdk.requests import TextDelta
-from p2pserve.sdk.session import OPENINGS, RETURN_S, enter
+from p2pserve.sdk.session import DEADLINE_GRACE_S, OPENINGS, RETURN_S, Session, enter
 
 from .client_world import (
     COMPLETE,
@@ -194,6 +196,79 @@ def test_a_gateway_that_comes_back_soon_after_the_last_one_was_lost_goes_on(back
                     with pytest.raises(RequestFailed, match="no gateway is left"):
                         await session.generate(request(), death.deliver)
                     assert RETURN_S <= trio.current_time() - began <= 2.0 * RETURN_S
+
+    in_virtual_time(main)
+
+
+async def list_service(made: World, session: Session, name: str) -> None:
+    """And wait until the client has heard of it."""
+    made.list_service(name)
+    with trio.fail_after(30.0):
+        while not session._gateways.is_awaited(name):
+            await let_pass(0.1)
+
+
+@pytest.mark.parametrize("back_after_s", [5.0 * RETURN_S, None])
+def test_a_service_of_the_catalogue_is_waited_for_until_the_deadline_when_its_last_gateway_was_lost(
+    back_after_s: float | None,
+) -> None:
+    async def main() -> None:
+        death = Death(2)
+        async with world(death.script, whole) as (made, session):
+            death.world = made
+            await list_service(made, session, "chat")
+            made.memory.block(made.client, made.gateways[1].network.peer_id)
+            await let_pass(60.0)  # it is taken for dead
+            began = trio.current_time()
+            asked = request(service="chat", deadline_s=100.0)
+            async with trio.open_nursery() as nursery:
+                if back_after_s is not None:
+                    nursery.start_soon(heal_after, made, back_after_s)
+                    assert await session.generate(asked, death.deliver) == COMPLETE
+                    assert trio.current_time() - began >= back_after_s
+                    assert [len(gateway.continued) for gateway in made.gateways] == [0, 1]
+                else:
+                    with pytest.raises(RequestFailed):
+                        await session.generate(asked, death.deliver)
+                    assert 100.0 - 2.0 * RETURN_S <= trio.current_time() - began <= 100.0 + DEADLINE_GRACE_S
+
+    in_virtual_time(main)
+
+
+def drains(seconds: float) -> Script:
+    """Refuses for so long after it was asked first, and takes requests then."""
+    until = math.nan
+
+    async def script(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
+        nonlocal until
+        if math.isnan(until):
+            until = trio.current_time() + seconds
+        if trio.current_time() < until:
+            raise RemoteError("draining", "this node is draining")
+        return await whole(gateway, client, body)
+
+    return script
+
+
+def test_boxes_that_have_left_a_service_of_the_catalogue_are_asked_again_when_they_may_be_back() -> None:
+    async def main() -> None:
+        async with world(drains(60.0), drains(30.0)) as (made, session):
+            await list_service(made, session, "chat")
+            began = trio.current_time()
+            assert await session.generate(request(service="chat"), lambda delta: None) == COMPLETE
+            assert trio.current_time() - began == pytest.approx(30.0, abs=1.0)
+            assert [len(gateway.asked) for gateway in made.gateways] == [4, 4]
+
+    in_virtual_time(main)
+
+
+def test_what_every_gateway_of_a_service_fails_at_is_not_asked_again() -> None:
+    async def main() -> None:
+        async with world(refuses("internal"), refuses("internal")) as (made, session):
+            await list_service(made, session, "chat")
+            with pytest.raises(RequestFailed, match="no gateway is left"):
+                await session.generate(request(service="chat"), lambda delta: None)
+            assert [len(gateway.asked) for gateway in made.gateways] == [1, 1]
 
     in_virtual_time(main)
 

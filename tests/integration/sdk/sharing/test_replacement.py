@@ -3,7 +3,6 @@ to share its box, services are placed anew four times, and every request is answ
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import Counter, defaultdict
@@ -95,7 +94,6 @@ def first(tmp_path: Path) -> Iterator[Command]:
         command.end()
 
 
-@pytest.mark.skipif("P2PSERVE_LONG" not in os.environ, reason="takes minutes, more on a busy machine: P2PSERVE_LONG=1")
 def test_three_services_are_placed_anew_four_times_and_no_request_fails(tmp_path: Path, first: Command) -> None:
     tokens = first.greetings()[0]["tokens"]
     any_model = ("--emulate", BOX, "--max-services", "2", "--kv-cache-mib", "8192", "--sweep-s", "0")

@@ -10,7 +10,7 @@ from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.sharing.baselines import FirstComeFirstServed
 from p2pserve.coordinator.sharing.doubling_budget import DoublingBudget
 from p2pserve.coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, MLFQ, TURN_ORDERS
-from p2pserve.coordinator.sharing.turn_queue import TurnQueue
+from p2pserve.coordinator.sharing.turn_queue import PATIENCE, TurnQueue
 from p2pserve.coordinator.sharing.values import SharingError
 
 from .shared_services import Room, keys, profiles_of, step
@@ -126,6 +126,53 @@ def test_a_starved_request_goes_first_until_its_budget_is_used_up() -> None:
     assert keys(step(queue, 3.9, 0.3)) == ("long", "decode", ["long"])  # 1.2 s: the budget is doubled
     assert long.promoted_at == inf
     assert keys(step(queue, 4.2, 0.1)) == ("short", "prefill", ["s1"])
+
+
+@pytest.mark.parametrize("name", [DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED])
+def test_a_threshold_that_is_longer_than_a_deadline_starves_nobody(name: str) -> None:
+    """A guess of 20 s for what takes two turns, beside requests of one turn as fast as they can be served."""
+    profiles = profiles_of(short=(0.2, 0.0), guessed=(20.0, 10.0))
+    queue = TurnQueue(TURN_ORDERS[name](profiles), profiles)
+    assert queue.order.starvation_s("guessed") > 60.0
+    late = queue.add("late", "guessed", 9, 0.0, deadline=60.0)
+    patient = queue.add("patient", "guessed", 9, 0.0)
+    served: dict[object, list[float]] = {"late": [], "patient": []}
+    for number in range(590):
+        now = STEP_S * number
+        queue.add(number, "short", 10, now)
+        turn = step(queue, now, STEP_S, Room(1))
+        assert turn is not None
+        for request in turn.requests:
+            if request.key in served:
+                served[request.key].append(now)
+            else:
+                queue.finish(request, 1)
+        if len(served["late"]) == 2 and late.is_open:
+            queue.finish(late, 2)
+    assert served["late"] == pytest.approx([PATIENCE * 60.0, PATIENCE * 60.0 + STEP_S])
+    assert served["patient"] == []
+    assert patient.promoted_at == inf
+
+
+def test_patience_is_a_part_of_what_is_left_until_the_deadline() -> None:
+    profiles = profiles_of(short=(0.2, 0.0), guessed=(20.0, 0.0))
+    queue = TurnQueue(DoublingBudget(profiles, starved_after=1000.0), profiles)
+    late = queue.add("late", "guessed", 9, 0.0, deadline=100.0)
+    queue.add("s", "short", 10, 0.0)
+    assert keys(queue.choose(24.9, Room())) == ("short", "prefill", ["s"])
+    assert keys(step(queue, 25.0, 25.0)) == ("guessed", "prefill", ["late"])
+    assert late.promoted_at == inf  # its budget is used up
+    assert keys(queue.choose(62.4, Room())) == ("short", "prefill", ["s"])
+    assert keys(queue.choose(62.5, Room())) == ("guessed", "decode", ["late"])
+
+
+def test_in_order_of_arrival_deadlines_change_nothing() -> None:
+    profiles = profiles_of(one=(1.0, 0.0), two=(1.0, 0.0))
+    queue = TurnQueue(FirstComeFirstServed(), profiles)
+    queue.add("a", "one", 10, 0.0)
+    late = queue.add("b", "two", 10, 0.0, deadline=10.0)
+    assert keys(queue.choose(9.0, Room())) == ("one", "prefill", ["a"])
+    assert late.promoted_at == inf
 
 
 def test_starved_services_take_turns() -> None:
