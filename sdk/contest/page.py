@@ -11,7 +11,7 @@ from .report import TPOT_S, TTFT_S, ContestPrefixRow, ContestReport
 from .workloads import ASKED, TURN_S
 
 NAME: Final = "contest"
-COMMAND: Final = "python -m p2pserve.sdk.contest --page docs/results"
+COMMAND: Final = "python -m p2pserve.sdk.contest"
 
 
 def write_contest_page(report: ContestReport, folder: Path) -> Path:
@@ -29,7 +29,7 @@ def build_page(report: ContestReport) -> Page:
         title="Policies on real engines, and prefixes from other boxes",
         assumes=f"""{report.boxes} boxes with a vLLM engine each and the bundled model (float32, one thread an engine)
         are processes of one machine with two cores; links are its loopback, and KV goes in `raw`. Each policy has a
-        network of its own, {report.rounds} times, in turn with the others, and is asked the same {report.requests}
+        network of its own, {report.rounds} time(s), in turn with the others, and is asked the same {report.requests}
         requests of each workload. *alone*: prompts share nothing; *files*: questions about six files, of 1,150 to
         1,650 tokens, some more often than others; both Poisson, {report.rate:g} a second. *turns*: {ASKED} questions
         about a file, then {ASKED} about the next, {TURN_S:g} s apart, so that nothing waits.
@@ -52,7 +52,7 @@ def build_page(report: ContestReport) -> Page:
             ),
         ),
         remarks=_describe(report),
-        command=COMMAND,
+        command=f"{COMMAND} --rounds {report.rounds} --requests {report.requests} --page docs/results",
     )
 
 
