@@ -45,7 +45,7 @@ SIXTEEN: Final[KvCacheDtype] = "auto"
 EIGHT: Final[KvCacheDtype] = "fp8"
 
 
-class EngineOptions(NamedTuple):
+class OptionSet(NamedTuple):
     """What engines are run with, at these deadlines; `step_tokens`: of every step, 0: as the deadline allows."""
 
     step_tokens: int
@@ -55,13 +55,13 @@ class EngineOptions(NamedTuple):
 
 
 NO_OPTION: Final = "none"
-OPTION_SETS: Final[Mapping[str, EngineOptions]] = {
-    NO_OPTION: EngineOptions(WHOLE_TOKENS, SIXTEEN),
-    "chunks by deadline": EngineOptions(0, SIXTEEN),
-    "KV in 8 bits": EngineOptions(WHOLE_TOKENS, EIGHT, scales=(5.0,)),
-    "prefix caches": EngineOptions(WHOLE_TOKENS, SIXTEEN, prefix_caches=True),
-    "chunks, 8 bits": EngineOptions(0, EIGHT),
-    "all three": EngineOptions(0, EIGHT, prefix_caches=True),
+OPTION_SETS: Final[Mapping[str, OptionSet]] = {
+    NO_OPTION: OptionSet(WHOLE_TOKENS, SIXTEEN),
+    "chunks by deadline": OptionSet(0, SIXTEEN),
+    "KV in 8 bits": OptionSet(WHOLE_TOKENS, EIGHT, scales=(5.0,)),
+    "prefix caches": OptionSet(WHOLE_TOKENS, SIXTEEN, prefix_caches=True),
+    "chunks, 8 bits": OptionSet(0, EIGHT),
+    "all three": OptionSet(0, EIGHT, prefix_caches=True),
 }
 
 
@@ -171,7 +171,7 @@ def make_case(workload: str, scale: float, dtype: KvCacheDtype, step_tokens: int
     )  # fmt: skip
 
 
-def _with_options(workload: str, scale: float, of: EngineOptions, system: str) -> Measured:
+def _with_options(workload: str, scale: float, of: OptionSet, system: str) -> Measured:
     return Measured(make_case(workload, scale, of.kv, of.step_tokens), system, of.prefix_caches)
 
 
