@@ -317,7 +317,7 @@ class Deployment:
         self._routed[row] = gateway, route.decode
         self._reports[route.decode].own[gateway] += 1
         first = route.decode if route.cached else route.prefill or route.decode
-        self._reports[first].own_tokens[gateway] += tokens - route.cached
+        self._reports[first].own_tokens[gateway] += tokens - route.cached - route.found
 
     def _uncount_own(self, row: int) -> None:
         gateway, decode = self._routed.pop(row, (None, ""))

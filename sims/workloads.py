@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cache
 from importlib.resources import files
 from math import isfinite
 from pathlib import Path
@@ -110,6 +111,33 @@ def mooncake(*, rate: float, requests: int | None = None) -> Trace:
         ),
         prefix_tokens=MOONCAKE_BLOCK,
     )
+
+
+def begin_alike(trace: Trace, *, piece_tokens: int, rng: np.random.Generator) -> Trace:
+    """The same requests, with prompts that begin as others' did in as many successive requests of Mooncake's trace,
+    from a random one on: of each as much, as a share of the prompt, is the beginning of the same earlier one, as far
+    as that goes. Names stand for pieces of so many tokens."""
+    rows, count = _mooncakes_prefixes(), len(trace)
+    if count > len(rows):
+        raise TraceError(f"Mooncake's trace has {len(rows)} requests; {count} are to begin alike")
+    latest: dict[int, int] = {}  # by a block's name: the latest request with it
+    fresh, named = 0, list[tuple[int, ...]]()
+    begin = int(rng.integers(len(rows) - count + 1))
+    for row, prompt in enumerate(trace.prompt.tolist()):
+        theirs = rows[begin + row]
+        shared = next((depth for depth, name in enumerate(theirs) if name not in latest), len(theirs))
+        pieces = prompt // piece_tokens
+        earlier = named[latest[theirs[shared - 1]]] if shared else ()
+        kept = earlier[: round(pieces * shared / len(theirs))] if shared else ()
+        named.append((*kept, *range(fresh, fresh + pieces - len(kept))))
+        fresh += pieces - len(kept)
+        latest.update(dict.fromkeys(theirs, row))
+    return replace(trace, prefixes=tuple(named), prefix_tokens=piece_tokens)
+
+
+@cache
+def _mooncakes_prefixes() -> tuple[tuple[int, ...], ...]:
+    return mooncake(rate=1.0).prefixes
 
 
 def _unfold(ranges: str) -> Iterator[int]:

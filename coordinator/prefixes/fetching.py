@@ -119,7 +119,7 @@ def route_fetch(route: Route, fetch: PrefixFetch, prompt_tokens: int) -> Route:
     """The route of a prompt whose beginning is fetched: the holder prefills one token more than it has, since an engine
     computes at least one, and never all of the prompt."""
     split = min(fetch.tokens + 1, prompt_tokens - 1)
-    return msgspec.structs.replace(route, prefill=fetch.holder, split=split, cached=min(fetch.tokens, split))
+    return msgspec.structs.replace(route, prefill=fetch.holder, split=split, cached=min(fetch.tokens, split), found=0)
 
 
 def list_sources(

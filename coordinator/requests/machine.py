@@ -144,8 +144,8 @@ class RequestMachine:
         where = attempt.opening
         if where.prefill is not None and not attempt.prefill_over:
             yield where.prefill, 0 if attempt.shown else where.split - where.cached
-        own = attempt.tokens if attempt.without_kv else attempt.tokens - where.split
-        yield where.decode, 0 if attempt.decoding else own
+        has = where.cached if where.prefill is None else 0 if attempt.without_kv else where.split
+        yield where.decode, 0 if attempt.decoding else attempt.tokens - has
 
     # ---- routes ---------------------------------------------------------------------------------------------
 

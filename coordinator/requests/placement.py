@@ -13,12 +13,14 @@ def place(
     `source`: the replica that has decoded it so far, if that can still send its KV."""
     if source is not None and settings.may_split:
         # It prefills what is in its cache, which computes nearly nothing.
-        return OpenDecode(attempt, route.decode, source, tokens, settings.first_token_at_prefill and left > 1)
+        first_token = settings.first_token_at_prefill and left > 1
+        return OpenDecode(attempt, route.decode, source, tokens, first_token, cached=tokens - 1)
     prefill = route.prefill
     if prefill is None or not settings.may_split:
-        return OpenDecode(attempt, route.decode)
+        return OpenDecode(attempt, route.decode, cached=0 if prefill else route.found)
     whole = settings.first_token_at_prefill and route.split >= tokens
     if whole and left == 1:
         # The prefill replica samples the only token: no KV has to move, and nobody else is needed.
-        return OpenDecode(attempt, prefill)
-    return OpenDecode(attempt, route.decode, prefill, route.split, whole, route.cached)
+        return OpenDecode(attempt, prefill, cached=route.found)
+    cached = min(route.cached or route.found, route.split)  # the prefill replica may have chosen a shorter split
+    return OpenDecode(attempt, route.decode, prefill, route.split, whole, cached)

@@ -86,8 +86,8 @@ class OpenDecode(msgspec.Struct, frozen=True, gc=False):
     """Ask a replica to serve the request to its end; answer with `decode_opened` or `open_failed`.
 
     With `prefill` it is to receive the KV of the first `split` tokens from there, and the first
-    token of the answer if `first_token`; without, it computes all of the prompt. `cached`: of those tokens, that the
-    prefill replica need not compute.
+    token of the answer if `first_token`; without, it computes all of the prompt. `cached`: of the tokens that the first
+    of them is to compute, those that it is believed to have in its cache.
     """
 
     attempt: int

@@ -74,7 +74,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `split` is how many tokens of the prompt the prefill replica computes, from its beginning: any
     number from 1 to all of them, or 0 without such a replica. `splits_there`: that replica says how
     many when it takes the request, `split` at most (`balancer`). `cached`: so many of those tokens it has in its
-    cache, and sends without computing them (`prefixes.fetching`). `claims`: these replicas are to be
+    cache, and sends without computing them (`prefixes.fetching`). `found`: so many of its tokens whoever computes
+    the prompt's beginning is believed to have in its cache. `claims`: these replicas are to be
     asked first, and each may refuse (`pools`); then another route is chosen.
     """
 
@@ -83,6 +84,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     split: int = 0
     splits_there: bool = False
     cached: int = 0
+    found: int = 0
     claims: tuple[PoolClaim, ...] = ()
 
     @classmethod

@@ -471,7 +471,8 @@ def _tabulate(profiles: list[ReplicaProfile | None]) -> _Speeds | None:
     slowest = max(known, key=lambda each: sum(each.batch_s(8.0, 512.0, 128.0)))
     rows = [each if each is not None else slowest for each in profiles]
     return _Speeds(
-        token_s=np.array([max(each.prefill.token_s, LEAST_S) for each in rows]),
+        # Fits to prompts that are mostly computed one at a time do not tell what is `length_s` of it.
+        token_s=np.array([max(each.prefill.prompt_token_s, LEAST_S) for each in rows]),
         prompt_s=np.array([each.prefill.request_s for each in rows]),
         begin_s=np.array([each.prefill.step_s for each in rows]),
         step_s=np.array([each.decode.step_s for each in rows]),

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -108,7 +109,11 @@ class Router:
             cached_tokens=self._in_order(cached_tokens, prompt_tokens) if cached_tokens else None,
             answers=answers,
         )
-        return self.policy.choose(facts, self.loads, now=now, rng=self._rng)
+        route = self.policy.choose(facts, self.loads, now=now, rng=self._rng)
+        if facts.cached_tokens is None:
+            return route
+        found = int(facts.cached_tokens[self.loads.index[route.prefill or route.decode]])
+        return msgspec.structs.replace(route, found=min(found, (route.split or prompt_tokens) - 1)) if found else route
 
     def _in_order(self, cached_tokens: Mapping[str, int], prompt_tokens: int) -> NDArray[np.float64]:
         """By replica of the plan, at most all but the last token: that one is always computed."""

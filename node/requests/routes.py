@@ -187,7 +187,7 @@ class RouteFinder:
         """Count the prompt where it is computed: others' gateways may send as much there meanwhile."""
         first = plan.replica(route.decode if route.cached else route.prefill or route.decode)
         if first is not None:
-            self._view.note_sent(PeerId(first.head), tokens - route.cached)
+            self._view.note_sent(PeerId(first.head), tokens - route.cached - route.found)
 
     def own_work(self, claim: PoolClaim) -> OwnWork:
         """Of this gateway at the replica that it is about to ask."""

@@ -11,7 +11,7 @@ from .report import TPOT_S, TTFT_S, ContestPrefixRow, ContestReport
 from .workloads import ASKED, TURN_S
 
 NAME: Final = "contest"
-COMMAND: Final = "python -m p2pserve.sdk.contest --page docs/results"
+COMMAND: Final = "python -m p2pserve.sdk.contest"
 
 
 def write_contest_page(report: ContestReport, folder: Path) -> Path:
@@ -29,7 +29,7 @@ def build_page(report: ContestReport) -> Page:
         title="Policies on real engines, and prefixes from other boxes",
         assumes=f"""{report.boxes} boxes with a vLLM engine each and the bundled model (float32, one thread an engine)
         are processes of one machine with two cores; links are its loopback, and KV goes in `raw`. Each policy has a
-        network of its own, {report.rounds} times, in turn with the others, and is asked the same {report.requests}
+        network of its own, {report.rounds} time(s), in turn with the others, and is asked the same {report.requests}
         requests of each workload. *alone*: prompts share nothing; *files*: questions about six files, of 1,150 to
         1,650 tokens, some more often than others; both Poisson, {report.rate:g} a second. *turns*: {ASKED} questions
         about a file, then {ASKED} about the next, {TURN_S:g} s apart, so that nothing waits.
@@ -47,11 +47,12 @@ def build_page(report: ContestReport) -> Page:
                 "Beginnings of prompts",
                 report.prefixes,
                 "Requests whose prompt was computed, whose beginning was found in the cache of the box that they "
-                "went\nto, or fetched from another, or came too late from there; median TTFT of each kind.",
+                "went\nto, or fetched from another, or came too late from there. *Behind others*: that came while "
+                "another\none awaited its first token. Median TTFT of each kind, of those that did not.",
             ),
         ),
         remarks=_describe(report),
-        command=COMMAND,
+        command=f"{COMMAND} --rounds {report.rounds} --requests {report.requests} --page docs/results",
     )
 
 
@@ -65,6 +66,7 @@ def _describe(report: ContestReport) -> str:
         f"Of {answers} answers, {others} differ from that of the first round of `{default}` to the same prompt.",
         f"{fetched} answers are to prompts whose beginning came from another box.",
         *filter(None, map(_describe_turns, report.prefixes)),
+        *filter(None, map(_describe_stall, report.prefixes)),
         f"{late} prefixes came too late and were computed where they were awaited.",
         f"{report.cores_busy:.2g} of the machine's cores were busy, {report.cores_ours:.2g} of them with this.",
     ]
@@ -75,6 +77,17 @@ def _describe(report: ContestReport) -> str:
             "So it sends each to where its prefix is, which is sooner still than fetching."
         )
     return "".join(f"- {line}\n" for line in lines)
+
+
+def _describe_stall(row: ContestPrefixRow) -> str:
+    """Of turns, in which nothing should wait."""
+    if row.workload != "turns" or not row.behind_others:
+        return ""
+    every = row.computed + row.found + row.fetched + row.late
+    return (
+        f"{row.behind_others} of {every} turns of `{row.policy}` came while another request awaited its first token, "
+        "and do not count in these times."
+    )
 
 
 def _describe_turns(row: ContestPrefixRow) -> str:
@@ -88,8 +101,4 @@ def _describe_turns(row: ContestPrefixRow) -> str:
     )
     if fetched < computed:
         return f"{told} Fetching saves {computed - fetched:.2f} s of {computed - found:.2f}."
-    return (
-        f"{told} So fetching lost {fetched - computed:.2f} s, where 0.1 s had been predicted: KV came late, and is "
-        "given four times as long as computing and two seconds before its first byte. Why it came late is not known; "
-        "other work had the machine."
-    )
+    return f"{told} So fetching lost {fetched - computed:.2f} s, where it had been predicted to be sooner."

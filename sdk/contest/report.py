@@ -38,8 +38,10 @@ class ContestRow(ResultRow, frozen=True):
 
 class ContestPrefixRow(ResultRow, frozen=True):
     """Of the requests of one policy and workload, in all rounds: how many prompts were computed, how many had their
-    beginning in the cache, and for how many its KV came from another box or came too late; the median TTFT of each kind
-    in seconds, None where there was none."""
+    beginning in the cache, and for how many its KV came from another box or came too late. `behind_others`: how many of
+    all these came while another one awaited its first token. The median TTFT of each kind in seconds, of those that did
+    not; None where there was none: prefixes are fetched when their holder has a queue, so that fetches would be
+    compared at the worst moments with all others at the best."""
 
     workload: str
     policy: str
@@ -47,6 +49,7 @@ class ContestPrefixRow(ResultRow, frozen=True):
     found: int
     fetched: int
     late: int
+    behind_others: int
     computed_ttft_s: float | None
     found_ttft_s: float | None
     fetched_ttft_s: float | None
@@ -98,11 +101,11 @@ def count_prefixes(workload: str, answers: Mapping[str, Rounds]) -> list[Contest
     """The rows of a workload, for policies with which any prefix was found or fetched."""
     rows = []
     for policy, rounds in answers.items():
-        every = [one for each in rounds for one in each]
-        fetched = [one for one in every if one.fetched]
-        late = [one for one in every if one.late]
-        found = [one for one in every if one.cached_tokens and not (one.fetched or one.late)]
-        computed = [one for one in every if not (one.cached_tokens or one.fetched or one.late)]
+        every = [(one, _is_behind(one, each)) for each in rounds for one in each]
+        fetched = [(one, behind) for one, behind in every if one.fetched]
+        late = [one for one, _ in every if one.late]
+        found = [(one, behind) for one, behind in every if one.cached_tokens and not (one.fetched or one.late)]
+        computed = [(one, behind) for one, behind in every if not (one.cached_tokens or one.fetched or one.late)]
         if found or fetched or late:
             rows.append(
                 ContestPrefixRow(
@@ -112,10 +115,11 @@ def count_prefixes(workload: str, answers: Mapping[str, Rounds]) -> list[Contest
                     found=len(found),
                     fetched=len(fetched),
                     late=len(late),
+                    behind_others=sum(behind for _, behind in every),
                     computed_ttft_s=_median_ttft(computed),
                     found_ttft_s=_median_ttft(found),
                     fetched_ttft_s=_median_ttft(fetched),
-                    fetched_mb=sum(one.moved_bytes for one in fetched) / 1e6,
+                    fetched_mb=sum(one.moved_bytes for one, _ in fetched) / 1e6,
                 )
             )
     return rows
@@ -139,7 +143,7 @@ def describe_report(report: ContestReport) -> list[str]:
     ]
     if report.prefixes:
         kinds = ("computed", "found", "fetched")
-        lines += ["", f"{'beginnings of prompts':<21} requests, and their median TTFT in ms", f"{'':<21}"]
+        lines += ["", f"{'beginnings of prompts':<21} requests, and their median TTFT in ms, alone", f"{'':<21}"]
         lines[-1] += "".join(f" {kind:>12}" for kind in kinds) + "  late     MB"
     for row in report.prefixes:
         counts = (row.computed, row.found, row.fetched)
@@ -155,8 +159,16 @@ def _in_ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
-def _median_ttft(answers: Sequence[ContestAnswer]) -> float | None:
-    return median(one.ttft_s for one in answers) if answers else None
+def _is_behind(answer: ContestAnswer, others: Sequence[ContestAnswer]) -> bool:
+    """Whether it was asked for while another request awaited its first token."""
+    return any(
+        other.asked_at <= answer.asked_at < other.asked_at + other.ttft_s for other in others if other is not answer
+    )
+
+
+def _median_ttft(answers: Sequence[tuple[ContestAnswer, bool]]) -> float | None:
+    """Of those that were not behind others."""
+    return median(alone) if (alone := [one.ttft_s for one, is_behind in answers if not is_behind]) else None
 
 
 def _over_rounds(rounds: Rounds, figure: Callable[[Sequence[ContestAnswer]], float]) -> float:

@@ -30,9 +30,11 @@ FETCHED_BYTES: Final = 1_000_000
 
 
 class ContestAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a request: seconds, tokens, and KV that came to where it was decoded. `cached_tokens` of its prompt
-    were computed for another request; `fetched`: their KV came from another box; `late`: it should have."""
+    """What came of a request: seconds, tokens, and KV that came to where it was decoded. `asked_at`: seconds after the
+    workload's beginning. `cached_tokens` of its prompt were computed for another request; `fetched`: their KV came from
+    another box; `late`: it should have."""
 
+    asked_at: float
     ttft_s: float
     tpot_s: float
     e2e_s: float
@@ -119,6 +121,7 @@ async def _ask(client: AsyncClient, request: ContestRequest, salt: str) -> Conte
     moved = figures.transfer.raw_bytes if figures.transfer is not None else 0
     fetched = moved >= FETCHED_BYTES
     return ContestAnswer(
+        asked_at=request.at,
         ttft_s=first - asked,
         tpot_s=(last - first) / max(1, len(tokens) - 1),
         e2e_s=last - asked,

@@ -29,7 +29,7 @@ from ..policies import PLAN, SHARES
 from ..records import Trace
 from ..results.outcomes import ServiceOutcome, attainment
 from ..scenario import ServiceRun, SimSettings
-from ..workloads import Lengths, azure, draw
+from ..workloads import Lengths, azure, begin_alike, draw
 from ..world import simulate
 
 CLOUD: Final = "thunderserve-cloud-32"
@@ -39,6 +39,9 @@ TARGET: Final = 0.9
 REPLANS: Final = 3
 HALVINGS: Final = 8
 """How often `most` plans again at most."""
+
+CACHING: Final = SimEngineSettings(prefix_blocks=4)
+"""Of replicas that keep prompts, in pieces of 64 tokens."""
 
 BRACKET: Final = (0.2, 1.6)
 """Where the highest rate is looked for, as multiples of what the planner expects."""
@@ -187,9 +190,11 @@ def outcome(
     rate: float | None = None,
     dispatch: str = SHARES,
     engine: SimEngineSettings | None = None,
+    prefix_caches: bool = False,
 ) -> ServiceOutcome:
     """A run of Poisson arrivals with the workload's lengths. All plans meet the same requests at a
-    seed and rate. `engine`: one for all replicas."""
+    seed and rate. `engine`: one for all replicas; `prefix_caches`: prompts begin alike (`begin_alike`), and replicas
+    keep them."""
     service = problem.services[0]
     workload = service.workload
     if engine is not None:
@@ -197,6 +202,9 @@ def outcome(
     drawn = Lengths(workload.prompts, workload.outputs, workload.name)
     rng = np.random.default_rng([17, seed])
     trace = draw(drawn, rate=rate or workload.rate, rng=rng, seconds=scope.seconds)
+    if prefix_caches:
+        trace = begin_alike(trace, piece_tokens=CACHING.prefix_blocks * CACHING.block_tokens, rng=rng)
+        engine = CACHING
     return run(problem, plan, trace, SimSettings(engine=engine, routing=RoutingSettings(policy=dispatch), seed=seed))
 
 
@@ -220,6 +228,7 @@ def highest_rate(
     seed: int,
     dispatch: str = SHARES,
     engine: SimEngineSettings | None = None,
+    prefix_caches: bool = False,
 ) -> float:
     """Requests per second at which TARGET of them still meet all deadlines, by halving around the
     planner's estimate; the lowest rate tried where even that is too much."""
@@ -228,7 +237,10 @@ def highest_rate(
     for _ in range(scope.halvings):
         rate = (low + high) / 2
         plan = deployed.at(rate).plan
-        found = outcome(deployed.problem, plan, scope, seed, rate=rate, dispatch=dispatch, engine=engine)
+        found = outcome(
+            deployed.problem, plan, scope, seed, rate=rate, dispatch=dispatch, engine=engine,
+            prefix_caches=prefix_caches,
+        )  # fmt: skip
         if attainment(found.outcomes, slo) >= TARGET:
             low = rate
         else:

@@ -1,5 +1,5 @@
 """What is left of a gain over colocated plans where all have the same options of engines: chunks by deadline, KV in 8
-bits. What 8 bits are worth to either, and all per dollar beside the A100 box."""
+bits, prefix caches. What each of them is worth alone to either, and all per dollar beside the A100 box."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...replanning import describe_phases
 from ..deployments import RATES
 from ..page import KeptResults, Page, PageTable, ResultRow
 from ..setting import CLOUD, TARGET, WORKLOADS, Deployed, PlannedCase, Scope, highest_rate, spread
-from ..systems import IN_HOUSE, IN_HOUSE_SYSTEMS, best_colocated, best_in_house, chosen
+from ..systems import IN_HOUSE, IN_HOUSE_SYSTEMS, WHOLE_TOKENS, best_colocated, best_in_house, chosen
 
 LOOSE: Final = 10.0
 SCALES: Final = (3.0, 5.0, LOOSE)
@@ -29,6 +29,7 @@ COLOCATED, OURS = "colocated", "ours"
 SYSTEMS: Final = (COLOCATED, OURS)
 
 EQUAL: Final = "Over the best colocated plan, all with the same options"
+EACH: Final = "Each option alone"
 EIGHT_OVER_16: Final = "KV in 8 bits over 16"
 PER_DOLLAR: Final = "Per dollar, all with the same options"
 
@@ -42,8 +43,26 @@ TARGETS: Final[Mapping[tuple[str, float], float]] = {
 
 SIXTEEN: Final[KvCacheDtype] = "auto"
 EIGHT: Final[KvCacheDtype] = "fp8"
-KV: Final[Mapping[KvCacheDtype, Sequence[float]]] = {EIGHT: SCALES, SIXTEEN: (LOOSE,)}
-"""At which deadlines."""
+
+
+class OptionSet(NamedTuple):
+    """What engines are run with, at these deadlines; `step_tokens`: of every step, 0: as the deadline allows."""
+
+    step_tokens: int
+    kv: KvCacheDtype
+    prefix_caches: bool = False
+    scales: Sequence[float] = SCALES
+
+
+NO_OPTION: Final = "none"
+OPTION_SETS: Final[Mapping[str, OptionSet]] = {
+    NO_OPTION: OptionSet(WHOLE_TOKENS, SIXTEEN),
+    "chunks by deadline": OptionSet(0, SIXTEEN),
+    "KV in 8 bits": OptionSet(WHOLE_TOKENS, EIGHT, scales=(5.0,)),
+    "prefix caches": OptionSet(WHOLE_TOKENS, SIXTEEN, prefix_caches=True),
+    "chunks, 8 bits": OptionSet(0, EIGHT),
+    "all three": OptionSet(0, EIGHT, prefix_caches=True),
+}
 
 
 class SystemRates(NamedTuple):
@@ -73,6 +92,21 @@ class OptionsOverRow(ResultRow, frozen=True):
     plan_over_colocated: str
 
 
+class EachOptionRow(ResultRow, frozen=True):
+    """What either carries with these options alone, and how many times what it carries with none, by seed."""
+
+    workload: str
+    deadline: str
+    options: str
+    colocated: str
+    colocated_rate: str
+    over_none: str
+    ours: str
+    our_rate: str
+    ours_over_none: str
+    ours_over_colocated: str
+
+
 class KvMemoryRow(ResultRow, frozen=True):
     """A system's plans made for KV in 16 and in 8 bits; ratios by seed."""
 
@@ -98,32 +132,52 @@ class DollarRow(ResultRow, frozen=True):
     ours_over_better_a100: float
 
 
-Found = Mapping[tuple[PlannedCase, str], SystemRates]
-"""By case of `make_case`, and by system."""
+class Measured(NamedTuple):
+    """What is found of a system; `prefix_caches`: with those, by the plan without."""
+
+    case: PlannedCase
+    system: str
+    prefix_caches: bool = False
+
+
+Found = Mapping[Measured, SystemRates]
 
 
 def options(scope: Scope) -> Page:
     """The page."""
     every = [
-        (make_case(workload, scale, dtype), system)
-        for dtype, scales in KV.items()
+        _with_options(workload, scale, of, system)
         for workload in WORKLOADS
-        for scale in scales
-        for system in (COLOCATED, OURS, *(IN_HOUSE_SYSTEMS if dtype == EIGHT else ()))
+        for scale in SCALES
+        for of in OPTION_SETS.values()
+        if scale in of.scales
+        for system in SYSTEMS
+    ]
+    every += [
+        Measured(make_case(workload, scale, EIGHT), system)
+        for workload in WORKLOADS
+        for scale in SCALES
+        for system in IN_HOUSE_SYSTEMS
     ]
     kept = KeptResults(scope.kept)
-    return options_page(scope, {each: measure_system(*each, scope, kept) for each in every})
+    return options_page(scope, {each: measure_system(each, scope, kept) for each in every})
 
 
-def make_case(workload: str, scale: float, dtype: KvCacheDtype) -> PlannedCase:
-    """Chunks by deadline, and KV of engines like this."""
+def make_case(workload: str, scale: float, dtype: KvCacheDtype, step_tokens: int = 0) -> PlannedCase:
+    """KV of engines like this, and so many tokens in their steps; 0: chunks by deadline."""
     return PlannedCase(
-        specs=Specs.MEASURED, workload=workload, rate=RATES[workload], scale=scale, gbps=GBPS, kv_cache_dtype=dtype
-    )
+        specs=Specs.MEASURED, workload=workload, rate=RATES[workload], scale=scale, gbps=GBPS, kv_cache_dtype=dtype,
+        step_tokens=step_tokens,
+    )  # fmt: skip
 
 
-def measure_system(case: PlannedCase, system: str, scope: Scope, kept: KeptResults) -> SystemRates:
+def _with_options(workload: str, scale: float, of: OptionSet, system: str) -> Measured:
+    return Measured(make_case(workload, scale, of.kv, of.step_tokens), system, of.prefix_caches)
+
+
+def measure_system(each: Measured, scope: Scope, kept: KeptResults) -> SystemRates:
     """What its plan carries, by both policies."""
+    case, system, prefix_caches = each
 
     def measure() -> SystemRates:
         deployed = choose_plan(case, system, scope, kept)
@@ -131,12 +185,15 @@ def measure_system(case: PlannedCase, system: str, scope: Scope, kept: KeptResul
             replicas=describe_phases(deployed.at().plan),
             usd_per_h=deployed.problem.cluster.usd_per_hour,
             rates={
-                policy: [highest_rate(deployed, scope, seed, policy) for seed in scope.seeds]
+                policy: [
+                    highest_rate(deployed, scope, seed, policy, prefix_caches=prefix_caches) for seed in scope.seeds
+                ]
                 for policy in (PLAN, PREDICTED)
             },
         )
 
-    return kept.get(f"rates of {system}: {case} {scope}", measure, SystemRates)
+    with_caches = " with prefix caches" if prefix_caches else ""
+    return kept.get(f"rates of {system}{with_caches}: {case} {scope}", measure, SystemRates)
 
 
 def choose_plan(case: PlannedCase, system: str, scope: Scope, kept: KeptResults) -> Deployed:
@@ -177,10 +234,12 @@ def options_page(scope: Scope, found: Found) -> Page:
             "many tokens fit beside the weights and decode reads half as much, converting is modelled to cost nothing, "
             "and a transfer takes the same (kv4). What 8 bits cost in quality is not known for this model, so no plan "
             "takes them unless it is told to; of the bundled model it was "
-            "[measured](../codecs.md#kv-kept-in-8-bits).\n\nPrefix caches are the third option, and would find "
-            "nothing here: Azure's traces do not say which prompts begin alike. What they are worth alone, and with "
-            "routes that follow them, is shown [for Mooncake's](prefixes.md); what chunks by deadline are worth alone, "
-            "by the rows `2048` of [another page](baselines.md).\n\nEvery plan is searched for with its own KV and "
+            "[measured](../codecs.md#kv-kept-in-8-bits).\n\nPrefix caches are the third option. Azure's traces do not "
+            "say which prompts begin alike, so in rows with caches the same requests begin as others did in as many "
+            "successive requests of Mooncake's conversations, with as much of each prompt, and all routes go by "
+            "prefix. Caches are empty at first, and share the KV memory; plans are made without them. The plans for "
+            "coding at 3 times with chunks alone were chosen as for [deadlines](strictness.md): in longer trials, by "
+            "`plan`.\n\nEvery plan is searched for with its own KV and "
             f"deadlines, in the planner's own number of steps for each of several rates, and chosen in trials of "
             f"{TRIAL_S:g} s and 300 requests at least, with one seed and by `{PREDICTED}`. Then {CHALLENGERS} others "
             "challenge the best, but not on the A100 box, all of whose configurations are looked at. What is found "
@@ -190,6 +249,18 @@ def options_page(scope: Scope, found: Found) -> Page:
         ),
         tables=(
             PageTable(EQUAL, [_equal_row(found, *cell) for cell in cells]),
+            PageTable(
+                EACH,
+                [
+                    _each_row(found, *cell, name)
+                    for cell in cells
+                    for name, of in OPTION_SETS.items()
+                    if cell[1] in of.scales
+                ],
+                f"*None*: steps of {WHOLE_TOKENS:,} tokens, KV in 16 bits, no prefix is kept. *Over none*: of the same "
+                "system.\nWith prefix caches: the plan without, and prompts that begin alike. 8 bits alone: at 5 times "
+                "only.",
+            ),
             PageTable(EIGHT_OVER_16, [_kv_row(found, each, system) for each in WORKLOADS for system in SYSTEMS]),
             PageTable(
                 PER_DOLLAR,
@@ -203,7 +274,7 @@ def options_page(scope: Scope, found: Found) -> Page:
 
 def _equal_row(found: Found, workload: str, scale: float) -> OptionsOverRow:
     case = make_case(workload, scale, EIGHT)
-    colocated, ours = found[case, COLOCATED], found[case, OURS]
+    colocated, ours = found[Measured(case, COLOCATED)], found[Measured(case, OURS)]
     default = ours.rates[PREDICTED]
     return OptionsOverRow(
         workload=workload, deadline=f"{scale:g} x", colocated=colocated.replicas,
@@ -213,8 +284,22 @@ def _equal_row(found: Found, workload: str, scale: float) -> OptionsOverRow:
     )  # fmt: skip
 
 
+def _each_row(found: Found, workload: str, scale: float, name: str) -> EachOptionRow:
+    with_options, without = (
+        [found[_with_options(workload, scale, of, system)] for system in SYSTEMS]
+        for of in (OPTION_SETS[name], OPTION_SETS[NO_OPTION])
+    )
+    colocated, ours = with_options[0].best, with_options[1].rates[PREDICTED]
+    return EachOptionRow(
+        workload=workload, deadline=f"{scale:g} x", options=name, colocated=with_options[0].replicas,
+        colocated_rate=spread(colocated), over_none=_ratios(colocated, without[0].best),
+        ours=with_options[1].replicas, our_rate=spread(ours),
+        ours_over_none=_ratios(ours, without[1].rates[PREDICTED]), ours_over_colocated=_ratios(ours, colocated),
+    )  # fmt: skip
+
+
 def _kv_row(found: Found, workload: str, system: str) -> KvMemoryRow:
-    plans = [found[make_case(workload, LOOSE, dtype), system] for dtype in (SIXTEEN, EIGHT)]
+    plans = [found[Measured(make_case(workload, LOOSE, dtype), system)] for dtype in (SIXTEEN, EIGHT)]
     sixteen, eight = [plan.rates[PREDICTED] if system == OURS else plan.best for plan in plans]
     return KvMemoryRow(
         workload=workload, deadline=f"{LOOSE:g} x", system=system, replicas_16=plans[0].replicas,
@@ -225,7 +310,7 @@ def _kv_row(found: Found, workload: str, system: str) -> KvMemoryRow:
 
 def _dollar_row(found: Found, workload: str, scale: float) -> DollarRow:
     case = make_case(workload, scale, EIGHT)
-    ours, *others = (found[case, system] for system in (OURS, COLOCATED, *IN_HOUSE_SYSTEMS))
+    ours, *others = (found[Measured(case, system)] for system in (OURS, COLOCATED, *IN_HOUSE_SYSTEMS))
     default = _per_dollar(ours, ours.rates[PREDICTED])
     colocated, split, whole = (_per_dollar(other, other.best) for other in others)
     return DollarRow(
@@ -271,8 +356,25 @@ REMARKS: Final = """\
 - KV in 8 bits carries 1.6 times what 16 do for conversations at 10 times (the aim was 1.3), 1.1 times for coding, of
   colocated plans as of ours. LLaMA-30B has a KV head for each query head, 1.6 MB a token in 16 bits, so that decode
   is short of room and of bandwidth here. Models with fewer KV heads have less to gain.
+- With none of the options ours carries 1.4 to 3.5 times what the best colocated plan does, but for conversations at 10
+  times, where both are one plan: steps of 2,048 tokens hold up the answers beside them, for which colocated serving
+  pays with load and ours with replicas that only decode.
+
+  Chunks by deadline are worth most, and most to colocated serving: 1.3 to 3.0 times what it carries without, 1.0 to 1.9
+  to ours. So of ours' gain they leave 1.9 and 2.0 times at 3 times, 1.2 and 1.0 at 5, and none at 10: what vLLM's
+  default of tokens in a step costs was most of what splitting gained.
+
+  8 bits alone are worth 1.2 and 1.4 times to colocated serving at 5 times, 1.1 and 1.0 to ours. At 3 and 10 times they
+  were not looked at alone, for the time that it takes.
+- Prefix caches alone are worth 0.9 to 1.1 times at 5 and 10 times a lone request's times: a minute's prompts have 15 to
+  20 % in common, and KV in 16 bits has little room beside what runs. With chunks and 8 bits they add 1.18 times for
+  conversations at 5 times, and 1.00 to 1.05 elsewhere at 5 and 10.
+
+  At 3 times either system carries 0.7 to 0.9 times as much with them alone; why was not looked into. With chunks and 8
+  bits it is 0.8 to 1.0 times, and 1.13 for colocated conversations, so that ours is left with 1.5 and 1.9 times
+  colocated serving instead of 1.7 and 2.1.
 - Eight A100 are ahead per dollar at 3 times for coding, 1 to 0.79, and ours for conversations by 1.17 times (the box
   costs 1.24 times as much as the cloud). At 5 times ours is ahead by 1.12 and 1.51 times, at 10 times by 1.7 and more.
-- Not shown: 40 Gb/s; either option without the other; what converting to 8 bits costs on a GPU, where decode may gain
-  less than half of its reads; and any answer's quality.
+- Not shown: 40 Gb/s; plans that are chosen with prefix caches; what converting to 8 bits costs on a GPU, where decode
+  may gain less than half of its reads; and any answer's quality.
 """

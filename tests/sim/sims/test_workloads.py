@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 
 from p2pserve.sims.records import TraceError
-from p2pserve.sims.workloads import azure, draw, read_requests, replay, workload_from, workload_of
+from p2pserve.sims.workloads import (
+    azure,
+    begin_alike,
+    draw,
+    mooncake,
+    read_requests,
+    replay,
+    workload_from,
+    workload_of,
+)
 
 CONVERSATION = azure("conversation")
 
@@ -46,6 +55,37 @@ def test_drawn_requests_have_the_rate_and_the_burstiness_asked_for(cv: float, sa
     assert said in trace.arrivals
     assert trace.lengths == "Azure 2023 conversation"
     assert workload_of(trace).rate == pytest.approx(20.0, rel=0.06)
+
+
+def share_seen_before(prefixes: tuple[tuple[int, ...], ...]) -> float:
+    """Of all pieces of prompts, those that an earlier one begins with as well."""
+    seen: set[int] = set()
+    found = 0
+    for names in prefixes:
+        found += sum(name in seen for name in names)
+        seen.update(names)
+    return found / sum(map(len, prefixes))
+
+
+def test_prompts_may_begin_as_those_of_another_trace_do() -> None:
+    drawn = draw(CONVERSATION.lengths, rate=20.0, rng=np.random.default_rng(1), requests=3000)
+    named = begin_alike(drawn, piece_tokens=64, rng=np.random.default_rng(2))
+    assert (named.prompt == drawn.prompt).all()
+    assert all(len(names) == prompt // 64 for names, prompt in zip(named.prefixes, drawn.prompt, strict=True))
+    before = dict[int, tuple[int, ...]]()
+    for names in named.prefixes:  # a piece stands for all of the prompt up to it
+        assert all(before.setdefault(name, names[:place]) == names[:place] for place, name in enumerate(names))
+    theirs = mooncake(rate=1.0).prefixes
+    usual = [share_seen_before(theirs[begin : begin + 3000]) for begin in range(0, 9001, 3000)]
+    assert 0.5 * min(usual) < share_seen_before(named.prefixes) < 1.2 * max(usual)
+    again = begin_alike(drawn, piece_tokens=64, rng=np.random.default_rng(2))
+    assert named.prefixes == again.prefixes
+    with pytest.raises(TraceError, match="Mooncake's trace has 12031 requests; 13000 are to begin"):
+        begin_alike(
+            draw(CONVERSATION.lengths, rate=9.0, rng=np.random.default_rng(1), requests=13_000),
+            piece_tokens=64,
+            rng=np.random.default_rng(2),
+        )
 
 
 def test_drawn_for_some_seconds() -> None:

@@ -335,6 +335,23 @@ def test_a_prefix_that_all_prompts_have_does_not_draw_them_all_to_one_box() -> N
     assert (served > 0.2 * count).sum() >= 3
 
 
+def test_what_a_box_has_in_its_cache_is_no_queue_to_the_gateway_that_sends_it_there() -> None:
+    """Twelve questions about one file within a report of loads: each leaves 5 tokens to compute, not 10,245."""
+    count, head = 13, tuple(range(20))
+    trace = Trace(
+        ids=np.arange(count),
+        arrival_s=np.array([0.0, *(20.1 + 0.001 * n for n in range(count - 1))]),
+        prompt=np.full(count, 20 * 512 + 5),
+        output=np.full(count, 20),
+        lengths="one prefix for all",
+        arrivals="one, then twelve",
+        prefixes=(head,) * count,
+        prefix_tokens=512,
+    )
+    result = simulated(trace, weight=1.0, gateways=("box-0",), report_s=1.0, fetch=0.0)
+    assert len(set(result.services[0].decode)) == 1
+
+
 def test_mooncakes_trace() -> None:
     trace = mooncake(rate=5.0, requests=1000)
     assert (len(trace), trace.prefix_tokens) == (1000, 512)

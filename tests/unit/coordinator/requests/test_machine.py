@@ -79,6 +79,23 @@ def test_without_a_prefill_replica_all_of_the_prompt_is_the_decode_replicas(how:
     assert not machine.is_prefilling
 
 
+def test_what_a_replica_has_in_its_cache_is_no_work() -> None:
+    """Whoever computes the prompt's beginning: alone, before another replica, or of what that chose to compute."""
+    for route, expected in (
+        (Route(prefill=None, decode="d", found=8), {"d": 2}),
+        (Route(prefill="p", decode="d", split=10, found=8), {"p": 2, "d": 0}),
+        (Route(prefill="p", decode="d", split=6, found=8), {"p": 0, "d": 4}),
+        (Route(prefill="p", decode="d", split=9, cached=8), {"p": 1, "d": 1}),
+    ):
+        machine = machine_of()
+        machine.start(0.0)
+        machine.routed(route, 0.0)
+        assert work(machine) == expected
+        machine.decode_opened(1, 0.1, receives=False)
+        if route.prefill is not None:
+            assert work(machine) == {"d": 10}, "what another replica has is nothing here"
+
+
 def test_after_a_failure_there_is_work_again_only_when_there_is_a_route() -> None:
     machine = machine_of()
     machine.start(0.0)
@@ -104,6 +121,7 @@ def test_after_a_failure_there_is_work_again_only_when_there_is_a_route() -> Non
         (WHOLE, 1, True, OpenDecode(7, "p")),
         (WHOLE, 1, False, OpenDecode(7, "d", "p", 10, False)),
         (Route(prefill="p", decode="d", split=11), 1, True, OpenDecode(7, "p")),
+        (Route(prefill="p", decode="d", split=10, found=9), 1, True, OpenDecode(7, "p", cached=9)),
     ],
 )
 def test_where_a_request_goes(route: Route, left: int, prefill_samples: bool, expected: OpenDecode) -> None:
@@ -112,6 +130,11 @@ def test_where_a_request_goes(route: Route, left: int, prefill_samples: bool, ex
 
 def test_who_may_not_be_split_is_computed_where_it_is_decoded() -> None:
     assert place(SPLIT, 7, 10, 5, RequestSettings(may_split=False)) == OpenDecode(7, "d")
+
+
+def test_a_replica_that_has_decoded_a_request_so_far_sends_it_from_its_cache() -> None:
+    placed = place(Route(prefill=None, decode="d2"), 7, 10, 5, RequestSettings(), source="d")
+    assert (placed.prefill, placed.split, placed.cached) == ("d", 10, 9)
 
 
 def test_settings_decide_how_long_is_waited() -> None:

@@ -70,6 +70,18 @@ def test_of_idle_replicas_the_fastest_is_taken() -> None:
     assert router_of(TWO, {"a": profile(0.5)}).route(500).decode == "a"
 
 
+def test_what_a_prompts_length_costs_counts_whichever_constant_a_fit_has_it_in() -> None:
+    """A box whose prompts came one at a time may have all of it in `length_s`: it does not compute for nothing."""
+    slower = msgspec.structs.replace(profile(), prefill=PhaseCost(length_s=1.5e-4, step_s=0.01))
+    router = router_of(TWO, {"a": slower})
+    assert router.route(4000).decode == "b"
+    note(router, "b", 1, 3000)
+    note(router, "a", 1, 3000)
+    assert router.route(4000).decode == "b"
+    note(router, "b", 1, 30_000)
+    assert router.route(4000).decode == "a"
+
+
 def test_what_is_cached_of_a_prompt_takes_no_time() -> None:
     router = router_of(TWO)
     assert router.route(8000).decode == "a"

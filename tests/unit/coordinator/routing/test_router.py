@@ -375,6 +375,13 @@ def test_a_split_request_goes_where_the_prefill_side_has_its_prefix() -> None:
     assert router.route(1000, cached_tokens={"d2": 900, "p1": 900}).prefill == "p1"
 
 
+def test_a_route_says_how_much_of_the_prompt_is_found_where_its_beginning_is_computed() -> None:
+    router = Router(TWO_BY_TWO, RoutingSettings(prefix_weight=2.0))
+    router.report([load(name) for name in ("p1", "p2", "d1", "d2")])
+    for cached, found in (({}, 0), ({"p2": 900}, 900), ({"p2": 2000}, 999), ({"d2": 900}, 0)):
+        assert router.route(1000, cached_tokens=cached).found == found
+
+
 @pytest.mark.parametrize("weight", [-1.0, float("inf"), float("nan")])
 def test_a_prefix_weight_that_cannot_be_is_refused(weight: float) -> None:
     with pytest.raises(ValueError, match="prefix_weight"):

@@ -295,10 +295,11 @@ def test_requests_that_have_not_ended_count_under_the_next_plan() -> None:
 BLOCK = 16
 PROMPT = tuple(range(1600))
 LONG = FindRoute(len(PROMPT), {})
+BUSY = Queue(9, 10_000)
 
 
-def fetching_finder(view: NetworkView, known: PrefixKnowledge, share: float = 1.0) -> RouteFinder:
-    """Of two boxes, ONE holds the prompt and is busy."""
+def fetching_finder(view: NetworkView, known: PrefixKnowledge, share: float = 1.0, queued: Queue = BUSY) -> RouteFinder:
+    """Of two boxes, ONE holds the prompt and is busy, or has as much queued as is said."""
     known.index.take(
         ONE,
         PrefixNews(
@@ -306,7 +307,7 @@ def fetching_finder(view: NetworkView, known: PrefixKnowledge, share: float = 1.
         ),
     )
     routing = RoutingSettings(prefix_weight=1e-6, prefix_fetch=share)
-    return RouteFinder(view, SERVICE, routing, lambda: {ONE: Queue(9, 10_000)}, prefixes=known)
+    return RouteFinder(view, SERVICE, routing, lambda: {ONE: queued}, prefixes=known)
 
 
 def linked_view(codec: str = "raw") -> NetworkView:
@@ -351,6 +352,13 @@ def test_what_is_fetched_is_not_counted_as_to_be_computed() -> None:
     find_with_names(routes)
     sent = {load.replica: load.sent_tokens for load in view.loads({})}
     assert sent == {ONE: 0, TWO: 1}
+
+
+def test_what_a_box_has_in_its_cache_is_not_counted_as_to_be_computed() -> None:
+    view = linked_view()
+    routes = fetching_finder(view, PrefixKnowledge(), queued=Queue())
+    assert find_with_names(routes) == Route(prefill=None, decode=ONE, found=1599)
+    assert {load.replica: load.sent_tokens for load in view.loads({})} == {ONE: 1, TWO: 0}
 
 
 def test_fetches_are_under_way_until_their_answers_have_begun() -> None:

@@ -20,11 +20,17 @@ BLOCK_TOKENS = 128  # of vLLM's engines on a CPU
 
 
 def answer(
-    ttft_s: float, tokens: tuple[int, ...] = (1, 2), *, cached: int = 0, fetched: bool = False, late: bool = False
+    ttft_s: float,
+    tokens: tuple[int, ...] = (1, 2),
+    *,
+    at: float = 0.0,
+    cached: int = 0,
+    fetched: bool = False,
+    late: bool = False,
 ) -> ContestAnswer:
     return ContestAnswer(
-        ttft_s=ttft_s, tpot_s=0.05, e2e_s=1.0, prompt_tokens=100, cached_tokens=cached, moved_bytes=2_000_000 * fetched,
-        fetched=fetched, late=late, tokens=tokens,
+        asked_at=at, ttft_s=ttft_s, tpot_s=0.05, e2e_s=1.0, prompt_tokens=100, cached_tokens=cached,
+        moved_bytes=2_000_000 * fetched, fetched=fetched, late=late, tokens=tokens,
     )  # fmt: skip
 
 
@@ -111,11 +117,28 @@ def test_answers_that_differ_and_prefixes_that_came_are_counted() -> None:
     assert all(len(line) <= 80 for line in lines), [line for line in lines if len(line) > 80]
 
 
+def test_a_fetch_while_all_wait_is_not_held_against_prompts_that_came_alone() -> None:
+    """A box stands still for six seconds: then queues are long, and prefixes are fetched because of them."""
+    stalled = [answer(6.0, at=3.0), *(answer(8.0 - at, at=at, cached=90, fetched=True) for at in (4.0, 5.0, 6.0))]
+    rounds = [[answer(0.5), answer(0.2, at=1.0, cached=90, fetched=True), answer(0.1, at=2.0, cached=80), *stalled]]
+    (row,) = count_prefixes("turns", {"plan": rounds})
+    assert (row.fetched, row.behind_others) == (4, 3)
+    assert (row.computed_ttft_s, row.found_ttft_s, row.fetched_ttft_s) == pytest.approx((3.25, 0.1, 0.2))
+    (row,) = count_prefixes("turns", {"plan": [stalled]})
+    assert row.fetched_ttft_s is None
+
+
 def test_prompts_are_counted_by_where_their_beginnings_were(tmp_path: Path) -> None:
     rounds = [
-        [answer(0.5), answer(0.2, cached=90, fetched=True), answer(0.1, cached=80), answer(0.9, late=True)],
-        [answer(0.7), answer(0.4, cached=90, fetched=True), answer(0.1, cached=80), answer(0.1, cached=80)],
-    ]
+        [
+            answer(0.5), answer(0.2, at=1.0, cached=90, fetched=True), answer(0.1, at=2.0, cached=80),
+            answer(0.9, at=3.0, late=True),
+        ],
+        [
+            answer(0.7), answer(0.4, at=1.0, cached=90, fetched=True), answer(0.1, at=2.0, cached=80),
+            answer(0.1, at=3.0, cached=80),
+        ],
+    ]  # fmt: skip
     (row,) = count_prefixes("turns", {"plan": rounds})
     assert (row.computed, row.found, row.fetched, row.late) == (2, 3, 2, 1)
     assert (row.computed_ttft_s, row.found_ttft_s, row.fetched_ttft_s) == pytest.approx((0.6, 0.1, 0.3))

@@ -63,8 +63,18 @@ def test_the_highest_rate_is_found_by_halving_around_what_is_expected(
 ) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def run(problem: Any, plan: Any, scope: Scope, seed: int, *, rate: float, dispatch: str, engine: Any) -> Any:
-        asked.append((plan, seed, dispatch, engine))
+    def run(
+        problem: Any,
+        plan: Any,
+        scope: Scope,
+        seed: int,
+        *,
+        rate: float,
+        dispatch: str,
+        engine: Any,
+        prefix_caches: bool,
+    ) -> Any:
+        asked.append((plan, seed, dispatch, engine, prefix_caches))
         # Nine of ten in time is just enough.
         return run_of([1.0] * 9 + [np.nan] if rate <= carries else [1.0] * 8 + [np.nan] * 2)
 
@@ -74,7 +84,7 @@ def test_the_highest_rate_is_found_by_halving_around_what_is_expected(
     assert found == pytest.approx(expected, abs=0.01)
     assert found <= max(carries, 2.0)
     assert len(asked) == halvings
-    assert asked[0] == ("for 9.0", 7, PLAN, None), "the shares are made anew for the rate"
+    assert asked[0] == ("for 9.0", 7, PLAN, None, False), "the shares are made anew for the rate"
 
 
 # ---- ratios --------------------------------------------------------------------------------------------------------

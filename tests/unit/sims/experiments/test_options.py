@@ -11,7 +11,7 @@ from p2pserve.coordinator.costs.model_shape import KV_CACHE_DTYPES, model_shape
 from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.planning.model.problem import Group, Slice, Solution
 from p2pserve.sims.experiments.load import options
-from p2pserve.sims.experiments.load.options import COLOCATED, EIGHT, OURS, SIXTEEN, make_case
+from p2pserve.sims.experiments.load.options import COLOCATED, EIGHT, OPTION_SETS, OURS, SIXTEEN, make_case
 from p2pserve.sims.experiments.page import KeptResults
 from p2pserve.sims.experiments.setting import Deployed, PlannedCase, Scope
 from p2pserve.sims.experiments.systems import IN_HOUSE_SYSTEMS
@@ -22,6 +22,8 @@ SOLUTION: Solution = (Group((Slice(0, 2), Slice(3, 1)), Phase.MIXED),)
 
 def test_a_case_has_its_kv_and_the_deadlines_of_16_bits() -> None:
     found = {dtype: make_case("coding", 5.0, dtype).problem().services[0] for dtype in (SIXTEEN, EIGHT)}
+    whole_steps = make_case("coding", 5.0, EIGHT, 2048).problem().services[0]
+    assert (found[EIGHT].step_tokens, whole_steps.step_tokens, whole_steps.slo) == (0, 2048, found[EIGHT].slo)
     assert found[EIGHT].model == model_shape("llama-30b").with_kv_cache_dtype(KV_CACHE_DTYPES[1])
     assert found[SIXTEEN].model == model_shape("llama-30b")
     assert found[EIGHT].slo == found[SIXTEEN].slo
@@ -74,11 +76,12 @@ class CountingDeployed:
 
 
 RATES: dict[tuple[str, str, str], Sequence[float]] = {
-    (COLOCATED, "fp8", PLAN): (4.0, 8.0), (COLOCATED, "fp8", PREDICTED): (3.0, 3.0),
-    (OURS, "fp8", PLAN): (12.0, 12.0), (OURS, "fp8", PREDICTED): (8.0, 12.0),
-    (COLOCATED, "auto", PLAN): (1.0, 1.0), (COLOCATED, "auto", PREDICTED): (2.0, 2.0),
-    (OURS, "auto", PLAN): (9.0, 9.0), (OURS, "auto", PREDICTED): (4.0, 4.0),
-    ("DistServe-like", "fp8", PLAN): (28.0, 28.0), ("vLLM-like", "fp8", PLAN): (7.0, 7.0),
+    (COLOCATED, "0 fp8", PLAN): (4.0, 8.0), (COLOCATED, "0 fp8", PREDICTED): (3.0, 3.0),
+    (OURS, "0 fp8", PLAN): (12.0, 12.0), (OURS, "0 fp8", PREDICTED): (8.0, 12.0),
+    (COLOCATED, "0 auto", PLAN): (1.0, 1.0), (COLOCATED, "0 auto", PREDICTED): (2.0, 2.0),
+    (OURS, "0 auto", PLAN): (9.0, 9.0), (OURS, "0 auto", PREDICTED): (4.0, 4.0),
+    ("DistServe-like", "0 fp8", PLAN): (28.0, 28.0), ("vLLM-like", "0 fp8", PLAN): (7.0, 7.0),
+    (OURS, "2048 auto cached", PREDICTED): (3.0, 6.0), (COLOCATED, "2048 auto cached", PLAN): (1.5, 1.5),
 }  # fmt: skip
 
 
@@ -86,10 +89,11 @@ def test_ours_is_by_the_default_and_what_it_is_compared_with_by_its_best(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def choose_plan(case: PlannedCase, system: str, *_: Any) -> Any:
-        return CountingDeployed((system, case.kv_cache_dtype))
+        return CountingDeployed((system, f"{case.step_tokens} {case.kv_cache_dtype}"))
 
-    def highest_rate(deployed: Any, scope: Scope, seed: int, policy: str) -> float:
-        return RATES.get((*deployed.key, policy), (1.0, 1.0))[seed]
+    def highest_rate(deployed: Any, scope: Scope, seed: int, policy: str, *, prefix_caches: bool) -> float:
+        system, of = deployed.key
+        return RATES.get((system, of + " cached" * prefix_caches, policy), (1.0, 1.0))[seed]
 
     monkeypatch.setattr(options, "choose_plan", choose_plan)
     monkeypatch.setattr(options, "describe_phases", str)
@@ -98,8 +102,20 @@ def test_ours_is_by_the_default_and_what_it_is_compared_with_by_its_best(
     page = options.options(scope)
     RATES.clear()
     assert options.options(scope) == page, "what was measured before is not measured again"
-    equal, kv, dollars = (table.rows for table in page.tables)
+    equal, each, kv, dollars = (table.rows for table in page.tables)
     assert len(equal) == len(dollars) == 6
+    assert len(each) == 2 * sum(len(of.scales) for of in OPTION_SETS.values())
+    cells: list[Any] = [row for row in each if (row.workload, row.deadline) == ("coding", "3 x")]  # type: ignore[attr-defined]
+    rows = {row.options: row for row in cells}
+    assert (rows["none"].colocated_rate, rows["none"].our_rate) == ("1 (1-1)", "1 (1-1)")
+    caches, chunks = rows["prefix caches"], rows["chunks by deadline"]
+    assert (caches.over_none, caches.ours_over_none, caches.ours_over_colocated) == (
+        "1.5 (1.5-1.5)",
+        "4.5 (3-6)",
+        "3 (2-4)",
+    )
+    assert (chunks.over_none, chunks.ours_over_none, chunks.ours_over_colocated) == ("2 (2-2)", "4 (4-4)", "2 (2-2)")
+    assert rows["all three"].our_rate == "1 (1-1)", "with caches is another run than without"
     first: Any = equal[0]
     assert (first.workload, first.deadline, first.target) == ("coding", "3 x", 2.0)
     assert (first.colocated, first.ours) == (COLOCATED, OURS)
