@@ -13,7 +13,7 @@ that is not in the turn is paused and keeps its KV. When memory is short, `pick_
 computes it again in a later turn. What goes first is the `TurnOrder`'s choice; all else is alike for every order.
 
 Nobody starves. A request that has been in no turn for the starvation threshold of its service is promoted, or for
-`PATIENCE` of the time that it then had until its deadline, if that is shorter: a threshold follows what requests of the
+`WAIT_SHARE` of the time that it then had until its deadline, if that is shorter: a threshold follows what requests of the
 service take, and before any has ended it is a guess that may be longer than a deadline. Lines (a service's requests in
 one phase) with promoted requests have their turns before all others, the line first whose first promoted request was in
 a turn longest ago, and in it who was promoted first. So a request waits for the threshold, one turn of each other line,
@@ -41,7 +41,7 @@ from .values import SharedRequest, SharingError, Turn, TurnRoom
 
 PHASES: Final = (Phase.PREFILL, Phase.DECODE)
 
-PATIENCE: Final = 0.25
+WAIT_SHARE: Final = 0.25
 """Of the time that a request has left, so much may pass without a turn. Less: more requests are served in time while
 another service could use all turns; more: short requests wait less for late ones."""
 
@@ -162,7 +162,7 @@ class TurnQueue:
         self._turn = 0
         # By service: since when those wait that are not promoted; times may have passed since.
         self._waits: dict[str, list[_Wait]] = {service: [] for service in profiles}
-        self._patience: list[_Wait] = []  # likewise, of all services: when each is promoted for its deadline's sake
+        self._limited: list[_Wait] = []  # likewise, of all services: when each is promoted for its deadline's sake
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{service} {phase.value} {len(line.requests)}"
@@ -335,13 +335,13 @@ class TurnQueue:
         if self.order.starvation_s(request.service) < inf:
             heappush(self._waits[request.service], (_waits_since(request), request.number, request))
             if request.deadline < inf:
-                heappush(self._patience, (_loses_patience(request), request.number, request))
+                heappush(self._limited, (_exceeds_wait_at(request), request.number, request))
 
     def _promote_starved(self, now: float) -> None:
         for service, waits in self._waits.items():
             if waits:
                 self._promote(waits, _waits_since, now - self.order.starvation_s(service), now)
-        self._promote(self._patience, _loses_patience, now, now)
+        self._promote(self._limited, _exceeds_wait_at, now, now)
 
     def _promote(self, waits: list[_Wait], when: Callable[[SharedRequest], float], overdue: float, now: float) -> None:
         """Those of a heap by `when` for which that is not after `overdue`."""
@@ -373,8 +373,8 @@ def _waits_since(request: SharedRequest) -> float:
     return request.waits_since
 
 
-def _loses_patience(request: SharedRequest) -> float:
-    return request.waits_since + PATIENCE * (request.deadline - request.waits_since)
+def _exceeds_wait_at(request: SharedRequest) -> float:
+    return request.waits_since + WAIT_SHARE * (request.deadline - request.waits_since)
 
 
 def _sort_key(request: SharedRequest) -> tuple[float, int]:

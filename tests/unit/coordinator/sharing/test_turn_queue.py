@@ -10,7 +10,7 @@ from p2pserve.coordinator.plan import Phase
 from p2pserve.coordinator.sharing.baselines import FirstComeFirstServed
 from p2pserve.coordinator.sharing.doubling_budget import DoublingBudget
 from p2pserve.coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, MLFQ, TURN_ORDERS
-from p2pserve.coordinator.sharing.turn_queue import PATIENCE, TurnQueue
+from p2pserve.coordinator.sharing.turn_queue import WAIT_SHARE, TurnQueue
 from p2pserve.coordinator.sharing.values import SharingError
 
 from .shared_services import Room, keys, profiles_of, step
@@ -149,12 +149,12 @@ def test_a_threshold_that_is_longer_than_a_deadline_starves_nobody(name: str) ->
                 queue.finish(request, 1)
         if len(served["late"]) == 2 and late.is_open:
             queue.finish(late, 2)
-    assert served["late"] == pytest.approx([PATIENCE * 60.0, PATIENCE * 60.0 + STEP_S])
+    assert served["late"] == pytest.approx([WAIT_SHARE * 60.0, WAIT_SHARE * 60.0 + STEP_S])
     assert served["patient"] == []
     assert patient.promoted_at == inf
 
 
-def test_patience_is_a_part_of_what_is_left_until_the_deadline() -> None:
+def test_the_wait_limit_is_a_part_of_what_is_left_until_the_deadline() -> None:
     profiles = profiles_of(short=(0.2, 0.0), guessed=(20.0, 0.0))
     queue = TurnQueue(DoublingBudget(profiles, starved_after=1000.0), profiles)
     late = queue.add("late", "guessed", 9, 0.0, deadline=100.0)
