@@ -13,7 +13,7 @@ that is not in the turn is paused and keeps its KV. When memory is short, `pick_
 computes it again in a later turn. What goes first is the `TurnOrder`'s choice; all else is alike for every order.
 
 Nobody starves. A request that has been in no turn for the starvation threshold of its service is promoted, or for
-`WAIT_SHARE` of the time that it then had until its deadline, if that is shorter: a threshold follows what requests of the
+`WAIT_SHARE` of the time that it had until its deadline, if that is shorter: a threshold follows what requests of the
 service take, and before any has ended it is a guess that may be longer than a deadline. Lines (a service's requests in
 one phase) with promoted requests have their turns before all others, the line first whose first promoted request was in
 a turn longest ago, and in it who was promoted first. So a request waits for the threshold, one turn of each other line,
