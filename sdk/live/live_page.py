@@ -360,7 +360,7 @@ def _describe_estimates(calm: Sequence[LiveComparison]) -> str:
     return f"""
 - Formulas estimate attainment at {estimated}; {simulated} is simulated, of the same plans over the same links. They
 are off by more here than for [described clusters](expectations.md), and why is not known. The plans that `plan` makes
-are chosen by simulated trials, those of the running network by the estimate."""
+are chosen by simulated trials, and so are the phases of the running network where clients ask for something."""
 
 
 def _describe_tails(calm: Sequence[LiveComparison]) -> str:
