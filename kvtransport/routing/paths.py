@@ -33,8 +33,8 @@ from .costs import path_usd_per_gb
 from .prediction import ArrivalCurve, arrival_curve, striped_seconds
 from .settings import PathSettings
 
-CHUNK_BYTES = 1 << 20
-"""A stream has nothing to do of a job with fewer of these than streams: links send in chunks of as many bytes."""
+LEAST_STREAM_BYTES = 1 << 17
+"""A job has a stream for so many of its bytes at most: of less there are no frames, or hardly any, for another."""
 
 _UNKNOWN = BoxFigures()
 
@@ -285,7 +285,7 @@ class _ResidualNetwork:
         gbps, limit = min(limits, key=lambda item: item[0])
         # Enough streams for the slowest limit; where their windows together still carry less than
         # that, the window is the limit.
-        streams = min(max(_streams(leg, gbps) for leg in legs), ceil(job.bytes / CHUNK_BYTES))
+        streams = min(max(_streams(leg, gbps) for leg in legs), ceil(job.bytes / LEAST_STREAM_BYTES))
         through = min(rate_gbps(leg, streams) for leg in legs)
         if through < gbps * (1.0 - 1e-9):
             gbps, limit = through, "window"

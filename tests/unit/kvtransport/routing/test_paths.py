@@ -75,9 +75,9 @@ class TestDirect:
         slow = (RunningTransfer("a", "x", 0.2),)
         assert choose(job(), PathNetwork(links, boxes, slow)).paths[0].gbps == pytest.approx(2.8)  # what is unused
 
-    def test_no_more_streams_than_there_are_chunks_for_them(self) -> None:
+    def test_no_more_streams_than_there_are_bytes_for(self) -> None:
         network = PathNetwork({("a", "b"): LinkFigures(rtt_s=0.1, one_stream_gbps=0.2, capacity_gbps=10.0)})
-        assert [choose(job(size), network).paths[0].streams for size in (1, 1 << 20, 5 << 20, 1 << 30)] == [1, 1, 5, 50]
+        assert [choose(job(size), network).paths[0].streams for size in (1, 1 << 17, 5 << 17, 1 << 30)] == [1, 1, 5, 50]
 
     def test_busy_boxes_get_no_streams_for_the_time_that_they_take_to_answer(self) -> None:
         """Twice the least round trip may be the network's; what is beyond is theirs."""
