@@ -64,7 +64,7 @@ class LimitedTrial:
         try:
             signal.setitimer(signal.ITIMER_VIRTUAL, self._left_s)
             yield
-        except (WorldError, TraceError) as error:  # of figures that somebody tells, and formulas can do with
+        except (WorldError, TraceError, MemoryError) as error:  # by what somebody tells; formulas can do with it
             raise TrialsOver from error
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)

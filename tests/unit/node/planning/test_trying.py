@@ -126,7 +126,8 @@ def test_a_trial_without_end_is_ended() -> None:
 
 
 def test_figures_that_the_simulator_refuses_end_the_trials() -> None:
-    with pytest.raises(TrialsOver):
-        LimitedTrial(Endless(TraceError("requests of no tokens")), 1.0)(())
+    for error in (TraceError("requests of no tokens"), MemoryError()):
+        with pytest.raises(TrialsOver):
+            LimitedTrial(Endless(error), 1.0)(())
     with pytest.raises(ZeroDivisionError):
         LimitedTrial(Endless(ZeroDivisionError()), 1.0)(())
