@@ -1,12 +1,14 @@
-"""What nodes tell of themselves, as it was heard last."""
+"""What nodes tell of themselves, as it was heard last, and when this one tells it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from math import inf
+from typing import TYPE_CHECKING, Final, final
 
 import msgspec
+import trio
 
 from ..bootstrap import DECODE_ERRORS, PeerId
 from ..coordinator import Plan, Replica
@@ -17,10 +19,14 @@ from ..coordinator.repair.ending import is_planned_without
 from ..coordinator.services.catalogue import EMPTY, OfferedName, ServiceCatalogue, read_catalogue
 from .messages import Advert, Status
 
+if TYPE_CHECKING:
+    from .settings import NodeTuning
+
 CATALOGUE: Final = "services"
 """The kind of the owner's document that is the catalogue."""
 
 IS_DEAD = "is dead"
+MAX_STATUS_BYTES = 3 << 20  # below the control stream's frame bound
 _FAULT_CHARACTERS = 120
 _ENGINE_CHARACTERS = 300  # of what an engine says of its failure: it is another box's text
 _MAX_NAMED = 3
@@ -77,6 +83,28 @@ def find_part(peer: str, adverts: Mapping[PeerId, Advert], asked: Collection[str
     of a service that is `asked`."""
     models = (adverts[PeerId(each)].model for each in find_beside(peer, adverts) if each != peer and each in adverts)
     return 1.0 / (1 + sum(model is not None and model.service in asked for model in models))
+
+
+def fit_status(status: Status) -> Status:
+    """What of a status fits one message. In a network that is too large for that, or whose members say too much, all
+    members are in it still: without their links, and those that say most without their adverts."""
+    excess = 1 + _cost(status) - MAX_STATUS_BYTES
+    if excess <= 0:
+        return status
+    nodes = {node.peer: msgspec.structs.replace(node, links=None) for node in status.nodes}
+    excess -= sum(_cost(node.links) for node in status.nodes if node.links is not None)
+    adverts = {peer: _cost(node.advert) for peer, node in nodes.items() if node.advert is not None}
+    for peer in sorted(adverts, key=lambda peer: -adverts[peer]):
+        if excess > 0:
+            nodes[peer] = msgspec.structs.replace(nodes[peer], advert=None)
+            excess -= adverts[peer]
+    plans = {} if excess <= 0 else {"plan": None, "other_plans": ()}
+    return msgspec.structs.replace(status, nodes=tuple(nodes.values()), **plans)
+
+
+def _cost(message: msgspec.Struct) -> int:
+    """So many bytes it takes more than None."""
+    return len(msgspec.msgpack.encode(message)) - 1
 
 
 def plans_of(status: Status) -> tuple[Plan, ...]:
@@ -170,3 +198,44 @@ class AdvertBook:
         """What boxes offer, by box."""
         models = (advert.model for advert in self.adverts.values())
         return (OfferedName(model.service, model.name) for model in models if model is not None)
+
+
+@final
+class Advertising:
+    """Tells all members the advert that `make` makes, when it has changed: at once for news, else once an interval. Of
+    a node whose box several services share, requests that come and go are told sooner: gateways of the others know
+    nothing of them, and queues there are short or long by one of them."""
+
+    def __init__(self, make: Callable[[], Advert], publish: Callable[[Advert], object], tuning: NodeTuning) -> None:
+        self._make = make
+        self._publish = publish
+        self._tuning = tuning
+        self._news = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Advertising news={self._news.is_set()}>"
+
+    def hurry(self) -> None:
+        """There is news."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """For as long as the node is there."""
+        told: Advert | None = None
+        told_at, interval_s = -inf, self._tuning.advert_interval_s
+        while True:
+            advert, now, is_news = self._make(), trio.current_time(), self._news.is_set()
+            if is_news:
+                self._news = trio.Event()
+            is_due = is_news or now - told_at >= interval_s or _count_requests(advert) != _count_requests(told)
+            if advert != told and is_due:
+                told, told_at = advert, now
+                self._publish(advert)
+            is_shared = bool(_told_beside(advert)) and advert.stats is not None
+            with trio.move_on_after(min(interval_s, self._tuning.load_interval_s) if is_shared else interval_s):
+                await self._news.wait()
+
+
+def _count_requests(advert: Advert | None) -> int:
+    stats = advert.stats if advert is not None else None
+    return stats.running + stats.waiting if stats is not None else 0

@@ -11,6 +11,7 @@ import os
 import random
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import NamedTuple, final
 
@@ -32,6 +33,7 @@ from ..kvtransport.wire.channel import LINK_HELLO_BYTES, LINK_MAGIC
 from ..kvtransport.wire.permits import RELAY_HELLO_BYTES, RELAY_MAGIC
 from . import messages
 from .admin.answering import NodeAnswers
+from .adverts import Advertising
 from .box import hardware
 from .box.home import lock_home
 from .catalogue.assigning import AssignmentDesk
@@ -224,7 +226,7 @@ class Node:
         self._life = life
         self._tuning = settings.tuning
         self._hardware = found
-        self._news = trio.Event()  # set when the advert must not wait for its interval
+        self._advertising = Advertising(self._advert, partial(joined.publish, messages.ADVERT), settings.tuning)
         self._leaves_at: float | None = None  # by trio's clock, once this node is leaving
         divided = settings.divided if served is not None else None
         self._division = DivisionDesk(joined.own, divided, joined.tell, self._hurry) if divided is not None else None
@@ -273,7 +275,7 @@ class Node:
         if serving is not None:
             port.open_door(LINK_MAGIC, LINK_HELLO_BYTES, serving.host.worker.attach)
             network.on_peer_lost(serving.peer_lost)
-        own = (self._advertise, self._watch, self._planning.run, self._judge, self._weigh)
+        own = (self._advertising.run, self._watch, self._planning.run, self._judge, self._weigh)
         for task in (prober.run, joined.tell_links, self._ways.reachability.run, AssignmentDesk(joined).run, *own):
             nursery.start_soon(task)
         if life is not None:
@@ -292,7 +294,7 @@ class Node:
         return at
 
     def _hurry(self) -> None:
-        self._news.set()
+        self._advertising.hurry()
         engine = self._serving.engine if self._serving is not None else None
         if self._division is not None and engine is not None and engine.state == "ready":
             self._division.note_ready()
@@ -369,19 +371,6 @@ class Node:
         ends_at = self._joined.settings.ends_at
         ends += [ends_at - time.time()] if ends_at is not None else []
         return round_remaining(min(ends)) if ends else None
-
-    async def _advertise(self) -> None:
-        """Publish the advert when it has changed: at once for news, else once per interval."""
-        published: messages.Advert | None = None
-        while True:
-            advert = self._advert()
-            if advert != published:
-                published = advert
-                self._joined.publish(messages.ADVERT, advert)
-            with trio.move_on_after(self._tuning.advert_interval_s):
-                await self._news.wait()
-            if self._news.is_set():
-                self._news = trio.Event()
 
     def _advert(self) -> messages.Advert:
         settings, serving = self._joined.settings, self._serving

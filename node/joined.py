@@ -18,6 +18,7 @@ from ..coordinator import Plan
 from ..coordinator.names import count_of, name_of
 from ..coordinator.services.catalogue import ServiceCatalogue
 from . import messages, methods
+from .adverts import fit_status
 from .catalogue.messages import HOSTING, read_hosting
 from .links.link_knowledge import LinkKnowledge
 from .links.prober import Neighbour
@@ -29,7 +30,7 @@ from .owner.dividing import Tell, tell_nobody
 from .planning.messages import PLAN_BUNDLE
 from .planning.plan_intake import PlanIntake
 from .settings import NodeSettings
-from .view import NetworkView, fit_status
+from .view import NetworkView
 
 MAX_GONE_S: Final = 1e6  # what `NodeStatus` takes
 MAX_TOKENS_S: Final = 1e9  # a box may say that it has written anything: nobody writes so much

@@ -21,12 +21,12 @@ from ..coordinator.planning.model.kv_cost import kv_gigabits
 from ..coordinator.prefixes.fetching import KvLinks
 from ..coordinator.repair.damping import BoxSign
 from ..coordinator.repair.ending import can_finish, is_planned_without
-from ..coordinator.routing.interface import ReplicaLoads
+from ..coordinator.routing.interface import ReplicaLoads, WorkBeside
 from ..coordinator.routing.pools import PoolState
 from ..coordinator.worth import BoxLine, weigh_boxes
 from ..kernels.codecs import CODEC_NAMES, codec_named
 from ..kvtransport.probing.figures import Source
-from .adverts import AdvertBook, find_box_fault, find_fault, find_part, join_faults, plans_of
+from .adverts import AdvertBook, find_beside, find_box_fault, find_fault, find_part, join_faults, plans_of
 from .box.hardware import Hardware
 from .catalogue.messages import HostingPlan
 from .engine.protocol import EngineStats
@@ -41,7 +41,6 @@ UNMEASURED_GPU = (100.0, 1000.0)
 UNMEASURED_CPU = (0.5, 10.0)
 """TFLOP/s and GB/s that a box counts for until an engine has measured it there: each of its GPUs, or its processor."""
 
-MAX_STATUS_BYTES = 3 << 20  # below the control stream's frame bound
 UNKNOWN_LONGEST = 32_768  # tokens of a request, where no engine has told what it has room for
 
 _tables = msgspec.msgpack.Decoder(LinkTable)
@@ -78,28 +77,6 @@ def count_queues(work: Iterable[tuple[str, int]]) -> dict[PeerId, Queue]:
 def count_others(requests: int, prefill_tokens: int, mine: Queue) -> Queue:
     """What of a node's work is not this gateway's."""
     return Queue(max(0, requests - mine.requests), max(0, prefill_tokens - mine.pending_prefill_tokens))
-
-
-def fit_status(status: Status) -> Status:
-    """What of a status fits one message. In a network that is too large for that, or whose members say too much, all
-    members are in it still: without their links, and those that say most without their adverts."""
-    excess = 1 + _cost(status) - MAX_STATUS_BYTES
-    if excess <= 0:
-        return status
-    nodes = {node.peer: msgspec.structs.replace(node, links=None) for node in status.nodes}
-    excess -= sum(_cost(node.links) for node in status.nodes if node.links is not None)
-    adverts = {peer: _cost(node.advert) for peer, node in nodes.items() if node.advert is not None}
-    for peer in sorted(adverts, key=lambda peer: -adverts[peer]):
-        if excess > 0:
-            nodes[peer] = msgspec.structs.replace(nodes[peer], advert=None)
-            excess -= adverts[peer]
-    plans = {} if excess <= 0 else {"plan": None, "other_plans": ()}
-    return msgspec.structs.replace(status, nodes=tuple(nodes.values()), **plans)
-
-
-def _cost(message: msgspec.Struct) -> int:
-    """So many bytes it takes more than None."""
-    return len(msgspec.msgpack.encode(message)) - 1
 
 
 @final
@@ -399,8 +376,7 @@ class NetworkView(AdvertBook):
             stats, engine = advert.stats, advert.engine
             if engine is None:
                 continue
-            mine = own.get(peer, NO_QUEUE)
-            others = self._others.get(peer, NO_QUEUE) if stats is not None else NO_QUEUE
+            mine, others = self._queues_at(peer, own)
             answer, told = self._answers.get(peer), None
             if answer is not None and answer[1].stats is stats:
                 state, asked = answer
@@ -420,9 +396,22 @@ class NetworkView(AdvertBook):
                     decodes=stats.decodes if stats else 0,
                     sent_tokens=sent if sent_after is stats else 0,
                     told=told,
+                    beside=self._work_beside(peer, own),
                 )
             )
         return loads
+
+    def _queues_at(self, peer: PeerId, own: Mapping[PeerId, Queue]) -> tuple[Queue, Queue]:
+        """This gateway's and others' work, as far as the node has reported any."""
+        advert = self.adverts.get(peer)
+        is_told = advert is not None and advert.stats is not None
+        return own.get(peer, NO_QUEUE), self._others.get(peer, NO_QUEUE) if is_told else NO_QUEUE
+
+    def _work_beside(self, peer: PeerId, own: Mapping[PeerId, Queue]) -> WorkBeside:
+        """At the other nodes of its box whose engines share its GPUs."""
+        beside = [PeerId(each) for each in find_beside(peer, self.adverts) if each != peer]
+        queues = [queue for each in beside for queue in self._queues_at(each, own)]
+        return WorkBeside(sum(each.requests for each in queues), sum(each.pending_prefill_tokens for each in queues))
 
     def own_work(self, peer: PeerId, own: Mapping[PeerId, Queue]) -> OwnWork:
         """To be told with what the node answers."""

@@ -41,12 +41,24 @@ class PolicyError(ValueError):
     """Routing settings that cannot be followed; the text names the field and what it may be."""
 
 
+class WorkBeside(NamedTuple):
+    """Requests of other services whose engines take turns with a replica's, and the tokens of their prompts that are
+    still to be prefilled."""
+
+    requests: int = 0
+    prefill_tokens: int = 0
+
+
+NOTHING_BESIDE: Final = WorkBeside()
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A replica's latest report: requests that it has not finished, tokens of their prompts that it
     still has to prefill, KV tokens that it still has room for, and how many of those requests it
     `decodes` (the others it only prefills). `sent_tokens`: those of the prompt tokens that this
     gateway has sent there since the replica reported. `told`: how it stands by its
     answer to a claim of this gateway since then, with what this has sent there after that.
+    `beside`: what other services have on its GPUs, where its engine takes turns with theirs.
 
     `replica` is its id in the plan. On the running network that is the peer id of its head, the box
     that schedules for all of its stages.
@@ -59,11 +71,14 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     decodes: int = 0
     sent_tokens: int = 0
     told: PoolState | None = None
+    beside: WorkBeside = NOTHING_BESIDE
 
     def __post_init__(self) -> None:
         if not self.replica:
             raise LoadError("load.replica is empty")
-        figures = (self.outstanding, self.prefill_tokens, self.kv_free_tokens, self.decodes, self.sent_tokens)
+        figures = (
+            self.outstanding, self.prefill_tokens, self.kv_free_tokens, self.decodes, self.sent_tokens, *self.beside
+        )  # fmt: skip
         if min(figures) < 0:
             raise LoadError(f"load of {self.replica} has a negative figure")
 
@@ -129,8 +144,8 @@ class ReplicaLoads:
     since its report, None where it has not been asked; `is_silent`: nothing has been reported.
     `gateways`: how many times the requests of this gateway all gateways have. `profiles`: how fast the replicas
     are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known.
-    `usd_per_hour` of its boxes, 0 where that is not told. Whoever
-    runs the replicas writes here; policies only read.
+    `usd_per_hour` of its boxes, 0 where that is not told. `beside_requests` and `beside_tokens`: see `WorkBeside`.
+    Whoever runs the replicas writes here; policies only read.
     """
 
     def __init__(self, ids: Iterable[str]) -> None:
@@ -145,6 +160,8 @@ class ReplicaLoads:
         self.sent_tokens: NDArray[np.float64] = np.zeros(size)
         self.told: list[PoolState | None] = [None] * size
         self.gateways = 1.0
+        self.beside_requests: NDArray[np.float64] = np.zeros(size)
+        self.beside_tokens: NDArray[np.float64] = np.zeros(size)
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
         self.usd_per_hour: NDArray[np.float64] = np.zeros(size)
         self.profiles: list[ReplicaProfile | None] = [None] * size
@@ -154,6 +171,7 @@ class ReplicaLoads:
         self.is_silent[:] = True
         self.kv_free_tokens[:] = np.inf
         self.told[:] = [None] * len(self.ids)
+        self.beside_requests[:] = self.beside_tokens[:] = 0.0
 
     def note(
         self,
@@ -178,6 +196,11 @@ class ReplicaLoads:
         self.sent_tokens[at] = sent_tokens
         self.told[at] = told
         self.is_silent[at] = False
+
+    def note_beside(self, replica: str, work: WorkBeside) -> None:
+        """Take in what other services have on its GPUs. Raises KeyError likewise."""
+        at = self.index[replica]
+        self.beside_requests[at], self.beside_tokens[at] = work
 
 
 class RoutingPolicy(ABC):

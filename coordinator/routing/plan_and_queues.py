@@ -102,7 +102,8 @@ class PlanAndQueues(RoutingPolicy):
         """See `RoutingPolicy`; depends on neither `now` nor `rng`."""
         table = self.table_without(request.excluded, loads)
         to_prefill, to_decode = self.guess_queues(loads)
-        to_prefill = to_prefill + self._note_prompt(request.prompt_tokens)
+        to_prefill = to_prefill + loads.beside_tokens + self._note_prompt(request.prompt_tokens)
+        to_decode = to_decode + loads.beside_requests
         cost = table.prefill.relative_queues(to_prefill)
         if request.cached_tokens is not None:
             cost = cost - self._settings.prefix_weight * table.prefill.relative_to(to_prefill, request.cached_tokens)

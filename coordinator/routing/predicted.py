@@ -354,7 +354,7 @@ class PredictedTimes(RoutingPolicy):
         own_s = uncached * speeds.token_s * in_line + speeds.prompt_s
         queue_s = backlog.tokens * speeds.token_s / stages
         prompt_s = speeds.token_s * self.mean_prompt + speeds.prompt_s
-        return _Forecast(
+        forecast = _Forecast(
             prefill_s=MARGINAL * queue_s + np.where(backlog.running > 0.0, beside_s, speeds.begin_s) + own_s,
             own_s=own_s,
             room_s=self._room_s(prompt, backlog, speeds, steps_of, loads),
@@ -365,6 +365,7 @@ class PredictedTimes(RoutingPolicy):
             chunked_token_s=chunk_s / chunk,
             tokens=backlog.tokens,
         )
+        return _add_turns(forecast, backlog, speeds, steps_of, loads) if loads.beside_requests.any() else forecast
 
     def _read_backlog(self, speeds: _Speeds, loads: ReplicaLoads) -> _Backlog:
         tokens, requests = self._queues.guess_queues(loads)
@@ -428,6 +429,21 @@ class PredictedTimes(RoutingPolicy):
         """By route, whether a prompt in chunks keeps the plan's deadline from token to token, if it has one."""
         limit_s = self._plan.deadlines.tpot_s or np.inf
         return np.asarray((forecast.chunk_s <= limit_s).take(decode))
+
+
+def _add_turns(
+    forecast: _Forecast, backlog: _Backlog, speeds: _Speeds, steps_of: _StepTimes, loads: ReplicaLoads
+) -> _Forecast:
+    """With the turns of other services' engines on the same GPUs: one of their steps before the first token and in
+    between, and their prompts. Where no answer of this service is decoded yet, its steps hold up theirs as well. Their
+    models are taken for as fast as this one."""
+    others = loads.beside_requests
+    turn_s = np.where(others > 0.0, steps_of.decode_step_s(others), 0.0)
+    added_s = np.where((others > 0.0) & (backlog.running <= 0.0), steps_of.decode_step_s(backlog.batch), 0.0)
+    return forecast._replace(
+        prefill_s=forecast.prefill_s + MARGINAL * loads.beside_tokens * speeds.token_s + turn_s,
+        decode_s=forecast.decode_s + turn_s + added_s,
+    )
 
 
 def _raise(part: Floats) -> Floats:

@@ -78,6 +78,7 @@ class Router:
                     sent_tokens=load.sent_tokens,
                     told=load.told,
                 )
+                self.loads.note_beside(load.replica, load.beside)
 
     def route(
         self,

@@ -89,6 +89,14 @@ class SharedEngine:
             service
         )
 
+    def times_of(self, service: str) -> StepTimes:
+        """Its step times on these GPUs."""
+        return self._services[service].times
+
+    def kv_tokens_of(self, service: str) -> int:
+        """Room for its KV, where no other has any."""
+        return self.shares.budget // self._services[service].token_bytes
+
     def submit(self, service: str, sequence: Sequence, now: float) -> None:
         """Take it into the queue. Raises SimEngineError for one that never fits."""
         if not self.can_fit(service, sequence):

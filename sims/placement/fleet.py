@@ -1,4 +1,5 @@
-"""Engines of several services, and the requests that go to them: each to the engine of its service with the fewest.
+"""Engines of several services, and the requests that go to them: each to the engine of its service with the fewest, or
+by another `routing`.
 
     fleet = Fleet(traces)
     fleet.add(0, host_group(problem, group, "db"))
@@ -11,13 +12,13 @@ tokens that they have, to others of their service; where there is none they wait
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, final
 
 import numpy as np
 
 from ...coordinator.placement.values import GpuGroup, Groups, Period, PlacementProblem
+from ...coordinator.routing.interface import WorkBeside
 from ...coordinator.sharing.orders import TURN_ORDERS
 from ...coordinator.sharing.service_profile import ServiceProfile, expect_service
 from ..engine.engine import Engine
@@ -25,38 +26,13 @@ from ..engine.sequence import Sequence as EngineSequence
 from ..engine.shared_engine import SharedEngine, SharedService
 from ..engine.values import SignalKind, SimEngineSettings
 from ..records import Outcomes, Trace
+from .engines import FleetEngine, FleetRequest
+from .routing import FewestRequests, FleetRouting
 
 ENGINE: Final = SimEngineSettings(max_batched_tokens=2048, max_sequences=256)
 
 PROFILED: Final = 400
 """Requests of a service that its profile is made of."""
-
-
-@dataclass(frozen=True, slots=True)
-class FleetEngine:
-    """An engine of either kind."""
-
-    engine: Engine | SharedEngine
-    names: Mapping[int, str]  # of the services that it has, by number
-
-    def submit(self, service: int, sequence: EngineSequence, now: float) -> None:
-        """Take it into the queue."""
-        if isinstance(self.engine, SharedEngine):
-            self.engine.submit(self.names[service], sequence, now)
-        else:
-            self.engine.submit(sequence, now)
-
-    def can_fit(self, service: int, sequence: EngineSequence) -> bool:
-        """Whether it has the service, and its KV would fit there alone."""
-        if service not in self.names:
-            return False
-        if isinstance(self.engine, SharedEngine):
-            return self.engine.can_fit(self.names[service], sequence)
-        return self.engine.can_fit(sequence)
-
-    def stop(self, now: float) -> list[EngineSequence]:
-        """It ends: its requests, as of the last token."""
-        return self.engine.stop() if isinstance(self.engine, SharedEngine) else self.engine.stop(now)
 
 
 class FleetChanges(Protocol):
@@ -74,12 +50,13 @@ class FleetChanges(Protocol):
 
 @final
 class Fleet:
-    """See the module. `traces` by the service's number; one run each. `where`: engines that requests go to all the same
-    while these are there, by service and row."""
+    """See the module. `traces` by the service's number; one run each."""
 
-    def __init__(self, traces: Mapping[int, Trace], where: Mapping[tuple[int, int], int] | None = None) -> None:
-        self._where = where or {}
+    def __init__(self, traces: Mapping[int, Trace], routing: FleetRouting | None = None) -> None:
+        self._routing = routing if routing is not None else FewestRequests()
         self.engines: dict[int, FleetEngine] = {}
+        self.hosted: dict[int, dict[EngineSequence, int]] = {}
+        """By engine, its requests and their services."""
         self.replayed = 0  # requests that went on elsewhere
         self.waited = 0  # that had no engine when they came
         self.ttft_s = {number: np.full(len(trace), np.nan) for number, trace in traces.items()}
@@ -89,7 +66,6 @@ class Fleet:
             ((float(at), number, row) for number, trace in traces.items() for row, at in enumerate(trace.arrival_s)),
             reverse=True,
         )
-        self._open: dict[int, int] = {}  # requests by engine
         self._owners: dict[EngineSequence, tuple[int, int]] = {}
         self._waiting: dict[int, list[EngineSequence]] = {}  # by service, without an engine
 
@@ -104,7 +80,7 @@ class Fleet:
     def add(self, id_: int, engine: FleetEngine, now: float = 0.0) -> None:
         """An engine is ready; those that wait for it go there."""
         self.engines[id_] = engine
-        self._open[id_] = 0
+        self.hosted[id_] = {}
         for service in engine.names:
             for sequence in self._waiting.pop(service, []):
                 self._submit(service, sequence, now)
@@ -113,7 +89,7 @@ class Fleet:
         """Engines end together; their requests go on elsewhere."""
         moved = [sequence for id_ in ids for sequence in self.engines[id_].stop(now)]
         for id_ in ids:
-            del self.engines[id_], self._open[id_]
+            del self.engines[id_], self.hosted[id_]
         for sequence in moved:
             owner = self._owners.pop(sequence)
             again = EngineSequence(sequence.key, sequence.known, sequence.left, fresh=sequence.fresh)
@@ -121,13 +97,23 @@ class Fleet:
             self.replayed += 1
             self._submit(owner[0], again, now)
 
+    def count_work(self, id_: int) -> dict[int, WorkBeside]:
+        """Of an engine, by service: requests, and tokens of prompts of which no token of an answer has come."""
+        found: dict[int, WorkBeside] = {}
+        for sequence, service in self.hosted[id_].items():
+            requests, tokens = found.get(service, WorkBeside())
+            found[service] = WorkBeside(requests + 1, tokens + (sequence.known if sequence.fresh else 0))
+        return found
+
     def run(self, changes: FleetChanges | None = None) -> dict[int, Outcomes]:
         """Until every request has ended. NaN where one never does, for want of an engine."""
         while not self.is_done:
             first = min(self.engines, key=self._wakes, default=-1)
             now = self._wakes(first) if self.engines else inf
             change_at = changes.wake_at if changes is not None else inf
-            if self._coming and self._coming[-1][0] <= min(now, change_at):
+            comes_at = self._coming[-1][0] if self._coming else inf
+            self._routing.look(self, min(now, change_at, comes_at))
+            if comes_at <= min(now, change_at) and comes_at < inf:
                 self._begin(*self._coming.pop())
             elif changes is not None and change_at <= now and change_at < inf:
                 changes.wake(self, change_at)
@@ -155,10 +141,8 @@ class Fleet:
             self.waited += 1
             self._waiting.setdefault(service, []).append(sequence)
             return
-        chosen = self._where.get(self._owners[sequence], -1)
-        if chosen not in hosts:
-            chosen = min(hosts, key=self._open.__getitem__)
-        self._open[chosen] += 1
+        chosen = self._routing.choose(self, self._request(sequence), hosts, now)
+        self.hosted[chosen][sequence] = service
         self.engines[chosen].submit(service, sequence, now)
 
     def _advance(self, id_: int, now: float) -> None:
@@ -169,8 +153,12 @@ class Fleet:
                 self.ttft_s[number][row] = signal.at - came
             elif signal.kind is SignalKind.DONE:
                 self.e2e_s[number][row] = signal.at - came
-                self._open[id_] -= 1
-                del self._owners[signal.sequence]
+                self._routing.end(self._request(signal.sequence))
+                del self._owners[signal.sequence], self.hosted[id_][signal.sequence]
+
+    def _request(self, sequence: EngineSequence) -> FleetRequest:
+        number, row = self._owners[sequence]
+        return FleetRequest(number, row, int(self._traces[number].output[row]), sequence)
 
 
 def host_group(problem: PlacementProblem, group: GpuGroup, order: str) -> FleetEngine:

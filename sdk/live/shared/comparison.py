@@ -26,6 +26,7 @@ from ....coordinator.planning.model.cluster_file import card_link_gbps
 from ....coordinator.sharing.orders import DOUBLING_BUDGET
 from ....node.engine.emulated.model import emulated_model, parse_cards
 from ....sims.placement.fleet import Fleet, host_group, period_of
+from ....sims.placement.routing import AsRouted, FewestRequests, FleetRouting, GatewayRouting
 from ....sims.records import Outcomes, Trace
 from ...client import AsyncClient
 from ...demo.box import ON_LOOPBACK, DemoBox, open_box
@@ -99,12 +100,13 @@ class SharedRun:
 
 
 class SharedFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one service, or of all. `simulated`: with the simulator's own choice of engines, `followed`: as requests went
-    live. Seconds, and times that requests take alone."""
+    """Of one service, or of all. `simulated`: each request sent by the gateways' code, `fewest`: to the box that has
+    the fewest, `followed`: as it went live. Seconds, and times that requests take alone."""
 
     service: str
     figure: str
     simulated: float
+    fewest: float
     followed: float
     live: float
 
@@ -143,8 +145,9 @@ def run_shared_comparison(run: SharedRun, say: Say) -> SharedComparison:
     problem = run.problem(traces)
     live = trio.run(_run_live, run, traces, problem, say)
     say("simulating the same requests")
-    own = serve(run, problem, traces, {})
-    followed = serve(run, problem, traces, live.where)
+    own = serve(run, problem, traces, GatewayRouting())
+    fewest = serve(run, problem, traces, FewestRequests())
+    followed = serve(run, problem, traces, AsRouted(live.where))
     return SharedComparison(
         requests=sum(map(len, traces.values())),
         boxes=len(run.pairs),
@@ -156,10 +159,13 @@ def run_shared_comparison(run: SharedRun, say: Say) -> SharedComparison:
         late=live.late,
         retried=live.retried,
         figures=tuple(
-            SharedFigure(service=service, figure=figure, simulated=simulated, followed=as_live, live=seen)
-            for (service, figure), simulated, as_live, seen in zip(
+            SharedFigure(
+                service=service, figure=figure, simulated=simulated, fewest=to_fewest, followed=as_live, live=seen
+            )
+            for (service, figure), simulated, to_fewest, as_live, seen in zip(
                 [(name, figure) for name in (ALL, *(each.model for each in run.services)) for figure in FIGURES],
                 summarize(run, problem, own, live.message_s),
+                summarize(run, problem, fewest, live.message_s),
                 summarize(run, problem, followed, live.message_s),
                 summarize(run, problem, live.outcomes, 0.0),
                 strict=True,
@@ -169,10 +175,10 @@ def run_shared_comparison(run: SharedRun, say: Say) -> SharedComparison:
 
 
 def serve(
-    run: SharedRun, problem: PlacementProblem, traces: Mapping[int, Trace], where: Mapping[tuple[int, int], int]
+    run: SharedRun, problem: PlacementProblem, traces: Mapping[int, Trace], routing: FleetRouting
 ) -> dict[int, Outcomes]:
-    """By the simulator, each request on the box that `where` says, or that has the fewest."""
-    fleet = Fleet(traces, where)
+    """By the simulator."""
+    fleet = Fleet(traces, routing)
     for number, pair in enumerate(run.pairs):
         fleet.add(number, host_group(problem, GpuGroup(number, 1, tuple(sorted(pair))), DOUBLING_BUDGET))
     return fleet.run()

@@ -10,6 +10,12 @@ from .comparison import ALL, SharedComparison
 
 TOLERANCE: Final = 0.05
 
+COLUMNS: Final = (
+    "*Simulated* is the simulator of [sharing](sharing.md), where each request is sent by the gateways' own code, which "
+    "hears of other services' requests four times a second; *fewest* sends it to the box that has the fewest at that "
+    "moment, as SeaLLM does; *as routed* has each request on the box where it ran live."
+)
+
 
 class SharedRow(ResultRow, frozen=True):
     """One figure of one service, or of all requests."""
@@ -19,6 +25,7 @@ class SharedRow(ResultRow, frozen=True):
     simulated: float
     live: float
     live_over_simulated: float
+    simulated_fewest: float
     simulated_as_routed: float
     live_over_as_routed: float
 
@@ -32,20 +39,21 @@ def build_section(found: SharedComparison) -> PageTable:
             simulated=each.simulated,
             live=each.live,
             live_over_simulated=each.live / each.simulated,
+            simulated_fewest=each.fewest,
             simulated_as_routed=each.followed,
             live_over_as_routed=each.live / each.followed,
         )
         for each in found.figures
     ]
-    text = (
+    run = (
         f"{found.boxes} boxes of {found.cards}, each with the engines of two of three services in one process, which "
         f"step one at a time; {found.requests} requests, {found.rate:g} a second in all, Poisson; messages take "
         f"{found.message_s * 1e3:.1f} ms of a request. {found.cores:.1f} cores were busy, {found.own_cores:.1f} of "
-        f"them with the run. Means; TTFT and TPOT in seconds, normalized latency in times of the service's requests "
-        "alone. *Simulated* is the simulator of [sharing](sharing.md), which sends a request to the engine with the "
-        "fewest; *as routed* has each request on the box where it ran live."
+        "them with the run. Means; TTFT and TPOT in seconds, normalized latency in times of the service's requests "
+        "alone."
     )
-    return PageTable("Three services that share boxes", rows, fill(text, 100, break_on_hyphens=False))
+    text = "\n\n".join(fill(each, 100, break_on_hyphens=False) for each in (run, COLUMNS))
+    return PageTable("Three services that share boxes", rows, text)
 
 
 def describe_section(found: SharedComparison) -> str:

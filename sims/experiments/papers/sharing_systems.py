@@ -23,7 +23,8 @@ from ....coordinator.sharing.orders import DOUBLING_BUDGET, TURN_ORDERS
 from ....coordinator.sharing.service_profile import ServiceProfile, expect_service, lone_execution_s
 from ...engine.engine import Engine
 from ...engine.shared_engine import SharedEngine, SharedService
-from ...placement.fleet import ENGINE, Fleet, FleetEngine, period_of, serve_groups
+from ...placement.engines import FleetEngine
+from ...placement.fleet import ENGINE, Fleet, period_of, serve_groups
 from ...records import Outcomes, Trace
 from ...workloads import Lengths
 from ..setting import lengths as azure_lengths

@@ -6,8 +6,8 @@ import pytest
 from p2pserve.bootstrap.streams.frames import MAX_FRAME
 from p2pserve.coordinator import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.kvtransport.probing.figures import LinkFigures
+from p2pserve.node.adverts import MAX_STATUS_BYTES, fit_status
 from p2pserve.node.messages import LinkTable, NodeStatus, Status
-from p2pserve.node.view import MAX_STATUS_BYTES, fit_status
 
 from .test_view import advert
 

@@ -12,6 +12,7 @@ from p2pserve.coordinator.placement.search import search_placement
 from p2pserve.coordinator.placement.values import GpuGroup, Groups, PlacementBox, PlacementProblem, PlacementService
 from p2pserve.sims.placement.fleet import Fleet, host_group, period_of, serve_groups
 from p2pserve.sims.placement.replacing import Replacing, ReplacingSettings
+from p2pserve.sims.placement.routing import AsRouted, FewestRequests, FleetRouting, GatewayRouting
 from p2pserve.sims.records import Outcomes, Trace
 
 MODELS = ("llama2-13b", "llama2-7b", "opt-6.7b")
@@ -166,3 +167,54 @@ def _join(one: Trace, two: Trace) -> Trace:
         lengths="",
         arrivals="",
     )
+
+
+def test_gateways_that_hear_of_other_services_answer_sooner_than_the_fewest_requests() -> None:
+    """The same requests on the same engines, sent by the network's own code."""
+    traces = _traces([1.0, 6.0, 6.0], 60.0)
+    problem = _problem(traces)
+    groups = [GpuGroup(box, 1, pair) for box in (0, 1) for pair in ((0, 1), (0, 2), (1, 2))]
+
+    def serve(routing: FleetRouting) -> float:
+        fleet = Fleet(traces, routing)
+        for number, group in enumerate(groups):
+            fleet.add(number, host_group(problem, group, "db"))
+        served = fleet.run()
+        assert all(outcomes.completed.all() for outcomes in served.values())
+        return _normalized(problem, served)
+
+    fewest, fresh, late = (
+        serve(routing) for routing in (FewestRequests(), GatewayRouting(), GatewayRouting(None, 5.0))
+    )
+    assert fresh < fewest
+    assert fresh <= late
+
+
+def test_gateways_send_on_what_an_engine_that_goes_has_left() -> None:
+    traces = _traces([1.0, 3.0], 20.0)
+    problem = _problem(traces)
+
+    class Leaves:
+        wake_at = 5.0
+
+        def wake(self, fleet: Fleet, now: float) -> None:
+            fleet.remove([0], now)
+            Leaves.wake_at = inf
+
+    fleet = Fleet(traces, GatewayRouting())
+    for number, group in enumerate([GpuGroup(0, 1, (0, 1)), GpuGroup(0, 1, (0, 1)), GpuGroup(1, 1, (1, 0))]):
+        fleet.add(number, host_group(problem, group, "db"))
+    served = fleet.run(Leaves())
+    assert fleet.replayed > 0
+    assert all(outcomes.completed.all() for outcomes in served.values())
+
+
+def test_requests_go_where_they_went_before_while_that_engine_is_there() -> None:
+    traces = _traces([1.0], 20.0)
+    problem = _problem(traces)
+    fleet = Fleet(traces, AsRouted({(0, row): 1 for row in range(len(traces[0]))}))
+    for number in range(2):
+        fleet.add(number, host_group(problem, GpuGroup(number, 1, (0,)), "db"))
+    fleet.run()
+    busy = [engine.engine.counts.steps for engine in fleet.engines.values()]
+    assert busy[0] == 0 < busy[1]

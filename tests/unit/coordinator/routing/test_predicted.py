@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from p2pserve.coordinator import NoRoute, Pairing, Phase, Plan, Replica, Router, RoutingSettings, Stage
 from p2pserve.coordinator.plan import Deadlines
 from p2pserve.coordinator.profile import PhaseCost, ReplicaProfile
+from p2pserve.coordinator.routing.interface import WorkBeside
 from p2pserve.coordinator.routing.predicted import PredictedTimes
 
 P, D, M = Phase.PREFILL, Phase.DECODE, Phase.MIXED
@@ -405,3 +406,24 @@ def test_whatever_replicas_say_the_route_is_one_of_the_plan(
     assert excluded.isdisjoint({str(route.prefill), route.decode})
     assert {str(route.prefill or route.decode), route.decode} <= {"p1", "p2", "d1", "d2"}
     assert 0 <= route.split <= max(prompt, 1)
+
+
+def test_turns_of_other_services_on_the_same_gpus_count() -> None:
+    router = router_of(TWO)
+    assert router.route(500).decode == "a"
+    router.loads.note_beside("a", WorkBeside(1, 0))
+    assert router.route(500).decode == "b"
+    # Its own answers batch with this one, those of others do not.
+    note(router, "b", 3)
+    assert router.route(500).decode == "b"
+    note(router, "b")
+    router.loads.note_beside("b", WorkBeside(1, 8000))
+    assert router.route(500).decode == "a"
+
+
+def test_requests_go_where_their_service_is_decoded_rather_than_where_they_would_begin_turns() -> None:
+    router = router_of(TWO)
+    note(router, "b", 2)
+    for replica in ("a", "b"):
+        router.loads.note_beside(replica, WorkBeside(2, 0))
+    assert router.route(500).decode == "b"

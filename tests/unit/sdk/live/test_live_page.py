@@ -52,7 +52,8 @@ def comparison(*figures: Figure) -> LiveComparison:
 def shared_run(run: SharedRun | None = None, say: Say | None = None, *, ratio: float = 1.02) -> SharedComparison:
     """Three services of which everything took `ratio` times as long as simulated, and 1.01 times as routed."""
     figures = tuple(
-        SharedFigure(service=ALL, figure=name, simulated=1.0, followed=ratio / 1.01, live=ratio) for name in FIGURES
+        SharedFigure(service=ALL, figure=name, simulated=1.0, fewest=1.1, followed=ratio / 1.01, live=ratio)
+        for name in FIGURES
     )
     return SharedComparison(
         requests=270, boxes=8, cards="1xA40/4", rate=0.9, message_s=0.02, cores=1.2, own_cores=0.8, late=3, retried=0,

@@ -7,6 +7,7 @@ import pytest
 
 from p2pserve.sdk.errors import DemoFailed
 from p2pserve.sdk.live.shared.comparison import AskedModel, SharedRun, check_boxes, number_boxes, serve, summarize
+from p2pserve.sims.placement.routing import AsRouted, FewestRequests
 from p2pserve.sims.records import Trace
 
 RUN = replace(
@@ -41,11 +42,11 @@ def test_requests_are_as_many_as_each_service_is_asked_for_and_the_same_every_ti
 def test_a_request_is_simulated_where_it_went_live() -> None:
     traces = together(0.0)
     problem = RUN.problem(traces)
-    apart = summarize(RUN, problem, serve(RUN, problem, traces, {(0, 0): 0, (1, 0): 1}), 0.0)
-    beside = summarize(RUN, problem, serve(RUN, problem, traces, {(0, 0): 1, (1, 0): 1}), 0.0)
+    apart = summarize(RUN, problem, serve(RUN, problem, traces, AsRouted({(0, 0): 0, (1, 0): 1})), 0.0)
+    beside = summarize(RUN, problem, serve(RUN, problem, traces, AsRouted({(0, 0): 1, (1, 0): 1})), 0.0)
     assert apart[0] == pytest.approx(1.0)
     assert beside[0] > 1.3, "two that step one at a time"
-    late = summarize(RUN, problem, serve(RUN, problem, traces, {}), 0.5)
+    late = summarize(RUN, problem, serve(RUN, problem, traces, FewestRequests()), 0.5)
     assert late[1] == pytest.approx(apart[1] + 0.5), "messages come before the first token"
     assert late[2] == pytest.approx(apart[2])
 
