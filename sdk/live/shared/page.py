@@ -11,7 +11,7 @@ from .comparison import ALL, SharedComparison
 TOLERANCE: Final = 0.05
 
 COLUMNS: Final = (
-    "*Simulated* is the simulator of [sharing](sharing.md), where each request is sent by the gateways' own code, which "
+    "*Simulated* is the simulator of [sharing](sharing.md), where each request is sent by gateways' own code, which "
     "hears of other services' requests four times a second; *fewest* sends it to the box that has the fewest at that "
     "moment, as SeaLLM does; *as routed* has each request on the box where it ran live."
 )
