@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from textwrap import wrap
 from typing import Any
@@ -38,6 +39,8 @@ SPEED_AT = (8, 256)
 """Requests and their length at which engines are compared."""
 
 FAULT_CHARACTERS = 80  # of why a box does not host something; `models show` has all of it
+REAL_GPUS = ("GPU-", "MIG-")  # so NVML's UUIDs begin
+MOST_SHARED_GPUS = 3  # lines: what others say of their GPUs is their word
 CLIENT = Role.CLIENT.value
 WIDE = 200  # columns for a table that goes to a file: nothing is cut off
 
@@ -89,7 +92,7 @@ def print_status(status: Status, console: Console | None = None, *, wide: bool =
     console = console or open_console()
     console.print(status_table(status, COLUMNS if wide else NARROW))
     boxes = (*gone_lines(status), *ending_lines(status), *closed_lines(status), *engine_lines(status))
-    boxes += (*hosting_lines(status), *unplaced_lines(status))
+    boxes += (*shared_gpu_lines(status), *hosting_lines(status), *unplaced_lines(status))
     speeds = speed_lines(status) if wide else []
     print_prose((*boxes, *speeds, *plan_lines(status), *worth_lines(status), *key_lines(status)), console)
 
@@ -224,6 +227,21 @@ def closed_lines(status: Status) -> list[str]:
     """Which boxes nobody can dial."""
     closed = [name_of(node.peer) for node in status.nodes if node.closed and node.state == "alive"]
     return [f"nobody can dial {', '.join(closed)}: they dial the others, or are relayed"] if closed else []
+
+
+def shared_gpu_lines(status: Status) -> list[str]:
+    """Which nodes were started apart on one GPU, which is counted for each of them."""
+    adverts = _adverts_of(status)
+    owners: defaultdict[str, dict[tuple[str, ...], str]] = defaultdict(dict)  # by GPU: of nodes of one process, one
+    for peer, advert in sorted(adverts.items()):
+        for gpu in advert.hardware.gpus:
+            if gpu.uuid.startswith(REAL_GPUS):
+                owners[gpu.uuid].setdefault(find_beside(peer, adverts) or (peer,), name_of(peer))
+    groups = sorted({tuple(nodes.values()) for nodes in owners.values() if len(nodes) > 1})[:MOST_SHARED_GPUS]
+    return [
+        f"on one GPU: {', '.join(names)}: plans count it for each; one `join` with several --model shares it"
+        for names in groups
+    ]
 
 
 def engine_lines(status: Status) -> list[str]:

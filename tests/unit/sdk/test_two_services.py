@@ -3,8 +3,11 @@
 import msgspec
 
 from p2pserve.coordinator import Phase
+from p2pserve.coordinator.names import name_of
+from p2pserve.node.box.hardware import Gpu
+from p2pserve.node.messages import Advert
 from p2pserve.node.observing.summaries import summarise_nodes
-from p2pserve.sdk.actions.status_view import node_row, plan_lines
+from p2pserve.sdk.actions.status_view import node_row, plan_lines, shared_gpu_lines
 from p2pserve.sdk.seeing.topology import build_topology
 from p2pserve.sdk.seeing.topology_view import plan_line
 
@@ -51,3 +54,25 @@ def test_an_earlier_releases_reader_of_a_status_sees_one_plan() -> None:
     told = msgspec.msgpack.decode(msgspec.msgpack.encode(BOTH))
     assert told["plan"]["service"] == "m-1"
     assert [each["service"] for each in told["other_plans"]] == ["other-2"]
+
+
+def with_gpu(uuid: str, *beside: str) -> Advert:
+    told = advert(beside=beside)
+    gpus = (Gpu(name="A40", memory_gib=45, uuid=uuid),)
+    return msgspec.structs.replace(told, hardware=msgspec.structs.replace(told.hardware, gpus=gpus))
+
+
+def test_status_says_when_two_nodes_were_started_apart_on_one_gpu() -> None:
+    names = ", ".join(map(name_of, (FIRST, SECOND)))
+    twice = status(node(FIRST, advert=with_gpu("GPU-1")), node(SECOND, advert=with_gpu("GPU-1")))
+    (line,) = shared_gpu_lines(twice)
+    assert line.startswith(f"on one GPU: {names}: plans count it for each")
+    apart = status(node(FIRST, advert=with_gpu("GPU-1")), node(SECOND, advert=with_gpu("GPU-2")))
+    emulated = status(*(node(peer, advert=with_gpu("emulated-0")) for peer in (FIRST, SECOND)))
+    together = status(*(node(peer, advert=with_gpu("GPU-1", FIRST, SECOND)) for peer in (FIRST, SECOND)))
+    assert [shared_gpu_lines(each) for each in (apart, emulated, together, BOTH)] == [[], [], [], []]
+
+
+def test_what_members_say_of_their_gpus_makes_few_lines() -> None:
+    told = [node(f"12D3-{number}", advert=with_gpu(f"GPU-{number // 2}")) for number in range(100)]
+    assert len(shared_gpu_lines(status(*told))) == 3
