@@ -69,12 +69,14 @@ class AsRouted(FewestRequests):
 @final
 class GatewayRouting:
     """The network's own code, with one gateway for each service. It knows of its requests at once, and of those of
-    other services by the latest report."""
+    other services by the latest report, of `first_s` or `report_s` later each."""
 
-    def __init__(self, settings: RoutingSettings | None = None, report_s: float = REPORT_S) -> None:
+    def __init__(
+        self, settings: RoutingSettings | None = None, *, report_s: float = REPORT_S, first_s: float = 0.0
+    ) -> None:
         self._settings = settings or RoutingSettings()
         self._report_s = report_s
-        self._report_at = 0.0
+        self._report_at = first_s
         self._routers: dict[int, Router] = {}
         self._profiles: dict[tuple[int, int], ReplicaProfile] = {}  # by engine and service
         self._reported: dict[int, Mapping[int, WorkBeside]] = {}  # by engine, of its services
@@ -82,7 +84,7 @@ class GatewayRouting:
     def look(self, fleet: FleetState, now: float) -> None:
         """See `FleetRouting`."""
         if now >= self._report_at:
-            self._report_at = now - now % self._report_s + self._report_s
+            self._report_at += self._report_s * (1 + (now - self._report_at) // self._report_s)
             self._reported = {id_: fleet.count_work(id_) for id_ in fleet.engines}
 
     def choose(self, fleet: FleetState, request: FleetRequest, hosts: Sequence[int], now: float) -> int:

@@ -26,7 +26,7 @@ from ....coordinator.planning.model.cluster_file import card_link_gbps
 from ....coordinator.sharing.orders import DOUBLING_BUDGET
 from ....node.engine.emulated.model import emulated_model, parse_cards
 from ....sims.placement.fleet import Fleet, host_group, period_of
-from ....sims.placement.routing import AsRouted, FewestRequests, FleetRouting, GatewayRouting
+from ....sims.placement.routing import REPORT_S, AsRouted, FewestRequests, FleetRouting, GatewayRouting
 from ....sims.records import Outcomes, Trace
 from ...client import AsyncClient
 from ...demo.box import ON_LOOPBACK, DemoBox, open_box
@@ -39,6 +39,9 @@ SETTLE_S: Final = 5.0
 WARM_UP: Final = 3  # requests for each node of a service, at once
 LONE: Final = 9  # requests, one after the other, that tell what messages take
 SHORT: Final = (64, 4)  # tokens of both
+SIMULATED: Final = 9
+"""Runs by gateways' code. Which box a request goes to hangs on when the others' last reports came."""
+
 FIGURES: Final = ("normalized latency", "TTFT", "TPOT")
 ALL: Final = "all"
 
@@ -66,7 +69,7 @@ class SharedRun:
     cards: str = "1xA40/4"
     kv_cache_mib: int = 8192
     rate: float = 0.9
-    seconds: float = 180.0
+    seconds: float = 540.0
     lead: float = 30.0
     spread: float = 0.5
     seed: int = 0
@@ -100,12 +103,14 @@ class SharedRun:
 
 
 class SharedFigure(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one service, or of all. `simulated`: each request sent by the gateways' code, `fewest`: to the box that has
-    the fewest, `followed`: as it went live. Seconds, and times that requests take alone."""
+    """Of one service, or of all. `simulated`: each request sent by gateways' code, mean of runs whose reports come at
+    other moments; `spread`: standard deviation over mean of these; `fewest`: to the box that has the fewest,
+    `followed`: as it went live. Seconds, and times that requests take alone."""
 
     service: str
     figure: str
     simulated: float
+    spread: float
     fewest: float
     followed: float
     live: float
@@ -145,9 +150,6 @@ def run_shared_comparison(run: SharedRun, say: Say) -> SharedComparison:
     problem = run.problem(traces)
     live = trio.run(_run_live, run, traces, problem, say)
     say("simulating the same requests")
-    own = serve(run, problem, traces, GatewayRouting())
-    fewest = serve(run, problem, traces, FewestRequests())
-    followed = serve(run, problem, traces, AsRouted(live.where))
     return SharedComparison(
         requests=sum(map(len, traces.values())),
         boxes=len(run.pairs),
@@ -158,19 +160,37 @@ def run_shared_comparison(run: SharedRun, say: Say) -> SharedComparison:
         own_cores=live.own_cores,
         late=live.late,
         retried=live.retried,
-        figures=tuple(
-            SharedFigure(
-                service=service, figure=figure, simulated=simulated, fewest=to_fewest, followed=as_live, live=seen
-            )
-            for (service, figure), simulated, to_fewest, as_live, seen in zip(
-                [(name, figure) for name in (ALL, *(each.model for each in run.services)) for figure in FIGURES],
-                summarize(run, problem, own, live.message_s),
-                summarize(run, problem, fewest, live.message_s),
-                summarize(run, problem, followed, live.message_s),
-                summarize(run, problem, live.outcomes, 0.0),
-                strict=True,
-            )
-        ),
+        figures=_compare(run, problem, traces, live),
+    )
+
+
+def _compare(
+    run: SharedRun, problem: PlacementProblem, traces: Mapping[int, Trace], live: LiveShared
+) -> tuple[SharedFigure, ...]:
+    def simulate(routing: FleetRouting) -> list[float]:
+        return summarize(run, problem, serve(run, problem, traces, routing), live.message_s)
+
+    own = np.array([simulate(GatewayRouting(first_s=REPORT_S * each / SIMULATED)) for each in range(SIMULATED)])
+    rows = zip(
+        [(name, figure) for name in (ALL, *(each.model for each in run.services)) for figure in FIGURES],
+        own.mean(axis=0),
+        own.std(axis=0),
+        simulate(FewestRequests()),
+        simulate(AsRouted(live.where)),
+        summarize(run, problem, live.outcomes, 0.0),
+        strict=True,
+    )
+    return tuple(
+        SharedFigure(
+            service=service,
+            figure=figure,
+            simulated=float(mean),
+            spread=float(deviation / mean),
+            fewest=fewest,
+            followed=followed,
+            live=seen,
+        )
+        for (service, figure), mean, deviation, fewest, followed, seen in rows
     )
 
 

@@ -12,7 +12,8 @@ TOLERANCE: Final = 0.05
 
 COLUMNS: Final = (
     "*Simulated* is the simulator of [sharing](sharing.md), where each request is sent by gateways' own code, which "
-    "hears of other services' requests four times a second; *fewest* sends it to the box that has the fewest at that "
+    "hears of other services' requests four times a second, on average over 9 runs that hear of them at other moments "
+    "(*spread*: standard deviation over mean of these runs); *fewest* sends it to the box that has the fewest at that "
     "moment, as SeaLLM does; *as routed* has each request on the box where it ran live."
 )
 
@@ -25,6 +26,7 @@ class SharedRow(ResultRow, frozen=True):
     simulated: float
     live: float
     live_over_simulated: float
+    simulated_spread: float
     simulated_fewest: float
     simulated_as_routed: float
     live_over_as_routed: float
@@ -39,6 +41,7 @@ def build_section(found: SharedComparison) -> PageTable:
             simulated=each.simulated,
             live=each.live,
             live_over_simulated=each.live / each.simulated,
+            simulated_spread=each.spread,
             simulated_fewest=each.fewest,
             simulated_as_routed=each.followed,
             live_over_as_routed=each.live / each.followed,

@@ -184,7 +184,7 @@ def test_gateways_that_hear_of_other_services_answer_sooner_than_the_fewest_requ
         return _normalized(problem, served)
 
     fewest, fresh, late = (
-        serve(routing) for routing in (FewestRequests(), GatewayRouting(), GatewayRouting(None, 5.0))
+        serve(routing) for routing in (FewestRequests(), GatewayRouting(), GatewayRouting(report_s=5.0))
     )
     assert fresh < fewest
     assert fresh <= late

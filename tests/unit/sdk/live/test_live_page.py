@@ -52,7 +52,9 @@ def comparison(*figures: Figure) -> LiveComparison:
 def shared_run(run: SharedRun | None = None, say: Say | None = None, *, ratio: float = 1.02) -> SharedComparison:
     """Three services of which everything took `ratio` times as long as simulated, and 1.01 times as routed."""
     figures = tuple(
-        SharedFigure(service=ALL, figure=name, simulated=1.0, fewest=1.1, followed=ratio / 1.01, live=ratio)
+        SharedFigure(
+            service=ALL, figure=name, simulated=1.0, spread=0.01, fewest=1.1, followed=ratio / 1.01, live=ratio
+        )
         for name in FIGURES
     )
     return SharedComparison(
