@@ -146,7 +146,7 @@ REMARKS: Final = """\
   after a loss and take a fraction of a second; planning takes seconds.
 - What does not: over colocated serving whose chunks suit the deadlines, the gain in throughput is
   1.16 and 1.10 times for conversations and none for coding instead of 1.3 and 1.5, at deadlines of
-  10 times a lone request's; [at 3 times](strictness.md) it is 1.5 to 2.3, over 40 Gb/s 2.1 to
+  10 times a lone request's; [at 3 times](strictness.md) it is 1.5 to 2.1, over 40 Gb/s 2.1 to
   3.6. Over replicas for vLLM's default chunks of 2,048 tokens it is 1.4 to 1.7 times. By Table 1,
   which takes the A100's tensor cores and other cards' shaders, the A100 box carries more.
 - The rows against other systems are at deadlines of 10 times a lone request's, over 10 Gb/s between
