@@ -38,7 +38,9 @@ def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> Servi
     prefilling = [(replica, engine) for replica, engine in usable if replica.prefills] or usable
     places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - loads[replica.head].outstanding) for replica, e in decoding)
     rates = [prefill_tokens_s(view, replica, engine) for replica, engine in prefilling]
-    backlogs = [loads[r.head].prefill_tokens / each for (r, _), each in zip(prefilling, rates, strict=True) if each]
+    # Prompts of services that share its GPUs are computed between its own, about as fast.
+    waiting = [loads[r.head].prefill_tokens + loads[r.head].beside.prefill_tokens for r, _ in prefilling]
+    backlogs = [tokens / each for tokens, each in zip(waiting, rates, strict=True) if each]
     rate = sum(rates)
     return ServiceRoom(
         # At least one: it would be wrong to wait for ever for gateways that tell more than is true.

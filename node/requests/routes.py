@@ -216,7 +216,8 @@ class RouteFinder:
 
     def expect(self, route: Route, tokens: int) -> ExpectedTimes:
         """The times of a route that has just been found for so many tokens: those that the plan was made for, after
-        each of its replicas has prefilled what lies there and all of these, which it may have to compute again."""
+        each of its replicas has prefilled what lies there, other services' prompts too, and all of these, which it may
+        have to compute again."""
         plan, router, first_token_s = self._view.plan_of(self.service), self._router, 0.0
         if plan is None or router is None:
             return ExpectedTimes()
@@ -224,7 +225,8 @@ class RouteFinder:
             advert = self._view.adverts.get(PeerId(replica.head))
             engine = advert.engine if advert is not None else None
             rate = prefill_tokens_s(self._view, replica, engine) if engine is not None else 0.0
-            waiting = float(router.loads.prefill_tokens[router.loads.index[replica.id]])
+            at = router.loads.index[replica.id]
+            waiting = float(router.loads.prefill_tokens[at] + router.loads.beside_tokens[at])
             first_token_s += (waiting + tokens) / rate if rate > 0.0 else inf
         return ExpectedTimes(plan.deadlines.ttft_s + first_token_s, plan.deadlines.tpot_s)
 

@@ -144,3 +144,15 @@ def test_what_other_gateways_have_prompts_computed_is_told_of_the_replica_that_i
     assert room.backlog_s == pytest.approx(1000 * 0.5 / PREFILLED)
     assert room.start_s(100) == pytest.approx(100 * 0.5 / PREFILLED)
     assert measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS) is not None
+
+
+def test_prompts_of_services_that_share_its_gpus_keep_a_replica_from_being_free() -> None:
+    def sharing(tokens: int) -> Advert:
+        stats = EngineStats(running=1, waiting=0, kv_usage=0.0, kv_free_tokens=1, pending_prefill_tokens=tokens)
+        return msgspec.structs.replace(advert(), stats=stats, beside=("one", "two"))
+
+    view = view_of(plan_of(one=Phase.MIXED), one=sharing(1000), two=sharing(3000))
+    view.weigh_reports({})
+    room = measure_room(view, SERVICE, LIMITS)
+    assert room is not None
+    assert room.backlog_s == pytest.approx(4000 * 0.5 / PREFILLED)

@@ -141,6 +141,17 @@ def test_what_is_expected_of_a_route_is_what_the_plan_was_made_for_after_the_pro
         assert expected == pytest.approx(ExpectedTimes(2.0 + tokens / rate, 0.1))
 
 
+def test_a_first_token_is_expected_after_the_prompts_of_services_that_share_the_gpu() -> None:
+    shared = msgspec.structs.replace(advert(), beside=(ONE, TWO))
+    view = NetworkView(adverts={ONE: shared, TWO: shared}, plans=by_service(plan_of(ONE)))
+    engine = shared.engine
+    assert engine is not None
+    rate = prefill_tokens_s(view, view.plans[SERVICE].replicas[0], engine)
+    routes = finder(view, {TWO: Queue(2, 3000)})
+    expected = routes.expect(routes.find(WANTED, 0.0), WANTED.tokens)
+    assert expected.first_token_s == pytest.approx((3000 + WANTED.tokens) / rate)
+
+
 def test_nothing_is_expected_of_a_box_that_has_measured_nothing() -> None:
     unmeasured = msgspec.structs.replace(advert(), engine=EngineAdvert(state="ready", kv_tokens=10_000))
     view = NetworkView(adverts={ONE: unmeasured}, plans=by_service(plan_of(ONE)))
