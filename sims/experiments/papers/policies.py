@@ -263,10 +263,10 @@ def _load(rate: float) -> str:
 
 
 REMARKS: Final = """\
-- The default's first tokens are within 2 % of the earliest in 53 of 68 settings, and its throughput is within 2 % of
+- The default's first tokens are within 2 % of the earliest in 54 of 68 settings, and its throughput is within 2 % of
   the highest in 60; those of `plan`, the default before, in 9 and 27. At worst they are 1.19 times the earliest,
   and 0.91 of the highest: the goal of 2 % everywhere is missed.
-- Nine of the 15 later first tokens are beyond what engines carry: 24/s over PCIe, and all at once. Requests are placed
+- Nine of the 14 later first tokens are beyond what engines carry: 24/s over PCIe, and all at once. Requests are placed
   when they come, and nobody knows how long answers will be; Cronus' frontend, which holds requests back until a card
   has room, is ahead there by up to 7 %.
 
