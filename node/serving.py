@@ -32,7 +32,7 @@ from .links.reach import PathTo
 from .models import ModelInfo
 from .observing.values import EventKind
 from .prefixes.salts import CacheSalts
-from .replica.hosting import Host, describe_kv_quality, describe_length, engine_configs
+from .replica.hosting import EngineConfigs, Host, describe_kv_quality, describe_length, describe_sharing, engine_configs
 from .requests.gateway import Gateway
 from .requests.local_clients import LocalClients
 from .settings import NodeTuning
@@ -75,7 +75,7 @@ class Serving:
                 joined.say(line)
         self.host = Host(
             served,
-            engine_configs(served, hardware, settings.engine, settings.home / "engine.log", codec=settings.codec),
+            _configure_engines(joined, served, hardware),
             network=network,
             outlets=outlets,
             path_to=path_to,
@@ -295,6 +295,19 @@ def _front_of_others(network: Network, nursery: trio.Nursery) -> HttpFront:
     """Carries requests that name another model to a box that has it. Whose they are was looked at by the API
     process."""
     return HttpFront(HttpAsking(network, nursery), FrontRules(needs_no_key=True))
+
+
+def _configure_engines(joined: Joined, served: ServedModel, hardware: Hardware) -> EngineConfigs:
+    settings = joined.settings
+    is_shared = settings.engine_socket is not None
+    return engine_configs(
+        served,
+        hardware,
+        settings.engine,
+        settings.home / "engine.log",
+        codec=settings.codec,
+        sharing=describe_sharing(served.model.info, joined.view.catalogue) if is_shared else None,
+    )
 
 
 def _salts_of(joined: Joined) -> CacheSalts:

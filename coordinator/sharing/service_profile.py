@@ -29,6 +29,10 @@ from .values import SharingError
 PRIOR_WEIGHT: Final = 8.0
 """Requests that the planner's estimate counts for."""
 
+GUESS_WEIGHT: Final = 1.0
+"""Requests that a guess counts for, where nobody knows what a service is asked. More: a service of short answers counts
+as one of long ones for longer, and waits behind them."""
+
 MEMORY: Final = 256.0
 """Latest requests that count. More: steadier; fewer: it follows other traffic sooner."""
 
@@ -50,13 +54,15 @@ class ExpectedMoments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedService:
-    """What the planner expects of a service on an engine. Times in seconds, lengths in tokens."""
+    """What the planner expects of a service on an engine. Times in seconds, lengths in tokens. `weight`: requests that
+    lengths and execution times count for."""
 
     execution: ExpectedMoments
     prompt_tokens: ExpectedMoments
     output_tokens: ExpectedMoments
     prefill_token: ExpectedMoments
     decode_step: ExpectedMoments
+    weight: float = PRIOR_WEIGHT
 
 
 @final
@@ -65,10 +71,10 @@ class LearnedMoments:
 
     __slots__ = ("_count", "_variance", "mean")
 
-    def __init__(self, expected: ExpectedMoments) -> None:
+    def __init__(self, expected: ExpectedMoments, weight: float = PRIOR_WEIGHT) -> None:
         self.mean = expected.mean
         self._variance = expected.deviation**2
-        self._count = PRIOR_WEIGHT
+        self._count = weight
 
     def __repr__(self) -> str:
         return f"<LearnedMoments {self.mean:.3g} +- {self.deviation:.3g}>"
@@ -100,9 +106,9 @@ class ServiceProfile:
     __slots__ = ("decode_step", "execution", "output_tokens", "prefill_token", "prompt_tokens")
 
     def __init__(self, expected: ExpectedService) -> None:
-        self.execution = LearnedMoments(expected.execution)
-        self.prompt_tokens = LearnedMoments(expected.prompt_tokens)
-        self.output_tokens = LearnedMoments(expected.output_tokens)
+        self.execution = LearnedMoments(expected.execution, expected.weight)
+        self.prompt_tokens = LearnedMoments(expected.prompt_tokens, expected.weight)
+        self.output_tokens = LearnedMoments(expected.output_tokens, expected.weight)
         self.prefill_token = LearnedMoments(expected.prefill_token)
         self.decode_step = LearnedMoments(expected.decode_step)
 

@@ -119,10 +119,13 @@ class Sharing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     service: what it is called among them; no two have the same name.
     order: who steps next, one of `LIVE_ORDERS`. That of the process's first engine counts.
+    lengths: means of the tokens of its prompts and answers, as the network knows them, until it has its own; None: it
+        does not.
     hang_s: a turn, or loading, that takes longer ends the process. Longer: a slow disk or a first compilation is waited
         for; shorter: the other models go on sooner.
     """
 
     service: str
     order: str = "db"
+    lengths: tuple[int, int] | None = None
     hang_s: float = 300.0

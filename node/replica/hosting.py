@@ -16,6 +16,7 @@ from ...bootstrap import PeerId
 from ...bootstrap.methods import Messenger
 from ...coordinator import Phase, Plan, Replica, Stage
 from ...coordinator.planning.model.kv_quality import find_kv_quality, resolve_kv_cache_dtype
+from ...coordinator.services.catalogue import ServiceCatalogue
 from .. import messages
 from ..box.hardware import Hardware
 from ..box.shares import Share, count_layers_beside, share_of_stage
@@ -27,6 +28,7 @@ from ..engine.settings import Sharing
 from ..engine.vllm_program.backend import VLLM
 from ..links.kv_outlets import KvOutlets
 from ..links.reach import PathTo
+from ..models import ModelInfo
 from ..models.fetching import run_download
 from ..observing.event_log import Record, ignore
 from ..settings import BoxEngineSettings, NodeSettings
@@ -67,6 +69,12 @@ def describe_wait(share: Share, layers: int) -> str:
     return f"has {share.layers} of {layers} layers, needs another box or {more} more"
 
 
+def describe_sharing(info: ModelInfo, catalogue: ServiceCatalogue) -> Sharing:
+    """Of an engine that shares its process, with what the catalogue remembers of its service's requests."""
+    entry = catalogue.entry_of(info.service, info.name)
+    return Sharing(service=info.service, lengths=entry.lengths if entry is not None else None)
+
+
 class EngineConfigs(NamedTuple):
     """The settings of this box's engine processes: for all the layers that it takes, and for fewer of them, where it
     holds the model and is to be a stage all the same; and what is left beside one."""
@@ -78,14 +86,21 @@ class EngineConfigs(NamedTuple):
 
 
 def engine_configs(
-    served: ServedModel, hardware: Hardware, settings: BoxEngineSettings, log: Path, *, codec: str
+    served: ServedModel,
+    hardware: Hardware,
+    settings: BoxEngineSettings,
+    log: Path,
+    *,
+    codec: str,
+    sharing: Sharing | None = None,
 ) -> EngineConfigs:
-    """Of a model on this box, as its owner wants it."""
-    most = _config_of_share(served, served.share, hardware, settings, log, codec=codec)
+    """Of a model on this box, as its owner wants it. `sharing`: where its engine shares a process."""
+    alone = _config_of_share(served, served.share, hardware, settings, log, codec=codec)
+    most = msgspec.structs.replace(alone, sharing=sharing)
 
     def of_stage(layers: int) -> protocol.EngineConfig:
         if settings.backend != VLLM.name:
-            return most
+            return alone
         share = share_of_stage(served.model.info, hardware, settings, layers)
         return _config_of_share(served, share, hardware, settings, log, codec=codec)
 
@@ -161,11 +176,8 @@ class Host:
         self._moves = trio.Event()  # set while requests finish before it takes that place
         served_by_vllm = settings.engine.backend == VLLM.name
         self._prefetch = Prefetch(self._fetch, self._tell_beside)
-        most = configs.most
-        if settings.engine_socket is not None:
-            most = msgspec.structs.replace(most, sharing=Sharing(service=info.service))
         self._supervisor = Supervisor(
-            most,
+            configs.most,
             worker=self.worker,
             stages=stages,
             fetch=self._prefetch.fetch,

@@ -482,20 +482,18 @@ STRICTNESS_REMARKS: Final = """\
   corrected](../planner.md#how-far-the-estimates-are-off)); searches at 1, 1.5 and 2 times the rate,
   two of each; six plans in trials and eight challengers; and the network's default policy instead of
   `plan`, which carried such plans worse at full load.
-- At 3 times, coding, more than six of a hundred answers are too long for their deadline even where
-  little comes, so that the tenth that may be late is nearly used up: a percent more or less in time
-  is a quarter of the rate, of the colocated plan too (see its spread).
-- Runs of 2,000 requests say more where few are carried (measured figures, 10 Gb/s, two seeds, the
-  same search): coding 1.61 times (1.48-1.74; 5.02 over 3.12 requests/s) at 3 times a lone request's
-  and 1.21 (1.19-1.24; 8.89 over 7.32) at 5 times, conversations 2.06 (2.00-2.12; 6.70 over 3.26) at
-  3 times. So by longer runs what was to be 2.0 is missed, 1.61, and what was to be 1.15 is reached,
-  1.21. They are of plans that searches of 400 steps had found; that of coding at 3 times is another
-  one now.
-- Searches take 700 steps each, which is the default. More steps were not better here: with 400, 20 of
-  the 24 gains were the same within 3 %, one was less (coding by Table 1 at 5 times over 40 Gb/s, 1.30,
-  now 1.44) and three were more: coding by Table 1 over 10 Gb/s at 3 and 5 times (2.34 and 1.11, now
-  2.00 and 1.05), and by measured figures over 40 Gb/s at 3 times (2.58, now 2.09), where nobody
-  challenges the best. So some plans are missed, and which hangs on the lots that a search draws.
+- At 3 times, coding, more than six of a hundred answers are too long for their deadline even where little comes, so
+  that the tenth that may be late is nearly used up: a percent more or less in time is a quarter of the rate, of the
+  colocated plan too (see its spread).
+- Runs of 2,000 requests say more where few are carried (measured figures, 10 Gb/s, two seeds, the same search): coding
+  1.61 times (1.48-1.74; 5.02 over 3.12 requests/s) at 3 times a lone request's and 1.21 (1.19-1.24; 8.89 over 7.32) at
+  5 times, conversations 2.06 (2.00-2.12; 6.70 over 3.26) at 3 times. So by longer runs what was to be 2.0 is missed,
+  1.61, and what was to be 1.15 is reached, 1.21. They are of plans that searches of 400 steps had found; that of coding
+  at 3 times is another one now.
+- Searches take 700 steps each, which is the default. More steps were not better here: with 400, 20 of the 24 gains were
+  the same within 3 %, one was less (coding by Table 1 at 5 times over 40 Gb/s, 1.30, now 1.44) and three were more:
+  coding by Table 1 over 10 Gb/s at 3 and 5 times (2.34 and 1.11, now 2.00 and 1.05), and by measured figures over 40
+  Gb/s at 3 times (2.58, now 2.09), where nobody challenges the best. So which plans are missed hangs on lots.
 - The estimates are within 10 % of the simulation in 32 of 48 plans, and rather too low: at 3 times,
   plans that split carry 1.00 to 1.23 times what is expected of them; others 0.85 to 1.22, and one
   colocated plan 1.4. Trials, not estimates, say by how much one is ahead of the other.

@@ -16,7 +16,7 @@ from ....coordinator.prefixes.naming import prefix_names
 from ....coordinator.sharing.service_profile import ExpectedService
 from ....kvtransport.errors import TransferError
 from .. import protocol
-from ..sharing.turns import PROMPT_TOKENS, ServiceTurns, expect_unseen
+from ..sharing.turns import GUESSED_TOKENS, ServiceTurns, expect_requests
 from ..stats import StepReporter, StepTotals, describe_step
 from ..transfers.wait_limits import WaitLimits
 from .batching import Batch, Batcher, step_s
@@ -257,10 +257,11 @@ class EmulatedEngine:
         throttling = self._emulation.throttling
         return throttling.factor if throttling is not None and now >= self._first_began + throttling.after_s else 1.0
 
-    def expect(self) -> ExpectedService:
-        """What requests are taken to be like before any has ended."""
-        token_s = self._times.prefill_s(PROMPT_TOKENS, chunk_pairs(0, PROMPT_TOKENS)) / PROMPT_TOKENS
-        return expect_unseen(token_s, self._times.decode_line(1).step_s(PROMPT_TOKENS))
+    def expect(self, lengths: tuple[int, int] | None) -> ExpectedService:
+        """See `sharing.process.TurnEngine`."""
+        prompt, _ = lengths or GUESSED_TOKENS
+        token_s = self._times.prefill_s(prompt, chunk_pairs(0, prompt)) / prompt
+        return expect_requests(token_s, self._times.decode_line(1).step_s(prompt), lengths)
 
     @property
     def awaits_kv(self) -> bool:

@@ -48,8 +48,8 @@ class TurnEngine(DescribedEngine, KvHolder, Protocol):
     poll_s: float
     """How often what it waits for is to be looked at, while nothing says that it has come."""
 
-    def expect(self) -> ExpectedService:
-        """What requests are taken to be like before any has ended."""
+    def expect(self, lengths: tuple[int, int] | None) -> ExpectedService:
+        """What requests are taken to be like before any has ended. `lengths`: see `Sharing`."""
 
     def begin(self, turns: ServiceTurns) -> None:
         """Requests are to be told there from now on."""
@@ -232,7 +232,7 @@ class SharedProcess:
                 arrival.sockets.close()
                 self._tell_left(arrival.number)
                 return
-            turns = self._turns.open_service(sharing.service, engine.expect())
+            turns = self._turns.open_service(sharing.service, engine.expect(sharing.lengths))
             engine.begin(turns)
         self._members[sharing.service] = SharingMember(arrival, engine, outbox, turns)
 

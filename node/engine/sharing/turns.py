@@ -22,27 +22,37 @@ from typing import Final, NamedTuple, Protocol, final
 from ....coordinator.sharing.evictions import RoomWanted, plan_evictions
 from ....coordinator.sharing.kv_shares import KvShares
 from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, TURN_ORDERS
-from ....coordinator.sharing.service_profile import ExpectedMoments, ExpectedService, ServiceProfile
+from ....coordinator.sharing.service_profile import (
+    GUESS_WEIGHT,
+    PRIOR_WEIGHT,
+    ExpectedMoments,
+    ExpectedService,
+    ServiceProfile,
+)
 from ....coordinator.sharing.turn_queue import TurnQueue
 from ....coordinator.sharing.values import SharedRequest, SharingError, Turn, TurnRoom
 
 LIVE_ORDERS: Final = (DOUBLING_BUDGET, FCFS)
 """Those that take services which come later."""
 
-PROMPT_TOKENS: Final = 512
-OUTPUT_TOKENS: Final = 128
-"""What requests of a service are taken to be like before any has ended."""
+GUESSED_TOKENS: Final = (512, 128)
+"""Of a prompt and an answer of a service of which nobody knows what it is asked, before any has ended."""
 
 
-def expect_unseen(prefill_token_s: float, decode_step_s: float) -> ExpectedService:
-    """Of a service of which nothing is known but how long a token of a prompt and a decode step take."""
-    execution_s = PROMPT_TOKENS * prefill_token_s + OUTPUT_TOKENS * decode_step_s
+def expect_requests(
+    prefill_token_s: float, decode_step_s: float, lengths: tuple[int, int] | None = None
+) -> ExpectedService:
+    """Of a service on an engine whose tokens of prompts and decode steps take so long. `lengths`: means of its prompts
+    and answers in tokens; None: nobody knows them."""
+    prompt, output = lengths or GUESSED_TOKENS
+    execution_s = prompt * prefill_token_s + output * decode_step_s
     return ExpectedService(
         execution=ExpectedMoments(execution_s, execution_s / 2),
-        prompt_tokens=ExpectedMoments(PROMPT_TOKENS, PROMPT_TOKENS / 2),
-        output_tokens=ExpectedMoments(OUTPUT_TOKENS, OUTPUT_TOKENS / 2),
+        prompt_tokens=ExpectedMoments(prompt, prompt / 2),
+        output_tokens=ExpectedMoments(output, output / 2),
         prefill_token=ExpectedMoments(prefill_token_s, 0.0),
         decode_step=ExpectedMoments(decode_step_s, 0.0),
+        weight=PRIOR_WEIGHT if lengths is not None else GUESS_WEIGHT,
     )
 
 

@@ -21,7 +21,7 @@ from vllm.v1.engine import core as vllm_core
 from .. import protocol
 from ..mailbox import Outbox
 from ..process import StartError
-from ..sharing.turns import ProcessTurns, ServiceTurns, expect_unseen
+from ..sharing.turns import ProcessTurns, ServiceTurns, expect_requests
 from .kv_pool import KvPool
 from .process import EngineRunner, VllmProgram
 from .turn_scheduler import TurnScheduler
@@ -138,9 +138,9 @@ class VllmTurns:
         self._token_s = 2.0 * parameters / (ready.tflops * 1e12)
         return ready
 
-    def expect(self) -> ExpectedService:
+    def expect(self, lengths: tuple[int, int] | None) -> ExpectedService:
         """By that."""
-        return expect_unseen(self._token_s, self._step_s)
+        return expect_requests(self._token_s, self._step_s, lengths)
 
     def begin(self, turns: ServiceTurns) -> None:
         """See the protocol."""

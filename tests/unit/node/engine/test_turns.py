@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from p2pserve.coordinator.plan import Phase
+from p2pserve.coordinator.sharing.service_profile import ServiceProfile
 from p2pserve.coordinator.sharing.values import SharedRequest, SharingError, Turn
-from p2pserve.node.engine.sharing.turns import ProcessTurns, ServiceTurns, expect_unseen, ids_of
+from p2pserve.node.engine.sharing.turns import ProcessTurns, ServiceTurns, expect_requests, ids_of
 
-SHORT, LONG = expect_unseen(0.0001, 0.001), expect_unseen(0.0002, 0.002)  # the same, of a slower model
+SHORT, LONG = expect_requests(0.0001, 0.001), expect_requests(0.0002, 0.002)  # the same, of a slower model
 
 
 class Room:
@@ -239,3 +240,40 @@ def test_requests_that_are_not_there_are_passed_over() -> None:
 def test_orders_that_do_not_take_services_later_are_refused() -> None:
     with pytest.raises(SharingError, match="'rr' is none of db, fcfs"):
         ProcessTurns("rr", lambda: 0.0, World().holders.__getitem__)
+
+
+def test_known_lengths_are_what_is_expected_and_a_guess_gives_way_to_the_first_answers() -> None:
+    known, guessed = expect_requests(0.001, 0.1, (100, 20)), expect_requests(0.001, 0.1)
+    assert known.execution.mean == pytest.approx(100 * 0.001 + 20 * 0.1)
+    assert (known.prompt_tokens.mean, known.output_tokens.mean) == (100, 20)
+    means = []
+    for expected in (known, guessed):
+        profile = ServiceProfile(expected)
+        for _ in range(3):
+            profile.output_tokens.note(20.0)
+        means.append(profile.output_tokens.mean)
+    assert means[0] == pytest.approx(20.0)
+    assert means[1] < 0.4 * guessed.output_tokens.mean
+
+
+def test_a_service_of_short_answers_goes_first_as_soon_as_a_few_have_ended() -> None:
+    """Both are taken for alike at first, on engines that are equally fast."""
+    turns = ProcessTurns("db", lambda: 0.0, lambda _: pytest.fail("memory is not short"))
+    ends = {"long": 100, "short": 4}
+    services = {name: turns.open_service(name, expect_requests(0.0001, 0.001)) for name in ends}
+    for number in range(4):
+        for name, steps in ends.items():
+            services[name].add(f"{name}-{number}", 64)
+            for step in range(steps):
+                turn = turns.choose(Room())
+                assert turn is not None
+                assert turn.service == name
+                turns.charge(turn, 0.001, 0)
+                if step == 0:
+                    services[name].begin_decode(f"{name}-{number}")
+            services[name].finish(f"{name}-{number}", steps)
+    services["long"].add("one", 64)
+    services["short"].add("other", 64)
+    turn = turns.choose(Room())
+    assert turn is not None
+    assert turn.service == "short"

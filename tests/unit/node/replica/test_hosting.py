@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from p2pserve.bootstrap import PeerId
 from p2pserve.coordinator import Phase, Replica, Stage
 from p2pserve.coordinator.costs.model_shape import ModelShape
+from p2pserve.coordinator.services.catalogue import CatalogueEntry, ServiceCatalogue
 from p2pserve.node.box.errors import NodeError
 from p2pserve.node.box.fitting import Room, count_layers_that_fit, default_tp, measure_room
 from p2pserve.node.box.hardware import CPU_KV_CACHE_MIB, Gpu, Hardware
 from p2pserve.node.box.shares import count_layers_beside, share_of
 from p2pserve.node.models import ModelInfo, WeightSizes
-from p2pserve.node.replica.hosting import describe_wait, step_limit
+from p2pserve.node.replica.hosting import describe_sharing, describe_wait, step_limit
 from p2pserve.node.settings import BoxEngineSettings
 
 GB, GIB, MIB = 10**9, 1 << 30, 1 << 20
@@ -251,3 +252,19 @@ def test_what_an_engine_leaves_of_the_memory_is_for_another(
     assert found == beside
     half = msgspec.structs.replace(serving, last_layer=10)
     assert count_layers_beside(TWENTY, hardware, settings, half) >= beside
+
+
+@pytest.mark.parametrize(
+    ("entry", "lengths"),
+    [
+        (CatalogueEntry(name="chat", model="m", prompt_tokens=300, output_tokens=20), (300, 20)),
+        (CatalogueEntry(name="chat", model="m", prompt_tokens=300), None),
+        (CatalogueEntry(name="code", model="other", prompt_tokens=300, output_tokens=20), None),
+    ],
+)
+def test_an_engine_that_shares_its_process_begins_with_the_lengths_that_the_catalogue_knows(
+    entry: CatalogueEntry, lengths: tuple[int, int] | None
+) -> None:
+    info = msgspec.structs.replace(model(1), service="m")
+    told = describe_sharing(info, ServiceCatalogue(version=1, entries=(entry,)))
+    assert (told.service, told.lengths) == ("m", lengths)

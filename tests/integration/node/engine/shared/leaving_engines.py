@@ -13,7 +13,7 @@ import weakref
 from p2pserve.node.engine import protocol
 from p2pserve.node.engine.mailbox import Outbox
 from p2pserve.node.engine.settings import Sharing
-from p2pserve.node.engine.sharing.turns import KvHolder, ProcessTurns, expect_unseen
+from p2pserve.node.engine.sharing.turns import KvHolder, ProcessTurns, expect_requests
 from p2pserve.node.engine.vllm_program.backend import VLLM
 
 
@@ -39,7 +39,7 @@ def main() -> None:
             model=sys.argv[1], sharing=Sharing(service=service), kv_cache_mib=96, max_requests=4, threads=1
         )
         engine = share(config, Outbox(theirs, lambda: None), threading.Event()).load()
-        engine.begin(turns.open_service(service, expect_unseen(0.0001, 0.001)))
+        engine.begin(turns.open_service(service, expect_requests(0.0001, 0.001)))
         if service != "stays":
             engine.close()
             engine.leave()

@@ -20,7 +20,7 @@ from p2pserve.node.engine.process import AgentSockets
 from p2pserve.node.engine.settings import Sharing
 from p2pserve.node.engine.sharing.children import SharedChildren, SharingEngine
 from p2pserve.node.engine.sharing.process import Arrival, Blame, MakeProgram, SharedProcess
-from p2pserve.node.engine.sharing.turns import ProcessTurns, ServiceTurns, expect_unseen
+from p2pserve.node.engine.sharing.turns import ProcessTurns, ServiceTurns, expect_requests
 
 BUDGET = 100
 CHANNEL = cast("socket.socket", object())  # of whoever has asked for an engine
@@ -48,8 +48,8 @@ class FailingEngine:
     def ready(self, load_s: float) -> protocol.EngineMessage:
         return protocol.Beat()
 
-    def expect(self) -> Any:
-        return expect_unseen(0.0001, 0.001 if self.service == "asks" else 0.01)
+    def expect(self, lengths: tuple[int, int] | None) -> Any:
+        return expect_requests(0.0001, 0.001 if self.service == "asks" else 0.01)
 
     def begin(self, turns: ServiceTurns) -> None:
         self.turns = turns
