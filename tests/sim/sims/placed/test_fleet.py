@@ -87,7 +87,8 @@ def test_the_default_placement_is_never_worse_than_the_others_in_full_simulation
     assert found.cost == min(found.tried.values()) == trial(found.groups)
 
 
-def test_requests_of_an_engine_that_goes_are_answered_by_another() -> None:
+@pytest.mark.parametrize("routing", [FewestRequests, GatewayRouting])
+def test_requests_of_an_engine_that_goes_are_answered_by_another(routing: type[FleetRouting]) -> None:
     traces = _traces([1.0, 3.0, 3.0], 20.0)
     problem = _problem(traces)
 
@@ -98,7 +99,7 @@ def test_requests_of_an_engine_that_goes_are_answered_by_another() -> None:
             fleet.remove([0], now)
             Leaves.wake_at = inf
 
-    fleet = Fleet(traces)
+    fleet = Fleet(traces, routing())
     for number, group in enumerate([GpuGroup(0, 1, (1, 2)), GpuGroup(0, 1, (1, 2)), GpuGroup(1, 2, (0,))]):
         fleet.add(number, host_group(problem, group, "db"))
     served = fleet.run(Leaves())
@@ -188,25 +189,6 @@ def test_gateways_that_hear_of_other_services_answer_sooner_than_the_fewest_requ
     )
     assert fresh < fewest
     assert fresh <= late
-
-
-def test_gateways_send_on_what_an_engine_that_goes_has_left() -> None:
-    traces = _traces([1.0, 3.0], 20.0)
-    problem = _problem(traces)
-
-    class Leaves:
-        wake_at = 5.0
-
-        def wake(self, fleet: Fleet, now: float) -> None:
-            fleet.remove([0], now)
-            Leaves.wake_at = inf
-
-    fleet = Fleet(traces, GatewayRouting())
-    for number, group in enumerate([GpuGroup(0, 1, (0, 1)), GpuGroup(0, 1, (0, 1)), GpuGroup(1, 1, (1, 0))]):
-        fleet.add(number, host_group(problem, group, "db"))
-    served = fleet.run(Leaves())
-    assert fleet.replayed > 0
-    assert all(outcomes.completed.all() for outcomes in served.values())
 
 
 def test_requests_go_where_they_went_before_while_that_engine_is_there() -> None:
