@@ -405,9 +405,9 @@ def strictness(scope: Scope) -> Page:
 
 REMARKS: Final = """\
 - The estimates are rather low: the expected rate is 0.79 to 0.97 times the highest one, of ours
-  0.84 to 0.97, of the 2048 rows 0.70 to 0.84.
+  0.81 to 0.97, of the 2048 rows 0.70 to 0.84.
 - Over colocated serving, at 10 times a lone request's times, the paper's gain in throughput (1.5 and
-  1.3) is found in part: 1.16 times for conversations by Table 1 and 1.10 by measured figures; for
+  1.3) is found in part: 1.18 times for conversations by Table 1 and 1.12 by measured figures; for
   coding ours is the colocated plan itself. Stricter deadlines gain more, and faster links: by
   measured figures 2.0 times and more at 3 times ([by deadline](strictness.md)).
 
@@ -415,52 +415,53 @@ REMARKS: Final = """\
   much because the token budget of a step follows the deadline, so that prompts hardly hold up
   answers, because its replicas are searched for as long as ours (pipelines over several boxes, of
   all cards with little memory), and because no KV has to cross links of 10 Gb/s (a coding prompt's
-  is 0.9 GB in 4 bit, which its short answers leave no time for). Deadlines could be 2.3 and 1.9
+  is 0.9 GB in 4 bit, which its short answers leave no time for). Deadlines could be 2.3 and 1.5
   times shorter for conversations (paper 1.3).
 - HexGen came before chunked prefill. With vLLM's default of 2,048 tokens, and replicas chosen for
-  that, it carries 1.5 and 1.4 times less than ours for conversations, and 1.7 times less for coding.
+  that, it carries 1.5 and 1.4 times less than ours for conversations, and 1.7 and 1.9 times less for
+  coding (Table 1, measured).
 
   A round of a
   pipeline of slow cards then takes longer than the deadline from token to token, so these replicas
   have fewer stages. What a splitting system gains over a colocated one depends on the latter's
   chunks more than on anything else here.
-- Against the A100 box, which costs a quarter more: by Table 1 0.81 to 0.93 times the throughput,
+- Against the A100 box, which costs a quarter more: by Table 1 0.81 to 0.95 times the throughput,
   where the paper has 1.5 and 2.1. Table 1 gives the A100 the rate of its tensor cores and A5000 and
   A6000 that of their shaders, a quarter of their tensor cores'. By measured figures ours carries
   1.2 to 1.7 times as much. Both in-house systems are the best of three that were tried, of 21
   configurations that split and of 4 that do not; ours and HexGen-like of six and eight challengers.
   That favours ours by what the best of 21 would carry above the best of three: not measured.
 - Spread: throughputs, rates and attainment are mean (least-most) over the two seeds; latencies are
-  means over them. Ours over a baseline differs between them by 0 to 9 %, by 4 % in the middle: gains
+  means over them. Ours over a baseline differs between them by 0 to 8 %, by 4 % in the middle: gains
   below that say nothing.
 - Deadlines: by Table 1 a request takes longer on these cards than on A100 (their end-to-end
-  deadline is 0.19 to 0.67 of ours on average); by measured figures it takes a little less for
-  conversations (1.1 and 1.2), and less for coding (1.6), where the loads are more than the A100
+  deadline is 0.19 to 0.69 of ours on average); by measured figures it takes a little longer for
+  conversations (0.83 and 0.92), and less for coding (1.6), where the loads are more than the A100
   carry.
-- The router by queues is taken in all rows: in trials it carries as much as dispatch by the plan's
-  shares, or more.
+- The router by queues is taken in all rows but one: in trials it carries as much as dispatch by the
+  plan's shares, or more.
 """
 
 DEADLINE_REMARKS: Final = """\
 - Agrees: higher rates need higher SLO scales, of every deadline and system.
 - Scales are means over the seeds, which these tables do not tell apart. The same runs' attainment at
   0.8 of the rate differs by 0 to 0.02 between two seeds where a system carries that rate, and by 0.02
-  to 0.15 where it does not ([systems](baselines.md#systems)): of an overloaded system a scale says
+  to 0.16 where it does not ([systems](baselines.md#systems)): of an overloaded system a scale says
   little more than that.
 - Agrees in part, for conversations: against HexGen-like the paper has all three kinds of deadlines
-  shorter. Here TPOT is 1.8 to 3.1 times shorter and end to end 1.8 to 2.5 times, since prompts do
+  shorter. Here TPOT is 1.4 to 3.0 times shorter and end to end 1.3 to 2.5 times, since prompts do
   not interrupt answers. TTFT is not: at half the rate and at 0.8 of it ours needs 1.7 to 2.7 times
   the scale, because few replicas prefill and a prompt passes several boxes; at the full rate it
-  needs 0.8 to 1.1 times that.
+  needs 0.8 to 1.0 times that.
 - For coding ours is HexGen-like's own plan: most of the time goes into prompts, and answers are too
   short to wait for KV over 10 Gb/s (see [the page beside](baselines.md)).
 - With vLLM's default of 2,048 tokens a step, and replicas for that, HexGen-like needs as much at
-  half the rate (0.97 to 1.3 times the scale, of all three), and 6 to 8 times as much at the full
+  half the rate (1.05 to 1.6 times the scale, of all three), and 7 to 11 times as much at the full
   one: a step that long is a wait for every prompt.
 - Against the A100 box (figure 8): by Table 1 it needs the lower scales nearly everywhere, as its
   rates on paper are much higher. By measured figures it needs lower ones for conversations up to 0.8
-  of the rate; for coding at 0.8, and at the full rate, it is overloaded, and first tokens take 35 to
-  113 times a lone request's.
+  of the rate; for coding at 0.8, and at the full rate, it is overloaded, and first tokens take 34 to
+  114 times a lone request's.
 """
 STRICTNESS_REMARKS: Final = """\
 - The stricter the deadlines, the more is gained by splitting: a prompt that is prefilled beside

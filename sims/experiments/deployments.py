@@ -112,17 +112,17 @@ def deployments(scope: Scope) -> Page:
 
 REMARKS: Final = """\
 - What agrees: the search separates phases for conversations over both links, and for coding by Table
-  1 with 40 Gb/s. Over those A40 prefill conversations and 3090 Ti and A6000 decode them, by both
-  columns, as in the paper; by measured figures A5000 prefill beside A40.
+  1 with 40 Gb/s. There A40 prefill conversations, and 3090 Ti and A6000 decode them, by both columns,
+  as in the paper; by measured figures A5000 prefill beside A40.
 - What does not: coding is served colocated with 10 Gb/s, and by measured figures with 40: what splits
-  carries no more in trials. Ours are 4 to 6 replicas of 3 to 16 GPUs, some of which do both phases;
+  carries no more in trials. Ours are 4 to 7 replicas of 3 to 12 GPUs, some of which do both phases;
   the paper's search has none of those, and 12 replicas of 2 to 4 GPUs. Two cards of 48 GB that hold
   60 GB of weights have room for few requests at once, and long pipelines prefill in chunks small
   enough for the deadlines.
-- Ours carries 4.1 and 3.6 times what the paper's groups do for coding with 10 Gb/s (Table 1,
-  measured), where KV of 2,000-token prompts fills their links, 2.4 and 2.2 times for conversations,
-  and 1.7 to 2.0 times with 40 Gb/s. The paper's own links are not printed: its plans suppose faster
+- Ours carries 4.1 and 3.7 times what the paper's groups do for coding with 10 Gb/s (Table 1,
+  measured), where KV of 2,000-token prompts fills their links, 2.4 and 2.3 times for conversations,
+  and 1.6 to 2.0 times with 40 Gb/s. The paper's own links are not printed: its plans suppose faster
   ones.
-- Expected rates of ours are 0.86 to 0.99 of the simulated ones. For the paper's groups they are 0.79
-  to 1.08 with 10 Gb/s, where links are full, and 0.91 to 0.95 with 40.
+- Expected rates of ours are 0.81 to 1.01 of the simulated ones. For the paper's groups they are 0.79
+  to 1.11 with 10 Gb/s, where links are full, and 0.93 to 0.95 with 40.
 """
