@@ -14,8 +14,8 @@ What a placement costs is its normalized latency, more where services are below 
 (equation 5), where requests are not served, for the boxes that it needs ($/h), and for what has to be fetched and
 loaded until it can serve.
 
-Each group is within a box. A model that fits on no box alone is the planner's business (`planning/`), as are phases,
-and layers over several boxes, for services whose boxes are their own.
+Each group is within a box. Phases, and layers over several boxes, are the planner's business, for services whose boxes
+are their own: `planned.py` compares.
 """
 
 from __future__ import annotations
@@ -77,14 +77,19 @@ class FoundPlacement(NamedTuple):
 
 def placement_cost(replay: PeriodReplay, groups: Groups, goals: PlacementGoals, before: Groups = ()) -> float:
     """See `PlacementGoals`. `before`: what the GPUs have in memory."""
-    cost = judged_cost(replay.judge(groups), goals)
+    return with_boxes_and_loading(judged_cost(replay.judge(groups), goals), replay.problem, groups, goals, before)
+
+
+def with_boxes_and_loading(
+    cost: float, problem: PlacementProblem, groups: Groups, goals: PlacementGoals, before: Groups = ()
+) -> float:
+    """What a placement costs by its requests (`judged_cost`), with what its boxes cost, and loading."""
     if goals.usd_hour:
-        problem = replay.problem
         cost += goals.usd_hour * sum(
             problem.boxes[box].usd_per_hour for box in {group.box for group in groups if group.services}
         )
     if before:
-        cost *= 1.0 + lost_share(replay.problem, before, groups, goals.serves_s)
+        cost *= 1.0 + lost_share(problem, before, groups, goals.serves_s)
     return cost
 
 
@@ -109,6 +114,9 @@ def search_placement(
     """See the module. `before`: what is there now, and is one of those that it begins with. `spent`: no time is left.
     Raises PlacementError where the services have no room together."""
     aims = goals or PlacementGoals()
+    for number, service in enumerate(replay.problem.services):
+        if replay.problem.fits_nowhere(number):
+            raise PlacementError(f"{service.name} fits on none of the boxes alone")
     starts = start_placements(replay, aims)
     if before and not find_fault(replay.problem, before):
         starts["before"] = before

@@ -10,7 +10,7 @@ by vLLM's own rules, or several that step one at a time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -28,6 +28,9 @@ from ..costs.step_times import StepTimes
 from ..sharing.service_profile import lone_execution_s
 
 MAX_TP: Final = 8
+BEYOND_A_BOX: Final = (2, 4, 8, 16, 32, 64, 128)
+"""GPUs that a request of a service is timed on which no box holds alone."""
+
 SHARED_BY: Final = 2
 """Services of an engine at most: SeaLLM's section 6.1."""
 
@@ -72,6 +75,19 @@ class PlacementBox:
     def kind(self) -> GroupKind:
         """What engines of it depend on, but for the number of GPUs."""
         return GroupKind(self.gpu, self.link_gbps)
+
+    def of_services(self, number: Mapping[int, int]) -> PlacementBox:
+        """Where services have other numbers, and those without one are none."""
+
+        def renumber(services: Iterable[int]) -> frozenset[int]:
+            return frozenset(number[each] for each in services if each in number)
+
+        return replace(
+            self,
+            on_disk=renumber(self.on_disk),
+            able=None if self.able is None else renumber(self.able),
+            held=tuple(sorted(renumber(self.held))),
+        )
 
     def takes(self, services: Collection[int]) -> bool:
         """Whether an engine of it may have these, memory aside."""
@@ -120,7 +136,7 @@ class Period:
     def between(self, first_s: float, last_s: float) -> Period | None:
         """The part that came in `[first_s, last_s)`; None where nobody did."""
         rows = slice(*np.searchsorted(self.arrival_s, (first_s, last_s)).tolist())
-        return self._rows(rows) if rows.start < rows.stop else None
+        return self.rows(rows) if rows.start < rows.stop else None
 
     def sampled(self, requests: int) -> Period:
         """About so many of its requests, where there are more: every n-th SLICE_S, one after the other, so that bursts
@@ -129,11 +145,12 @@ class Period:
         if every < 2:
             return self
         slices = ((self.arrival_s - self.arrival_s[0]) / SLICE_S).astype(np.int64)
-        kept = self._rows(slices % every == every - 1)
+        kept = self.rows(slices % every == every - 1)
         gone = slices[slices % every == every - 1] // every * (every - 1) * SLICE_S
         return replace(kept, arrival_s=kept.arrival_s - gone)
 
-    def _rows(self, rows: slice | NDArray[np.bool_]) -> Period:
+    def rows(self, rows: slice | NDArray[np.bool_]) -> Period:
+        """Some of its requests."""
         return Period(
             service=self.service[rows], arrival_s=self.arrival_s[rows], prompt=self.prompt[rows],
             output=self.output[rows],
@@ -232,6 +249,22 @@ class PlacementProblem:
         )
         return not services or self.kv_room(self.boxes[box].kind, tp, services) > max(0.0, wanted)
 
+    def part(self, boxes: Sequence[int], services: Sequence[int]) -> PlacementProblem:
+        """Of these boxes and services alone, in this order. Raises PlacementError where nobody asked for them."""
+        number = {service: place for place, service in enumerate(services)}
+        rows = np.isin(self.period.service, list(services))
+        period = self.period.rows(rows)
+        return PlacementProblem(
+            boxes=[self.boxes[each].of_services(number) for each in boxes],
+            services=[self.services[each] for each in services],
+            period=replace(
+                period, service=np.array([number[each] for each in period.service.tolist()], dtype=np.int64)
+            ),
+            rates=self.rates,
+            slo_scale=self.slo_scale,
+            longest={number[each]: tokens for each, tokens in self.longest.items() if each in number},
+        )
+
     def fits_disk(self, box: int, services: Sequence[int]) -> bool:
         """Whether a box has room for the weights of all of these."""
         return sum(self.services[each].model.weight_bytes for each in set(services)) <= self.boxes[box].disk_bytes
@@ -245,7 +278,8 @@ class PlacementProblem:
     @cached_property
     def alone_s(self) -> NDArray[np.float64]:
         """What each request of the period takes alone. GPUs are unequal: on the fewest of the first box that hold the
-        service, or of the next one that can; so it is one yardstick for all placements."""
+        service, or of the next one that can; so it is one yardstick for all placements. Where no box can: on as many of
+        the first one's as would."""
         found = np.empty(len(self.period))
         for service in range(len(self.services)):
             rows = np.flatnonzero(self.period.service == service)
@@ -279,12 +313,27 @@ class PlacementProblem:
         found = self.alone_s[self.period.service == service]
         return found if len(found) else np.ones(1)
 
+    def fits_nowhere(self, service: int) -> bool:
+        """Whether no box holds a service alone."""
+        return self._find_least(service) is None
+
     def _yardstick(self, service: int) -> tuple[GroupKind, int]:
+        found = self._find_least(service)
+        if found is not None:
+            return found
+        kind = self.boxes[0].kind
+        for tp in BEYOND_A_BOX:
+            if self.kv_room(kind, tp, (service,)) > 0.0:
+                return kind, tp
+        raise PlacementError(f"{self.services[service].name} is too large for {BEYOND_A_BOX[-1]} GPUs")
+
+    def _find_least(self, service: int) -> tuple[GroupKind, int] | None:
+        """The fewest GPUs of the first box that can host a service."""
         for number, box in enumerate(self.boxes):
             for tp in self.degrees:
                 if tp <= box.gpus and self.can_host(number, tp, (service,)):
                     return box.kind, tp
-        raise PlacementError(f"{self.services[service].name} fits on none of the boxes alone")
+        return None
 
     def _stage(self, kind: GroupKind, tp: int, service: int) -> StageHardware:
         return StageHardware(kind.gpu, tp, self.services[service].model.layers, kind.link_gbps)
@@ -317,11 +366,12 @@ def name_all(problem: PlacementProblem) -> str:
 
 def describe_groups(problem: PlacementProblem, groups: Groups) -> list[str]:
     """A line for each box: `a100-0: 4 x chat+code, 4 x talk`."""
-    lines = []
-    for box, members in groupby(sorted(groups), key=lambda group: group.box):
-        texts = [
-            f"{group.tp} x {'+'.join(problem.services[each].name for each in group.services) or 'idle'}"
-            for group in members
-        ]
-        lines.append(f"{problem.boxes[box].id}: {', '.join(texts)}")
-    return lines
+    return [
+        f"{problem.boxes[box].id}: {', '.join(describe_group(problem, group) for group in members)}"
+        for box, members in groupby(sorted(groups), key=lambda group: group.box)
+    ]
+
+
+def describe_group(problem: PlacementProblem, group: GpuGroup) -> str:
+    """`4 x chat+code`."""
+    return f"{group.tp} x {'+'.join(problem.services[each].name for each in group.services) or 'idle'}"

@@ -9,22 +9,18 @@ from math import inf
 from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 from rich.table import Table
 
+from ...coordinator.placement.planned import ChosenPlacement, Placement, choose_placement, describe_placement
 from ...coordinator.placement.replay import Judged, PeriodReplay
 from ...coordinator.placement.seallm import place_seallm
-from ...coordinator.placement.search import PlacementGoals, search_placement
-from ...coordinator.placement.values import (
-    Groups,
-    PlacementBox,
-    PlacementError,
-    PlacementProblem,
-    PlacementService,
-    describe_groups,
-)
+from ...coordinator.placement.search import PlacementGoals, judged_cost
+from ...coordinator.placement.values import PlacementBox, PlacementError, PlacementProblem, PlacementService
 from ...coordinator.planning.model.problem import Problem
 from ...sims.placement.fleet import period_of
+from ...sims.placement.judging import SimulatedPlacements
 from ...sims.records import Trace
 from ...sims.workloads import Lengths, draw
 from ..actions.plan_options import problem_of
@@ -42,16 +38,15 @@ def run_placement(arguments: SimpleNamespace) -> int:
     problem, started = problem_of(arguments), time.monotonic()
     try:
         placed = placement_problem(problem, arguments.seed)
-        replay = PeriodReplay(placed)
-        groups = _place(arguments, replay, started)
+        chosen = _place(arguments, problem, PeriodReplay(placed), started)
     except PlacementError as error:
         raise UsageError(f"services: {error}") from None
-    judged, seconds = replay.judge(groups), time.monotonic() - started
+    seconds = time.monotonic() - started
     if arguments.format == "json":
-        print(json.dumps(placement_json(arguments.placement, placed, groups, judged, seconds)))
+        print(json.dumps(placement_json(arguments.placement, placed, chosen, seconds)))
     else:
-        _print(placed, groups, judged)
-        print(f"placed in {seconds:.2f} s, judged by {len(placed.period)} requests, seed {arguments.seed}")
+        _print(placed, chosen)
+        print(f"placed in {seconds:.2f} s, judged by {len(placed.period)} simulated requests, seed {arguments.seed}")
     sys.stdout.flush()
     return 0
 
@@ -78,10 +73,10 @@ def placement_problem(problem: Problem, seed: int) -> PlacementProblem:
     )
 
 
-def placement_json(
-    policy: str, problem: PlacementProblem, groups: Groups, judged: Judged, seconds: float
-) -> dict[str, Any]:
+def placement_json(policy: str, problem: PlacementProblem, chosen: ChosenPlacement, seconds: float) -> dict[str, Any]:
     """What `--format json` prints."""
+    placement, judged = chosen.placement, chosen.judged
+    planned = () if placement.planned is None else placement.planned.proposals
     return {
         "policy": policy,
         "seconds": round(seconds, 3),
@@ -91,24 +86,27 @@ def placement_json(
                 "gpus": group.tp,
                 "services": [problem.services[each].name for each in group.services],
             }
-            for group in groups
+            for group in placement.groups
         ],
+        "plans": [msgspec.to_builtins(proposal.plan) for proposal in planned],
+        "tried": chosen.tried,
         "services": {name: row for name, *row in _rows(problem, judged)},
         "attainment": judged.attainment,
         "normalized_latency": judged.normalized,
     }
 
 
-def _place(arguments: SimpleNamespace, replay: PeriodReplay, started: float) -> Groups:
+def _place(arguments: SimpleNamespace, problem: Problem, replay: PeriodReplay, started: float) -> ChosenPlacement:
+    judge, goals = SimulatedPlacements(replay.problem), PlacementGoals(usd_hour=arguments.price_weight)
     if arguments.placement == "seallm":
-        return place_seallm(replay)
+        placement = Placement(place_seallm(replay))
+        judged = judge(placement)
+        return ChosenPlacement(placement, judged, {"seallm": judged_cost(judged, goals)})
     until = started + (arguments.budget_s or inf)
-    return search_placement(
-        replay,
-        rng=np.random.default_rng(arguments.seed),
-        goals=PlacementGoals(usd_hour=arguments.price_weight),
+    return choose_placement(
+        problem, replay, judge=judge, rng=np.random.default_rng(arguments.seed), goals=goals,
         spent=lambda: time.monotonic() > until,
-    ).groups
+    )  # fmt: skip
 
 
 def _rows(problem: PlacementProblem, judged: Judged) -> list[tuple[str, float, float]]:
@@ -118,12 +116,14 @@ def _rows(problem: PlacementProblem, judged: Judged) -> list[tuple[str, float, f
     return list(zip([each.name for each in problem.services], judged.by_service.tolist(), latencies, strict=True))
 
 
-def _print(problem: PlacementProblem, groups: Groups, judged: Judged) -> None:
-    out = open_console()
-    for line in describe_groups(problem, groups):
+def _print(problem: PlacementProblem, chosen: ChosenPlacement) -> None:
+    out, judged = open_console(), chosen.judged
+    for line in describe_placement(problem, chosen.placement):
         out.print(line)
     times = f"within {problem.slo_scale:g} x its time alone"
     table = Table("service", times, "latency / time alone", box=None, pad_edge=False)
     for name, attainment, latency in [*_rows(problem, judged), ("all", judged.attainment, judged.normalized)]:
         table.add_row(name, f"{100.0 * attainment:.1f} %", f"{latency:.2f}")
     out.print(table)
+    if len(chosen.tried) > 1:
+        out.print(f"compared: {', '.join(f'{name} {cost:.2f}' for name, cost in chosen.tried.items())}")

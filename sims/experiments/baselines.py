@@ -411,12 +411,11 @@ REMARKS: Final = """\
   coding ours is the colocated plan itself. Stricter deadlines gain more, and faster links: by
   measured figures 2.0 times and more at 3 times ([by deadline](strictness.md)).
 
-  Colocated serving carries so
-  much because the token budget of a step follows the deadline, so that prompts hardly hold up
-  answers, because its replicas are searched for as long as ours (pipelines over several boxes, of
-  all cards with little memory), and because no KV has to cross links of 10 Gb/s (a coding prompt's
-  is 0.9 GB in 4 bit, which its short answers leave no time for). Deadlines could be 2.3 and 1.5
-  times shorter for conversations (paper 1.3).
+  Colocated serving carries so much because the token budget of a step follows the deadline, so that
+  prompts hardly hold up answers, because its replicas are searched for as long as ours (pipelines
+  over several boxes, of all cards with little memory), and because no KV has to cross links of 10
+  Gb/s (a coding prompt's is 0.9 GB in 4 bit, which its short answers leave no time for). Deadlines
+  could be 2.3 and 1.5 times shorter for conversations (paper 1.3).
 - HexGen came before chunked prefill. With vLLM's default of 2,048 tokens, and replicas chosen for
   that, it carries 1.5 and 1.4 times less than ours for conversations, and 1.7 and 1.9 times less for
   coding (Table 1, measured).

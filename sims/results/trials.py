@@ -25,6 +25,9 @@ REQUESTS: Final = 300
 """Of each service at least, however few come: the share of fewer in time is off by more than two
 percent."""
 
+MOST_REQUESTS: Final = 3000
+"""Of all services together: where one is asked far more than another, there are fewer of the other."""
+
 STRIDE: Final = 1.15
 """The highest rate is looked for from the expected one, up or down, by this factor at a time: no
 further than estimates are mostly off."""
@@ -43,8 +46,8 @@ AS_NETWORK: Final = SimSettings(routing=RoutingSettings())
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedTrial:
     """Arrivals with the lengths of each service's workload. All plans that are tried meet the same
-    requests: a draw of them for each of `seeds`, `requests` of each service at least, for `seconds`
-    at least. `is_even`: with as many long ones as there are among the workload's."""
+    requests: a draw of them for each of `seeds`, for `seconds` at least, with `requests` of each service
+    at least, or MOST_REQUESTS of all. `is_even`: with as many long ones as there are among the workload's."""
 
     problem: Problem
     seeds: tuple[int, ...]
@@ -98,8 +101,8 @@ class SimulatedTrial:
     def run(self, proposals: Sequence[Proposal], factor: float, seed: int) -> Sequence[ServiceOutcome]:
         """Every service at so many times its rate, until all that is not late has ended."""
         runs = []
-        slowest = min(service.workload.rate for service in self.problem.services)
-        seconds = max(self.seconds, self.requests / (factor * slowest))
+        rates = [factor * service.workload.rate for service in self.problem.services]
+        seconds = max(self.seconds, min(self.requests / min(rates), MOST_REQUESTS / sum(rates)))
         for number, (service, proposal) in enumerate(zip(self.problem.services, proposals, strict=True)):
             workload = service.workload
             trace = draw(

@@ -11,8 +11,9 @@ Requests beyond what the replicas can serve in time count as missed, as if a gat
 away: so the objective keeps a slope in overload. `capacity` is the highest rate at which every
 replica still has the service's target share in time, over the rate that is asked for; of several
 services, the lowest of theirs, in the formula their mean by rate. Of plans that are equally good
-now, the one that carries more wins. Dollars are those of every box that is used, whole, and of the
-KV between boxes.
+now, the one that carries more wins. Of several services, each that no replica serves costs
+UNSERVED: else one with few requests would have none in overload. Dollars are those of every box
+that is used, whole, and of the KV between boxes.
 
 A solution of mixed replicas only is a solution like any other: whoever looks for the best one and
 starts there never does worse than colocated serving.
@@ -59,6 +60,9 @@ alone; for more, whatever helps."""
 
 HEADROOM: Final = 0.01
 """What unlimited capacity is worth, in shares of attainment."""
+
+UNSERVED: Final = 1.0
+"""More than all requests of the others are worth."""
 
 
 class LowerLevel:
@@ -273,6 +277,8 @@ class LowerLevel:
         attainment = sum(share * item.attainment for share, item in shared)
         headroom = sum(share * room / (1.0 + room) for share, room in zip(self._shares, capacities, strict=True))
         objective = attainment + HEADROOM * headroom
+        if len(orchestrations) > 1:
+            objective -= UNSERVED * sum(not _is_served(item) for item in orchestrations)
         if self.problem.price_weight:
             objective -= self.problem.price_weight * (self._boxes_usd(solution) + self._traffic_usd(orchestrations))
         return Score(objective, attainment, min(capacities))
@@ -284,6 +290,12 @@ class LowerLevel:
     def _traffic_usd(self, orchestrations: Sequence[Orchestration]) -> float:
         gbps = np.sum([item.flow.used_gbps for item in orchestrations], axis=0)
         return float((gbps * self.problem.cluster.usd_per_gb).sum()) * 3600.0 / 8.0
+
+
+def _is_served(found: Orchestration) -> bool:
+    """Whether replicas do both phases of a service."""
+    phases = {replica.group.phase for replica in found.replicas}
+    return bool(phases - {Phase.DECODE}) and bool(phases - {Phase.PREFILL})
 
 
 def _largest_worth(replicas: Sequence[ConfiguredReplica], curves: Sequence[LoadCurve]) -> float:

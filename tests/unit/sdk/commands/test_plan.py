@@ -274,12 +274,30 @@ def test_services_are_placed_on_a_described_cluster(
     wanted = ["plan", *CLUSTER, "--services", str(services), "--placement", policy, "--budget-s", "3"]
     assert main([*wanted, "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {name for engine in found["engines"] for name in engine["services"]} == {"chat", "code"}
+    planned = {plan["service"] for plan in found["plans"]}
+    assert {name for engine in found["engines"] for name in engine["services"]} | planned == {"chat", "code"}
     assert sum(engine["gpus"] for engine in found["engines"]) <= 8
     assert found["services"].keys() == {"chat", "code"}
     assert found["attainment"] > 0.9
     assert main(wanted) == 0
     assert "latency / time alone" in capsys.readouterr().out
+
+
+def test_a_model_that_no_box_holds_is_placed_over_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    services = tmp_path / "services.json"
+    entries = [
+        {"name": "chat", "model": "llama-7b", "workload": "conversation", "rate": 1},
+        {"name": "huge", "model": "bloom-176b", "workload": "coding", "rate": 0.05, "slo": "ttft=9,tpot=9,e2e=99"},
+    ]
+    services.write_text(json.dumps(entries), encoding="utf-8")
+    wanted = ["plan", "--cluster", "thunderserve-cloud-32", "--services", str(services), "--placement", "default"]
+    assert main([*wanted, "--format", "json", "--budget-s", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "engines within boxes" not in found["tried"]
+    plans = {plan["service"]: plan for plan in found["plans"]}
+    assert any(len({stage["peer"] for stage in each["stages"]}) > 1 for each in plans["huge"]["replicas"])
+    served = {name for engine in found["engines"] for name in engine["services"]} | plans.keys()
+    assert served == {"chat", "huge"}
 
 
 def test_what_cannot_be_placed_is_said_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -308,6 +308,18 @@ def test_services_share_links_and_boxes() -> None:
     assert sum(proposal.usd_per_hour for proposal in proposals) == pytest.approx(2.8)
 
 
+def test_of_several_services_none_is_left_without_replicas_for_the_others_sake() -> None:
+    many, few = service(50.0, SLO, name="many", model="llama-7b"), service(0.01, SLO, name="few")
+    both = LowerLevel(Problem(cluster=boxes(10.0), services=(many, few), pinned={}))
+    greedy = both.score((group(M, (0, 4)), group(M, (1, 4))))
+    fair = both.score((group(M, (0, 4), service=1), group(M, (1, 4))))
+    half = both.score((group(P, (0, 4), service=1), group(M, (1, 4))))
+    assert fair.attainment < greedy.attainment
+    assert fair.objective > greedy.objective
+    assert greedy.objective < half.objective + 1.0  # who only prefills serves nobody either
+    assert half.objective < 0.0 < fair.objective
+
+
 def test_the_first_token_can_wait_for_the_kv() -> None:
     asked = service(0.2, Slo(ttft_s=1.0))
     papers, ours = (
