@@ -103,7 +103,7 @@ class PagePart:
 
 
 CALM_PARTS: Final = (
-    PagePart(workload="conversation", slo="3x", slowed=2, requests=240),
+    PagePart(workload="conversation", slo="3x", slowed=6, requests=240),
     PagePart(workload="conversation", slo="5x", slowed=8, requests=200),
     PagePart(workload="coding", slo="3x", slowed=6, requests=240, model=SMALL_MODEL),
     PagePart(workload="coding", slo="5x", slowed=12, requests=200, model=SMALL_MODEL),

@@ -69,13 +69,21 @@ class AsRouted(FewestRequests):
 @final
 class GatewayRouting:
     """The network's own code, with one gateway for each service. It knows of its requests at once, and of those of
-    other services by the latest report, of `first_s` or `report_s` later each."""
+    other services by the latest report, of `first_s` or `report_s` later each. Of boxes that are as good the first is
+    taken: each service has an order of its own, drawn by `seed`, as a box has another node for each."""
 
     def __init__(
-        self, settings: RoutingSettings | None = None, *, report_s: float = REPORT_S, first_s: float = 0.0
+        self,
+        settings: RoutingSettings | None = None,
+        *,
+        report_s: float = REPORT_S,
+        first_s: float = 0.0,
+        seed: int = 0,
     ) -> None:
         self._settings = settings or RoutingSettings()
         self._report_s = report_s
+        self._seed = seed
+        self._names: dict[tuple[int, int], str] = {}  # by service and engine
         self._report_at = first_s
         self._routers: dict[int, Router] = {}
         self._profiles: dict[tuple[int, int], ReplicaProfile] = {}  # by engine and service
@@ -89,7 +97,7 @@ class GatewayRouting:
 
     def choose(self, fleet: FleetState, request: FleetRequest, hosts: Sequence[int], now: float) -> int:
         """See `FleetRouting`."""
-        service, names = request.service, {id_: f"engine-{id_}" for id_ in hosts}
+        service, names = request.service, {id_: self._name(request.service, id_) for id_ in hosts}
         router = self._router(fleet, service)
         router.loads.forget()
         for id_, name in names.items():
@@ -107,9 +115,16 @@ class GatewayRouting:
         """See `FleetRouting`."""
         self._routers[request.service].end_request(f"{request.service}.{request.row}", request.output)
 
+    def _name(self, service: int, id_: int) -> str:
+        """Of a service's node on a box: routes are tried in the order of these."""
+        if (service, id_) not in self._names:
+            lot = int(np.random.default_rng([self._seed, service, id_]).integers(1 << 32))
+            self._names[service, id_] = f"{lot:08x}-{id_}"
+        return self._names[service, id_]
+
     def _router(self, fleet: FleetState, service: int) -> Router:
         """Of the engines that have the service now."""
-        engines = {f"engine-{id_}": id_ for id_, engine in fleet.engines.items() if service in engine.names}
+        engines = {self._name(service, id_): id_ for id_, engine in fleet.engines.items() if service in engine.names}
         earlier = self._routers.get(service)
         if earlier is not None and earlier.loads.ids == tuple(engines):
             return earlier

@@ -40,7 +40,8 @@ WARM_UP: Final = 3  # requests for each node of a service, at once
 LONE: Final = 9  # requests, one after the other, that tell what messages take
 SHORT: Final = (64, 4)  # tokens of both
 SIMULATED: Final = 9
-"""Runs by gateways' code. Which box a request goes to hangs on when the others' last reports came."""
+"""Runs by gateways' code. Which box a request goes to hangs on when the others' last reports came, and on which of
+boxes as good is the first of a service's."""
 
 FIGURES: Final = ("normalized latency", "TTFT", "TPOT")
 ALL: Final = "all"
@@ -104,8 +105,8 @@ class SharedRun:
 
 class SharedFigure(msgspec.Struct, frozen=True, kw_only=True):
     """Of one service, or of all. `simulated`: each request sent by gateways' code, mean of runs whose reports come at
-    other moments; `spread`: standard deviation over mean of these; `fewest`: to the box that has the fewest,
-    `followed`: as it went live. Seconds, and times that requests take alone."""
+    other moments, and whose boxes are in other orders; `spread`: standard deviation over mean of these; `fewest`: to
+    the box that has the fewest, `followed`: as it went live. Seconds, and times that requests take alone."""
 
     service: str
     figure: str
@@ -170,7 +171,8 @@ def _compare(
     def simulate(routing: FleetRouting) -> list[float]:
         return summarize(run, problem, serve(run, problem, traces, routing), live.message_s)
 
-    own = np.array([simulate(GatewayRouting(first_s=REPORT_S * each / SIMULATED)) for each in range(SIMULATED)])
+    ways = [GatewayRouting(first_s=REPORT_S * each / SIMULATED, seed=each) for each in range(SIMULATED)]
+    own = np.array([simulate(each) for each in ways])
     rows = zip(
         [(name, figure) for name in (ALL, *(each.model for each in run.services)) for figure in FIGURES],
         own.mean(axis=0),

@@ -1,5 +1,6 @@
 """Engines of several services that come and go, and placements judged by replays beside engines simulated in full."""
 
+from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -10,6 +11,7 @@ from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.placement.replay import PeriodReplay
 from p2pserve.coordinator.placement.search import search_placement
 from p2pserve.coordinator.placement.values import GpuGroup, Groups, PlacementBox, PlacementProblem, PlacementService
+from p2pserve.sims.placement.engines import FleetRequest, FleetState
 from p2pserve.sims.placement.fleet import Fleet, host_group, period_of, serve_groups
 from p2pserve.sims.placement.replacing import Replacing, ReplacingSettings
 from p2pserve.sims.placement.routing import AsRouted, FewestRequests, FleetRouting, GatewayRouting
@@ -200,3 +202,36 @@ def test_requests_go_where_they_went_before_while_that_engine_is_there() -> None
     fleet.run()
     busy = [engine.engine.counts.steps for engine in fleet.engines.values()]
     assert busy[0] == 0 < busy[1]
+
+
+def test_services_do_not_all_prefer_the_same_of_boxes_that_are_alike() -> None:
+    traces = _traces([0.02, 0.02, 0.02], 60.0)
+    problem = _problem(traces, ("A100-SXM4-80GB",) * 6)
+    groups = [GpuGroup(number, 4, (0, 1, 2)) for number in range(6)]
+
+    class Watched(FewestRequests):
+        """As gateways choose, and where that was."""
+
+        def __init__(self, seed: int) -> None:
+            self.gateways, self.first = GatewayRouting(seed=seed), dict[int, int]()
+
+        def choose(self, fleet: FleetState, request: FleetRequest, hosts: Sequence[int], now: float) -> int:
+            found = self.gateways.choose(fleet, request, hosts, now)
+            self.first.setdefault(request.service, found)
+            return found
+
+        def end(self, request: FleetRequest) -> None:
+            self.gateways.end(request)
+
+    def first_of(seed: int) -> tuple[int, ...]:
+        watched = Watched(seed)
+        fleet = Fleet(traces, watched)
+        for number, group in enumerate(groups):
+            fleet.add(number, host_group(problem, group, "db"))
+        fleet.run()
+        return tuple(watched.first[service] for service in range(3))
+
+    found = [first_of(seed) for seed in range(4)]
+    assert first_of(0) == found[0]
+    assert len(set(found)) > 1
+    assert any(len(set(each)) > 1 for each in found)
