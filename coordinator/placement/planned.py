@@ -87,6 +87,7 @@ class ChosenPlacement(NamedTuple):
     """The best placement by what was judged, its cost, and the costs of all that were compared, by name."""
 
     placement: Placement
+    cost: float
     judged: Judged
     tried: dict[str, float]
 
@@ -103,22 +104,26 @@ def choose_placement(
     rng: np.random.Generator,
     goals: PlacementGoals | None = None,
     before: Groups = (),
+    judges_starts: bool = True,
     spent: Callable[[], bool] = never,
 ) -> ChosenPlacement:
     """See the module. `problem`: the same boxes, and the same services in the same order, as the planner has them.
-    `before`: what is there now. `spent`: no time is left, and what has been found is enough. Raises PlacementError
+    `before`: what is there now. `judges_starts`: what the search begins with is judged, too; else the replay chooses
+    among those and what it finds. `spent`: no time is left, and what has been found is enough. Raises PlacementError
     where the services have no room together."""
     aims = goals or PlacementGoals()
     tried: dict[str, tuple[float, Placement, Judged]] = {}
 
     def cost_of(placement: Placement) -> tuple[float, Judged]:
-        judged, engines = judge(placement), placement.engines(replay.problem)
-        return with_boxes_and_loading(judged_cost(judged, aims), replay.problem, engines, aims, before), judged
+        return _cost_of(placement, judge, replay.problem, aims, before)
+
+    def try_groups(groups: Groups) -> float:
+        return cost_of(Placement(groups))[0]
 
     within, fault = None, ""
     try:
         within = search_placement(
-            replay, rng=rng, goals=aims, before=before, spent=spent, trial=lambda groups: cost_of(Placement(groups))[0]
+            replay, rng=rng, goals=aims, before=before, spent=spent, trial=try_groups if judges_starts else None
         ).groups
     except PlacementError as error:
         fault = str(error)
@@ -132,8 +137,30 @@ def choose_placement(
         raise PlacementError(fault)
     costs = {name: each[0] for name, each in tried.items()}
     best = min(costs, key=lambda name: costs[name] if name == WITHIN_BOXES else SURER * costs[name])
-    _, placement, judged = tried[best]
-    return ChosenPlacement(placement, judged, costs)
+    return ChosenPlacement(tried[best][1], costs[best], tried[best][2], costs)
+
+
+def judge_running(
+    problem: Problem,
+    replay: PeriodReplay,
+    running: Groups,
+    *,
+    judge: Judge,
+    rng: np.random.Generator,
+    goals: PlacementGoals,
+) -> tuple[float, Judged]:
+    """What engines within boxes cost that run now, and what becomes of the requests; where that is better, with phases
+    for the services that share nothing, each on the boxes that it has."""
+    planned = _Planning(problem, replay, rng, goals, never).plan_as_hosted(running)
+    placements = [Placement(running), *([] if planned is None else [planned])]
+    return min((_cost_of(each, judge, replay.problem, goals) for each in placements), key=lambda found: found[0])
+
+
+def _cost_of(
+    placement: Placement, judge: Judge, problem: PlacementProblem, goals: PlacementGoals, before: Groups = ()
+) -> tuple[float, Judged]:
+    judged, engines = judge(placement), placement.engines(problem)
+    return with_boxes_and_loading(judged_cost(judged, goals), problem, engines, goals, before), judged
 
 
 @final
@@ -163,21 +190,43 @@ class _Planning:
         """By name, `within` boxes first (None: that cannot be). Those that cannot be are left out."""
         if within is not None:
             yield WITHIN_BOXES, Placement(within)
-        alone, boxes = self._find_alone(within or ())
+        alone, _ = self._find_alone(within or ())
         everything = self._plan(self._services, self._free, within if alone == self._services else None)
         if everything is not None:
             yield ALL_PLANNED, Placement(self._kept, everything)
-        if within is not None and alone and alone != self._services:
-            planned = self._plan(alone, boxes, within)
-            if planned is not None:
-                shared = tuple(group for group in within if alone.isdisjoint(group.services))
-                yield self._name(alone), Placement(shared, planned)
+        beside = None if within is None or alone == self._services else self.plan_alone(within)
+        if beside is not None:
+            yield self._name(alone), beside
         beyond = {} if everything is None else self._find_beyond_boxes(everything)
         for some, boxes in beyond.items():
             rest = self._search_rest(some, boxes)
             planned = self._plan(some, boxes) if rest is not None else None
             if rest is not None and planned is not None:
                 yield self._name(some), Placement(rest, planned)
+
+    def plan_alone(self, within: Groups) -> Placement | None:
+        """These engines, with plans for the services that share nothing; None where there are none."""
+        alone, boxes = self._find_alone(within)
+        planned = self._plan(alone, boxes, within)
+        if planned is None:
+            return None
+        return Placement(tuple(group for group in within if alone.isdisjoint(group.services)), planned)
+
+    def plan_as_hosted(self, running: Groups) -> Placement | None:
+        """These engines, with plans for each of the services that share nothing, on the boxes that it has."""
+        alone, _ = self._find_alone(running)
+        boxes = {each: frozenset(group.box for group in running if each in group.services) for each in sorted(alone)}
+        parts = [self._plan(frozenset({each}), some, running) for each, some in boxes.items() if some]
+        found = [part for part in parts if part is not None]
+        if not found or len(found) < len(parts):
+            return None
+        services = frozenset(each for part in found for each in part.services)
+        planned = PlannedServices(
+            services=tuple(sorted(services)),
+            problem=self._pose(services, frozenset().union(*boxes.values())),
+            proposals=tuple(proposal for part in found for proposal in part.proposals),
+        )
+        return Placement(tuple(group for group in running if services.isdisjoint(group.services)), planned)
 
     def _name(self, services: frozenset[int]) -> str:
         return f"{', '.join(self._placed.services[each].name for each in sorted(services))} planned"
@@ -186,14 +235,10 @@ class _Planning:
         self, services: frozenset[int], boxes: frozenset[int], start: Groups | None = None
     ) -> PlannedServices | None:
         """These services on these boxes, by the planner; it may begin at groups of one service each. None: it finds
-        nothing."""
-        order, ids = tuple(sorted(services)), {self._placed.boxes[each].id for each in boxes}
-        others = [box.id for box in self._problem.cluster.boxes if box.id not in ids]
-        if not order or not ids:
+        nothing that may be."""
+        if not services or not boxes:
             return None
-        problem = replace(
-            without_boxes(self._problem, others), services=tuple(self._problem.services[each] for each in order)
-        )
+        problem, order = self._pose(services, boxes), sorted(services)
         places = {each: problem.cluster.index(self._placed.boxes[each].id) for each in boxes}
         running = make_solution(
             Group((Slice(places[group.box], group.tp),), Phase.MIXED, order.index(group.services[0]))
@@ -204,8 +249,27 @@ class _Planning:
         with suppress(NoPlan, UnservedError):
             found = search(problem, evaluator, rng=self._rng, spent=self._spent, start=running or None)
             proposals = evaluator.propose(found.solution, epoch=0, version=1)
-            return PlannedServices(services=order, problem=problem, proposals=proposals)
+            planned = PlannedServices(services=tuple(order), problem=problem, proposals=proposals)
+            return planned if self._may_be(planned) else None
         return None
+
+    def _may_be(self, planned: PlannedServices) -> bool:
+        """Whether boxes take what they get, and have the disk for it: nobody tells the planner."""
+        hosted: defaultdict[int, set[int]] = defaultdict(set)
+        for group in planned.engines(self._placed):
+            hosted[group.box].update(group.services)
+        return all(
+            self._placed.fits_disk(box, sorted(services))
+            and all(self._placed.boxes[box].takes((each,)) for each in services)
+            for box, services in hosted.items()
+        )
+
+    def _pose(self, services: frozenset[int], boxes: frozenset[int]) -> Problem:
+        """Of these alone."""
+        ids = {self._placed.boxes[each].id for each in boxes}
+        others = [box.id for box in self._problem.cluster.boxes if box.id not in ids]
+        some = tuple(self._problem.services[each] for each in sorted(services))
+        return replace(without_boxes(self._problem, others), services=some)
 
     def _find_alone(self, within: Groups) -> tuple[frozenset[int], frozenset[int]]:
         """The services that share neither an engine nor a box with others of which that is not so, and the boxes that

@@ -74,6 +74,17 @@ class ReplacementPace:
         self._expected = estimate if isfinite(estimate) else None
 
 
+class DecidedPlacement(NamedTuple):
+    """What is to run, as engines within boxes, its cost with what loading takes, and its normalized latency; and those
+    of what runs."""
+
+    groups: Groups
+    cost: float
+    normalized: float
+    running_cost: float
+    running_normalized: float
+
+
 def is_worth_it(running_cost: float, found_cost: float, gain: float = GAIN) -> bool:
     """Whether services are to move: `found_cost` has what loading takes in it."""
     return found_cost < (1.0 - gain) * running_cost

@@ -284,7 +284,7 @@ class PlacementProblem:
         for service in range(len(self.services)):
             rows = np.flatnonzero(self.period.service == service)
             if len(rows):
-                times = self.times(*self._yardstick(service), service)
+                times = self.alone_times(service)
                 pairs = zip(self.period.prompt[rows].tolist(), self.period.output[rows].tolist(), strict=True)
                 found[rows] = [lone_execution_s(times, prompt, output) for prompt, output in pairs]
         return found
@@ -312,6 +312,10 @@ class PlacementProblem:
         """Of those of a service; a second where nobody asked."""
         found = self.alone_s[self.period.service == service]
         return found if len(found) else np.ones(1)
+
+    def alone_times(self, service: int) -> StepTimes:
+        """By which `alone_s` is."""
+        return self.times(*self._yardstick(service), service)
 
     def fits_nowhere(self, service: int) -> bool:
         """Whether no box holds a service alone."""

@@ -1,11 +1,12 @@
 """Which services share which boxes that host what they are given, decided from what clients have asked lately, by the
 search that the simulator runs (`placement/`).
 
-    found = task.run(spent)                       # in the process that plans: it takes seconds
+    found = task.run(spent, make_judge)           # in the process that plans: it takes seconds
     slots = assign_slots(boxes, given, found.hosts)     # node -> the entry that it is to come to; "": none
 
-A box counts as one engine, over all of its GPUs, and has as many nodes as it may host services. Rates and lengths are
-those that gateways tell; requests of the period are drawn from them, always alike.
+Services whose boxes are their own have phases there: where there is time, placements are tried with those, by
+simulation. A box counts as one engine, over all of its GPUs, and has as many nodes as it may host services. Rates and
+lengths are those that gateways tell; requests of the period are drawn from them, always alike.
 """
 
 from __future__ import annotations
@@ -13,20 +14,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..capacity import LinkView
 from ..costs.gpus import GpuSpec
 from ..costs.model_shape import ModelShape
 from ..demand import Demand
-from ..placement.replacement import is_worth_it
+from ..placement.replacement import DecidedPlacement, is_worth_it
 from ..placement.replay import PeriodReplay
 from ..placement.search import PlacementGoals, placement_cost, search_placement
 from ..placement.values import GpuGroup, Groups, Period, PlacementBox, PlacementProblem, PlacementService
 from .hosting import HostingBox
+
+if TYPE_CHECKING:
+    from ..placement.planned import Judge
+
+    MakeJudge = Callable[[PlacementProblem], Judge]
 
 MAX_DRAWN: Final = 2000
 """Requests that placements are judged by. More: finer, and slower by as much."""
@@ -88,31 +95,67 @@ class FoundSharing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to decide. `period_s`: the period looked back at, and for how long a placement is to serve."""
+    """Something to decide. `period_s`: the period looked back at, and for how long a placement is to serve. `links`:
+    between the boxes."""
 
     boxes: tuple[BoxToPlace, ...]
     services: tuple[ServiceToPlace, ...]
     period_s: float
+    links: tuple[LinkView, ...] = ()
 
-    def run(self, spent: Callable[[], bool]) -> FoundSharing:
-        """What is found until `spent()`. Raises PlacementError where the services have no room together."""
+    def run(self, spent: Callable[[], bool], make_judge: MakeJudge | None = None) -> FoundSharing:
+        """What is found until `spent()`. `make_judge`: by what placements are tried, where they are to be, and where
+        that has time; else a replay decides, without phases. Raises PlacementError where the services have no room
+        together."""
         problem, running = self._pose()
-        replay, goals = PeriodReplay(problem), PlacementGoals(serves_s=max(SERVES_S, self.period_s))
-        rng = np.random.default_rng(_SEED)
-        found = search_placement(replay, rng=rng, goals=goals, before=running, spent=spent).groups
-        running_cost = placement_cost(replay, running, goals)
-        found_cost = placement_cost(replay, found, goals, running)
-        moves = found != running and is_worth_it(running_cost, found_cost)
+        goals = PlacementGoals(serves_s=max(SERVES_S, self.period_s))
+        decided = None if make_judge is None else self._try(problem, running, goals, make_judge(problem), spent)
+        if decided is None:
+            decided = self._replay(problem, running, goals, spent)
+        moves = decided.groups != running and is_worth_it(decided.running_cost, decided.cost)
         names = [service.name for service in self.services]
         hosts: dict[str, tuple[str, ...]] = {box.id: () for box in self.boxes} if moves else {}
-        for group in found if moves else ():
+        for group in decided.groups if moves else ():
             hosts[self.boxes[group.box].id] = tuple(names[each] for each in group.services)
         return FoundSharing(
             hosts=hosts,
-            running=_finite(replay.judge(running).normalized),
-            expected=_finite(replay.judge(found if moves else running).normalized),
-            running_cost=running_cost,
-            found_cost=found_cost,
+            running=_finite(decided.running_normalized),
+            expected=_finite(decided.normalized if moves else decided.running_normalized),
+            running_cost=decided.running_cost,
+            found_cost=decided.cost,
+        )
+
+    def _try(
+        self,
+        problem: PlacementProblem,
+        running: Groups,
+        goals: PlacementGoals,
+        judge: Judge,
+        spent: Callable[[], bool],
+    ) -> DecidedPlacement | None:
+        from ..planning.upper.trials import TrialsOver  # the planner, that only the coordinator pays for
+        from .trying import try_placements  # likewise
+
+        rates = [
+            max(1.0 / self.period_s, sum(demand.requests_s for demand in busiest_of(service)))
+            for service in self.services
+        ]
+        try:
+            return try_placements(problem, rates, self.links, running, goals, judge=judge, spent=spent)
+        except TrialsOver:
+            return None
+
+    def _replay(
+        self, problem: PlacementProblem, running: Groups, goals: PlacementGoals, spent: Callable[[], bool]
+    ) -> DecidedPlacement:
+        replay, rng = PeriodReplay(problem), np.random.default_rng(_SEED)
+        found = search_placement(replay, rng=rng, goals=goals, before=running, spent=spent).groups
+        return DecidedPlacement(
+            groups=found,
+            cost=placement_cost(replay, found, goals, running),
+            normalized=replay.judge(found).normalized,
+            running_cost=placement_cost(replay, running, goals),
+            running_normalized=replay.judge(running).normalized,
         )
 
     def _pose(self) -> tuple[PlacementProblem, Groups]:
@@ -147,7 +190,7 @@ def draw_period(services: Sequence[ServiceToPlace], period_s: float, rng: np.ran
     asked = [
         (number, demand)
         for number, service in enumerate(services)
-        for demand in sorted(service.demands, key=lambda each: -each.requests_s)[:MAX_GATEWAYS]
+        for demand in busiest_of(service)
         if demand.requests_s > 0.0
     ]
     rate = sum(demand.requests_s for _, demand in asked)
@@ -162,6 +205,11 @@ def draw_period(services: Sequence[ServiceToPlace], period_s: float, rng: np.ran
     rows = rows[np.argsort(rows[:, 1], kind="stable")]
     whole = rows.astype(np.int64)
     return Period(service=whole[:, 0], arrival_s=rows[:, 1].copy(), prompt=whole[:, 2], output=whole[:, 3])
+
+
+def busiest_of(service: ServiceToPlace) -> list[Demand]:
+    """What the gateways that are asked most tell."""
+    return sorted(service.demands, key=lambda each: -each.requests_s)[:MAX_GATEWAYS]
 
 
 def _draw(number: int, demand: Demand, span_s: float, rng: np.random.Generator) -> NDArray[np.float64]:

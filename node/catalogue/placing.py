@@ -155,7 +155,9 @@ def find_task(
     left = tuple(service for name, service in services.items() if name in able)
     if len(left) < 2 or not any(demand.requests_s for service in left for demand in service.demands):
         return None
-    return SharingTask(boxes=tuple(boxes), services=left, period_s=period_s)
+    ids = {box.id for box in boxes}
+    links = tuple(link for link in view.links() if link.source in ids and link.target in ids)
+    return SharingTask(boxes=tuple(boxes), services=left, period_s=period_s, links=links)
 
 
 def _box_to_place(

@@ -63,7 +63,9 @@ class Planner:
 
     async def place(self, task: SharingTask) -> FoundSharing | None:
         """As `SharingTask.run`, likewise."""
-        return (await self._answer(PlannerTask(sharing=task, search_s=self._tuning.planning_s))).sharing
+        tuning = self._tuning
+        asked = PlannerTask(sharing=task, search_s=tuning.planning_s, trials_s=tuning.trials_s)
+        return (await self._answer(asked)).sharing
 
     async def _answer(self, task: PlannerTask) -> PlannerAnswer:
         asked = msgspec.msgpack.encode(task)

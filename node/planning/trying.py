@@ -15,8 +15,12 @@ from types import FrameType
 from typing import Final, final
 
 from ...bootstrap.settings import NetworkSettings
+from ...coordinator.placement.planned import Judge, Placement
+from ...coordinator.placement.replay import Judged
+from ...coordinator.placement.values import PlacementProblem
 from ...coordinator.planning.model.problem import Problem, Proposal
 from ...coordinator.planning.upper.trials import PlanTrial, TrialOutcome, TrialsOver
+from ...sims.placement.judging import SimulatedPlacements
 from ...sims.records import TraceError
 from ...sims.results.trials import AS_NETWORK, SimulatedTrial
 from ...sims.scenario import SimSettings, WorldError
@@ -37,26 +41,16 @@ LOADS: Final = (1.0, 1.3, 1.7)
 
 
 @final
-class LimitedTrial:
-    """A trial that ends with TrialsOver once it has used up `limit_s` seconds of a core. For the main thread of a
-    process that has no other use for SIGVTALRM."""
+class CoreTime:
+    """So many seconds of a core, after which what uses them ends with TrialsOver. For the main thread of a process that
+    has no other use for SIGVTALRM."""
 
-    def __init__(self, trial: PlanTrial, limit_s: float) -> None:
-        self._trial = trial
+    def __init__(self, limit_s: float) -> None:
         self._left_s = limit_s
 
-    def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
-        """See `PlanTrial`."""
-        with self._limit():
-            return self._trial(proposals)
-
-    def carries(self, proposals: Sequence[Proposal], factor: float) -> bool:
-        """See `PlanTrial`."""
-        with self._limit():
-            return self._trial.carries(proposals, factor)
-
     @contextmanager
-    def _limit(self) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
+        """For what is done meanwhile."""
         if self._left_s <= 0.0:
             raise TrialsOver
         began = time.process_time()
@@ -70,6 +64,25 @@ class LimitedTrial:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
             signal.signal(signal.SIGVTALRM, before)
             self._left_s -= time.process_time() - began
+
+
+@final
+class LimitedTrial:
+    """A trial that ends with TrialsOver once it has used up `limit_s` seconds of a core (see `CoreTime`)."""
+
+    def __init__(self, trial: PlanTrial, limit_s: float) -> None:
+        self._trial = trial
+        self._time = CoreTime(limit_s)
+
+    def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
+        """See `PlanTrial`."""
+        with self._time.use():
+            return self._trial(proposals)
+
+    def carries(self, proposals: Sequence[Proposal], factor: float) -> bool:
+        """See `PlanTrial`."""
+        with self._time.use():
+            return self._trial.carries(proposals, factor)
 
 
 def _end_trials(number: int, frame: FrameType | None) -> None:
@@ -107,6 +120,22 @@ def trials_within(limit_s: float) -> Callable[[Problem], LimitedTrial]:
             settings=settings_of_network([box.id for box in problem.cluster.boxes]),
         )  # fmt: skip
         return LimitedTrial(LoadTrial(runs), limit_s)
+
+    return make
+
+
+def judges_within(limit_s: float) -> Callable[[PlacementProblem], Judge]:
+    """Makes who judges placements of a problem. All together take so many seconds of a core at most, and end with
+    TrialsOver."""
+
+    def make(problem: PlacementProblem) -> Judge:
+        simulated, core = SimulatedPlacements(problem), CoreTime(limit_s)
+
+        def judge(placement: Placement) -> Judged:
+            with core.use():
+                return simulated(placement)
+
+        return judge
 
     return make
 

@@ -74,7 +74,11 @@ def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
 
     try:
         if asked.sharing is not None:
-            return PlannerAnswer(sharing=asked.sharing.run(is_spent))
+            if not asked.trials_s:
+                return PlannerAnswer(sharing=asked.sharing.run(is_spent))
+            from .trying import judges_within  # the simulator with it
+
+            return PlannerAnswer(sharing=asked.sharing.run(is_spent, judges_within(asked.trials_s)))
         assert asked.task is not None, "something is to be planned"
         if asked.seeks_groups:
             return PlannerAnswer(proposal=asked.task.propose(is_spent))

@@ -101,7 +101,8 @@ def _place(arguments: SimpleNamespace, problem: Problem, replay: PeriodReplay, s
     if arguments.placement == "seallm":
         placement = Placement(place_seallm(replay))
         judged = judge(placement)
-        return ChosenPlacement(placement, judged, {"seallm": judged_cost(judged, goals)})
+        cost = judged_cost(judged, goals)
+        return ChosenPlacement(placement, cost, judged, {"seallm": cost})
     until = started + (arguments.budget_s or inf)
     return choose_placement(
         problem, replay, judge=judge, rng=np.random.default_rng(arguments.seed), goals=goals,

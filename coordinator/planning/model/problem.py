@@ -74,13 +74,15 @@ def split_components(groups: Iterable[Group]) -> list[Component]:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
     """What to plan. `pinned`: boxes only for groups of that phase; `excluded`: not used;
-    `price_weight`: objective lost per dollar per hour, 0 ignores money."""
+    `price_weight`: objective lost per dollar per hour, 0 ignores money. `within_boxes`: no group has
+    GPUs of two boxes."""
 
     cluster: Cluster
     services: tuple[Service, ...]
     pinned: dict[str, Phase]
     excluded: frozenset[str] = frozenset()
     price_weight: float = 0.0
+    within_boxes: bool = False
 
 
 class Score(NamedTuple):

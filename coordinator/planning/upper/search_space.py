@@ -100,6 +100,8 @@ class SearchSpace:
 
     def can_hold(self, slices: tuple[Slice, ...], service: int) -> bool:
         """Whether a group of these can be."""
+        if self.problem.within_boxes and len(slices) > 1:
+            return False
         return bool(slices and self.phases_of(slices) and self.evaluator.can_hold(slices, service))
 
     def idle_gpus(self, solution: Solution) -> dict[int, int]:

@@ -152,6 +152,17 @@ def test_what_a_box_keeps_is_in_every_placement() -> None:
             assert 0 not in {group.box for group in placement.planned.engines(placed)}
 
 
+def test_plans_keep_to_what_boxes_take_and_have_disk_for() -> None:
+    size = problem(TWO).services[1].model.weight_bytes
+    small = problem(TWO, boxes=[box(0, disk_bytes=0.9 * size), box(1, able=frozenset({1}))])
+    found, seen = chosen_by(small, lambda each: 1.0 if each.planned is None else 0.1)
+    for placement in seen:
+        for group in placement.engines(small):
+            assert small.boxes[group.box].takes(group.services)
+            assert small.fits_disk(group.box, group.services)
+    assert WITHIN_BOXES in found.tried
+
+
 def test_one_placement_is_enough_when_time_is_up() -> None:
     placed = problem(TWO)
     found, _ = chosen_by(placed, lambda _: 1.0, spent=lambda: True)

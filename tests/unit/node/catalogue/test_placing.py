@@ -15,10 +15,11 @@ from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.services.assigner import FAILURES, Assigner
 from p2pserve.coordinator.services.hosting import HostedModel, HostingOffer
 from p2pserve.coordinator.services.replacing import SharingTask
+from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node.catalogue import placing
 from p2pserve.node.catalogue.hosts import find_hosts
 from p2pserve.node.catalogue.placing import SharingDesk, find_demands, find_task
-from p2pserve.node.messages import Advert, EngineAdvert
+from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
 from p2pserve.node.settings import WAN
 from p2pserve.node.view import NetworkView
 
@@ -75,6 +76,15 @@ def test_boxes_services_and_requests_are_those_that_members_tell_of() -> None:
         ("a", 1, ("chat",), ("chat",), 0),
     ]
     assert {service.name: service.demands for service in found.services} == {"chat": (ASKED,), "code": ()}
+
+
+def test_links_between_boxes_are_as_their_nodes_have_measured_them() -> None:
+    view = network(**{name: node("p", "q") for name in "pq"}, a=asking())
+    figures = LinkFigures(rtt_s=0.05, one_stream_gbps=1.0, capacity_gbps=3.0)
+    view.links_told = {PeerId(name): LinkTable(links={PeerId("a"): figures}) for name in "pq"}
+    found = task_of(view, p="chat", q="code")
+    assert found is not None
+    assert [(link.source, link.target, link.rtt_s, link.gbps) for link in found.links] == [("p", "a", 0.05, 3.0)]
 
 
 def test_nodes_that_a_box_was_started_with_are_one_engine_that_stays() -> None:

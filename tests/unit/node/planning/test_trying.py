@@ -7,11 +7,15 @@ import msgspec
 import pytest
 
 from p2pserve.coordinator import Demand
+from p2pserve.coordinator.costs.gpus import gpu_table
+from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.planning.model.problem import Proposal
 from p2pserve.coordinator.planning.upper.trials import TrialOutcome, TrialsOver
+from p2pserve.coordinator.services.replacing import BoxToPlace, ServiceToPlace, SharingTask
 from p2pserve.node.planning.coordination import TRY_S, PlanningTask
 from p2pserve.node.planning.services import Coordinator
 from p2pserve.node.planning.trying import LimitedTrial, trials_within
+from p2pserve.node.planning.worker import PlannerTask, answer
 from p2pserve.node.view import NetworkView
 from p2pserve.sims.records import TraceError
 
@@ -131,3 +135,27 @@ def test_figures_that_the_simulator_refuses_end_the_trials() -> None:
             LimitedTrial(Endless(error), 1.0)(())
     with pytest.raises(ZeroDivisionError):
         LimitedTrial(Endless(ZeroDivisionError()), 1.0)(())
+
+
+def test_placements_are_tried_in_the_time_there_is_and_else_replayed() -> None:
+    boxes = tuple(
+        BoxToPlace(id=name, card=gpu_table().find("A40"), most=2, able=("chat", "code"), hosts=("chat", "code"))
+        for name in "abcd"
+    )
+    services = tuple(
+        ServiceToPlace(
+            name=name, shape=model_shape("llama-7b"),
+            demands=(Demand(requests_s=8.0, arrival_cv=1.0, lengths=((900, 60),)),),
+        )
+        for name in ("chat", "code")
+    )  # fmt: skip
+    task = SharingTask(boxes=boxes, services=services, period_s=30.0)
+    tried = answer(PlannerTask(sharing=task, search_s=30.0, trials_s=60.0), lambda: False).sharing
+    replayed = answer(PlannerTask(sharing=task, search_s=30.0), lambda: False).sharing
+    hasty = answer(PlannerTask(sharing=task, search_s=30.0, trials_s=1e-3), lambda: False).sharing
+    assert tried is not None
+    assert replayed is not None
+    assert hasty == replayed == task.run(lambda: False)
+    assert tried.running_cost != replayed.running_cost
+    assert tried.expected <= tried.running
+    assert tried.running == pytest.approx(replayed.running, rel=0.5)

@@ -178,6 +178,15 @@ def test_three_a6000_and_a_3090_ti_that_hold_llama3_70b_as_one_replica_alone_get
     assert (group.phase, sum(gpus for _, gpus in group.slices)) == (Phase.MIXED, 4)
 
 
+def test_groups_stay_within_boxes_where_they_have_to() -> None:
+    asked = problem(packaged_cluster("thunderserve-cloud-16", Specs.MEASURED), "llama-30b", 2.0)
+    assert any(len(group.slices) > 1 for solution in found(asked).evaluated for group in solution)
+    result = found(replace(asked, within_boxes=True))
+    assert all(len(group.slices) == 1 for solution in result.evaluated for group in solution)
+    with pytest.raises(NoPlan, match="does not hold opt-66b"):
+        found(replace(problem(small("two kinds", 20.0), "opt-66b", 1.0), within_boxes=True))
+
+
 def test_what_cannot_be_held_is_refused() -> None:
     with pytest.raises(NoPlan, match="the cluster does not hold llama2-70b"):
         found(problem(small("two kinds", 1.0), "llama2-70b", 1.0))
