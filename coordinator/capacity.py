@@ -181,3 +181,11 @@ class KvCodec(NamedTuple):
     name: str
     bits: float
     """Per element on the wire, all overhead included, as measured at heads of 128."""
+
+
+class KvNetwork(msgspec.Struct, frozen=True, kw_only=True):
+    """What KV travels over, and how: `links` between boxes, and the codec with its bits per element."""
+
+    links: tuple[LinkView, ...] = ()
+    codec: str = "kv4"
+    kv_bits: float = 4.5

@@ -15,7 +15,8 @@ by whoever can `judge` both (by a simulation of the engines: this room knows non
                             they have where all are planned, while the others are searched for on what is left
 
 A service that no box holds alone can only be planned. Boxes that keep what they have (`PlacementBox.held`), and their
-services, have no part in plans.
+services, have no part in plans. The planner is not told what boxes take (`PlacementBox.able`), nor of their disks: what
+it makes against these is left out.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ..planning.rescheduling import without_boxes
 from ..planning.upper.scorer import never
 from ..planning.upper.search import search
 from ..planning.upper.search_space import make_solution
+from ..planning.upper.trials import TrialsOver
 from .replay import Judged, PeriodReplay
 from .search import PlacementGoals, judged_cost, search_placement, with_boxes_and_loading
 from .values import GpuGroup, Groups, PlacementError, PlacementProblem, describe_group
@@ -104,13 +106,13 @@ def choose_placement(
     rng: np.random.Generator,
     goals: PlacementGoals | None = None,
     before: Groups = (),
-    judges_starts: bool = True,
+    within: Groups = (),
     spent: Callable[[], bool] = never,
 ) -> ChosenPlacement:
     """See the module. `problem`: the same boxes, and the same services in the same order, as the planner has them.
-    `before`: what is there now. `judges_starts`: what the search begins with is judged, too; else the replay chooses
-    among those and what it finds. `spent`: no time is left, and what has been found is enough. Raises PlacementError
-    where the services have no room together."""
+    `before`: what is there now. `within`: what a search has found already; else it is made here, and what it begins
+    with is judged, too. `spent`: no time is left, and what has been found is enough. Raises PlacementError where the
+    services have no room together, and TrialsOver where nothing could be judged."""
     aims = goals or PlacementGoals()
     tried: dict[str, tuple[float, Placement, Judged]] = {}
 
@@ -120,16 +122,20 @@ def choose_placement(
     def try_groups(groups: Groups) -> float:
         return cost_of(Placement(groups))[0]
 
-    within, fault = None, ""
-    try:
-        within = search_placement(
-            replay, rng=rng, goals=aims, before=before, spent=spent, trial=try_groups if judges_starts else None
-        ).groups
-    except PlacementError as error:
-        fault = str(error)
+    fault = ""
+    if not within:
+        try:
+            within = search_placement(replay, rng=rng, goals=aims, before=before, spent=spent, trial=try_groups).groups
+        except PlacementError as error:
+            fault = str(error)
     planning = _Planning(problem, replay, rng, aims, spent)
     for name, placement in planning.make_all(within):
-        cost, judged = cost_of(placement)
+        try:
+            cost, judged = cost_of(placement)
+        except TrialsOver:
+            if not tried:
+                raise
+            break
         tried[name] = cost, placement, judged
         if spent():
             break
@@ -148,10 +154,12 @@ def judge_running(
     judge: Judge,
     rng: np.random.Generator,
     goals: PlacementGoals,
+    spent: Callable[[], bool] = never,
 ) -> tuple[float, Judged]:
     """What engines within boxes cost that run now, and what becomes of the requests; where that is better, with phases
-    for the services that share nothing, each on the boxes that it has."""
-    planned = _Planning(problem, replay, rng, goals, never).plan_as_hosted(running)
+    for the services that share nothing, each on the boxes that it has. Raises TrialsOver where there is no time for
+    these: without them other placements would look better than they are."""
+    planned = _Planning(problem, replay, rng, goals, spent).plan_as_hosted(running)
     placements = [Placement(running), *([] if planned is None else [planned])]
     return min((_cost_of(each, judge, replay.problem, goals) for each in placements), key=lambda found: found[0])
 
@@ -186,15 +194,15 @@ class _Planning:
         self._free = frozenset(range(len(boxes))) - {group.box for group in self._kept}
         self._services = frozenset(range(len(self._placed.services))) - kept
 
-    def make_all(self, within: Groups | None) -> Iterator[tuple[str, Placement]]:
-        """By name, `within` boxes first (None: that cannot be). Those that cannot be are left out."""
-        if within is not None:
+    def make_all(self, within: Groups) -> Iterator[tuple[str, Placement]]:
+        """By name, `within` boxes first (empty: that cannot be). Those that cannot be are left out."""
+        if within:
             yield WITHIN_BOXES, Placement(within)
-        alone, _ = self._find_alone(within or ())
-        everything = self._plan(self._services, self._free, within if alone == self._services else None)
+        alone, _ = self._find_alone(within)
+        everything = self._plan(self._services, self._free, within if alone == self._services else ())
         if everything is not None:
             yield ALL_PLANNED, Placement(self._kept, everything)
-        beside = None if within is None or alone == self._services else self.plan_alone(within)
+        beside = self.plan_alone(within) if within and alone != self._services else None
         if beside is not None:
             yield self._name(alone), beside
         beyond = {} if everything is None else self._find_beyond_boxes(everything)
@@ -213,17 +221,26 @@ class _Planning:
         return Placement(tuple(group for group in within if alone.isdisjoint(group.services)), planned)
 
     def plan_as_hosted(self, running: Groups) -> Placement | None:
-        """These engines, with plans for each of the services that share nothing, on the boxes that it has."""
+        """These engines, with plans for each of the services that share nothing, on the boxes that it has. None: there
+        are no such services, or two of them are on one box."""
         alone, _ = self._find_alone(running)
         boxes = {each: frozenset(group.box for group in running if each in group.services) for each in sorted(alone)}
-        parts = [self._plan(frozenset({each}), some, running) for each, some in boxes.items() if some]
-        found = [part for part in parts if part is not None]
-        if not found or len(found) < len(parts):
+        if sum(map(len, boxes.values())) > len(frozenset[int]().union(*boxes.values())):
+            return None
+        found = []
+        for each, some in boxes.items():
+            if self._spent():
+                raise TrialsOver
+            part = self._plan(frozenset({each}), some, running) if some else None
+            if part is not None:
+                found.append(part)
+        if not found:
             return None
         services = frozenset(each for part in found for each in part.services)
+        theirs = frozenset(box for each in services for box in boxes[each])
         planned = PlannedServices(
             services=tuple(sorted(services)),
-            problem=self._pose(services, frozenset().union(*boxes.values())),
+            problem=self._pose(services, theirs),
             proposals=tuple(proposal for part in found for proposal in part.proposals),
         )
         return Placement(tuple(group for group in running if services.isdisjoint(group.services)), planned)
@@ -231,9 +248,7 @@ class _Planning:
     def _name(self, services: frozenset[int]) -> str:
         return f"{', '.join(self._placed.services[each].name for each in sorted(services))} planned"
 
-    def _plan(
-        self, services: frozenset[int], boxes: frozenset[int], start: Groups | None = None
-    ) -> PlannedServices | None:
+    def _plan(self, services: frozenset[int], boxes: frozenset[int], start: Groups = ()) -> PlannedServices | None:
         """These services on these boxes, by the planner; it may begin at groups of one service each. None: it finds
         nothing that may be."""
         if not services or not boxes:
@@ -242,7 +257,7 @@ class _Planning:
         places = {each: problem.cluster.index(self._placed.boxes[each].id) for each in boxes}
         running = make_solution(
             Group((Slice(places[group.box], group.tp),), Phase.MIXED, order.index(group.services[0]))
-            for group in start or ()
+            for group in start
             if group.box in boxes and services.issuperset(group.services) and len(group.services) == 1
         )
         evaluator = LowerLevel(problem)

@@ -93,6 +93,11 @@ def with_boxes_and_loading(
     return cost
 
 
+def is_short(judged: Judged, goals: PlacementGoals) -> bool:
+    """Whether requests are not served, or a service has fewer in time than it is to have."""
+    return not judged.is_complete or bool((judged.by_service < goals.attainment).any())
+
+
 def judged_cost(judged: Judged, goals: PlacementGoals) -> float:
     """Without boxes and loading."""
     normalized = judged.normalized if not judged.unserved.all() else 0.0

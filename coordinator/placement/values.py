@@ -29,7 +29,7 @@ from ..sharing.service_profile import lone_execution_s
 
 MAX_TP: Final = 8
 BEYOND_A_BOX: Final = (2, 4, 8, 16, 32, 64, 128)
-"""GPUs that a request of a service is timed on which no box holds alone."""
+"""A service that no box holds is timed alone on the fewest of these GPUs that would hold it."""
 
 SHARED_BY: Final = 2
 """Services of an engine at most: SeaLLM's section 6.1."""

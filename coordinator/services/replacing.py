@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..capacity import LinkView
+from ..capacity import KvNetwork
 from ..costs.gpus import GpuSpec
 from ..costs.model_shape import ModelShape
 from ..demand import Demand
 from ..placement.replacement import DecidedPlacement, is_worth_it
 from ..placement.replay import PeriodReplay
-from ..placement.search import PlacementGoals, placement_cost, search_placement
+from ..placement.search import PlacementGoals, is_short, placement_cost, search_placement
 from ..placement.values import GpuGroup, Groups, Period, PlacementBox, PlacementProblem, PlacementService
 from .hosting import HostingBox
 
@@ -53,6 +53,9 @@ UNKNOWN_LENGTHS: Final = (1024, 128)
 
 SERVES_S: Final = 600.0
 """For so long at least a placement is to serve. Shorter: what is loaded for it costs more beside what it gains."""
+
+MOST_TRIED: Final = 256
+"""Boxes times services, of which placements are tried: the planner takes seconds for 32 boxes and eight services."""
 
 _SEED: Final = 0
 _STEADIEST, _WILDEST = 0.1, 8.0  # coefficients of variation of gaps that are drawn
@@ -85,34 +88,39 @@ class ServiceToPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 class FoundSharing(msgspec.Struct, frozen=True, kw_only=True):
     """`hosts`: by box what it is to host; empty: services stay where they are. `running`: normalized latency of what
-    runs now under the requests of the period, `expected` of what is to run, and what both cost."""
+    runs now under the requests of the period, `expected` of what is to run, and what both cost. `is_tried`: these are
+    of a simulation, not of a replay."""
 
     hosts: dict[str, tuple[str, ...]]
     running: float
     expected: float
     running_cost: float
     found_cost: float
+    is_tried: bool = False
 
 
 class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Something to decide. `period_s`: the period looked back at, and for how long a placement is to serve. `links`:
+    """Something to decide. `period_s`: the period looked back at, and for how long a placement is to serve. `network`:
     between the boxes."""
 
     boxes: tuple[BoxToPlace, ...]
     services: tuple[ServiceToPlace, ...]
     period_s: float
-    links: tuple[LinkView, ...] = ()
+    network: KvNetwork = KvNetwork()
 
     def run(self, spent: Callable[[], bool], make_judge: MakeJudge | None = None) -> FoundSharing:
-        """What is found until `spent()`. `make_judge`: by what placements are tried, where they are to be, and where
-        that has time; else a replay decides, without phases. Raises PlacementError where the services have no room
+        """What is found until `spent()`. `make_judge`: by what placements are tried; without it, and for more than
+        MOST_TRIED, a replay decides, which knows no phases. Where there was no time to try, services move by the replay
+        only if what runs is short: it would undo what was tried. Raises PlacementError where the services have no room
         together."""
         problem, running = self._pose()
         goals = PlacementGoals(serves_s=max(SERVES_S, self.period_s))
-        decided = None if make_judge is None else self._try(problem, running, goals, make_judge(problem), spent)
-        if decided is None:
-            decided = self._replay(problem, running, goals, spent)
+        decided = self._replay(problem, running, goals, spent)
+        are_to_be_tried = make_judge is not None and len(self.boxes) * len(self.services) <= MOST_TRIED
+        if make_judge is not None and are_to_be_tried and not spent():
+            decided = self._try(problem, running, decided, goals, make_judge(problem), spent)
         moves = decided.groups != running and is_worth_it(decided.running_cost, decided.cost)
+        moves = moves and (decided.is_tried or decided.is_short or not are_to_be_tried)
         names = [service.name for service in self.services]
         hosts: dict[str, tuple[str, ...]] = {box.id: () for box in self.boxes} if moves else {}
         for group in decided.groups if moves else ():
@@ -123,16 +131,18 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
             expected=_finite(decided.normalized if moves else decided.running_normalized),
             running_cost=decided.running_cost,
             found_cost=decided.cost,
+            is_tried=decided.is_tried,
         )
 
     def _try(
         self,
         problem: PlacementProblem,
         running: Groups,
+        replayed: DecidedPlacement,
         goals: PlacementGoals,
         judge: Judge,
         spent: Callable[[], bool],
-    ) -> DecidedPlacement | None:
+    ) -> DecidedPlacement:
         from ..planning.upper.trials import TrialsOver  # the planner, that only the coordinator pays for
         from .trying import try_placements  # likewise
 
@@ -141,9 +151,11 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
             for service in self.services
         ]
         try:
-            return try_placements(problem, rates, self.links, running, goals, judge=judge, spent=spent)
-        except TrialsOver:
-            return None
+            return try_placements(
+                problem, rates, self.network, running, replayed.groups, goals, judge=judge, spent=spent
+            )
+        except (TrialsOver, ValueError, ArithmeticError):  # by what somebody tells; the replay can do with it
+            return replayed
 
     def _replay(
         self, problem: PlacementProblem, running: Groups, goals: PlacementGoals, spent: Callable[[], bool]
@@ -156,6 +168,8 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
             normalized=replay.judge(found).normalized,
             running_cost=placement_cost(replay, running, goals),
             running_normalized=replay.judge(running).normalized,
+            is_tried=False,
+            is_short=is_short(replay.judge(running), goals),
         )
 
     def _pose(self) -> tuple[PlacementProblem, Groups]:

@@ -13,6 +13,7 @@ import trio
 
 from ...bootstrap import PeerId
 from ...coordinator import Demand, PlanError
+from ...coordinator.capacity import KvNetwork
 from ...coordinator.costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from ...coordinator.costs.model_shape import ModelShape
 from ...coordinator.names import name_of
@@ -27,6 +28,7 @@ from ...coordinator.services.replacing import (
     SharingTask,
     assign_slots,
 )
+from ...kernels.codecs import codec_named
 from ..adverts import find_beside
 from ..joined import Joined
 from ..messages import Advert
@@ -47,6 +49,7 @@ class SharingDesk:
         self._joined = joined
         self._led_since = -1.0
         self._is_moving = False
+        self._was_tried = False
         self._pace = ReplacementPace(now=0.0)
         self._told: dict[str, tuple[float, tuple[Demand, ...]]] = {}  # by entry, when and what gateways told last
         self._stuck: dict[str, str] = {}  # nodes without which services are placed
@@ -72,7 +75,8 @@ class SharingDesk:
         self._leave_out(assigner.find_stuck(now))
         hosts = self._find_hosts()
         told = {name: demands for name, (at, demands) in self._told.items() if now - at <= TOLD_S}
-        task = find_task(view, hosts, assigner.given(), told, self._pace.interval_s)
+        codec = self._joined.settings.codec
+        task = find_task(view, hosts, assigner.given(), told, self._pace.interval_s, codec)
         if task is None:
             if not any(host.beside for host in hosts):  # the last box that may host several has left
                 assigner.place({}, now)
@@ -85,10 +89,13 @@ class SharingDesk:
             except (PlanError, PlannerFailed) as error:
                 why = str(error)
         now = trio.current_time()
-        self._pace.note(found.running if found is not None else None, now)
+        # What was expected by a simulation is not held against a replay.
+        is_alike = found is not None and found.is_tried == self._was_tried
+        self._pace.note(found.running if found is not None and is_alike else None, now)
         if found is None:
             self._joined.say(f"services stay where they are: {why}")
             return
+        self._was_tried = found.is_tried
         self._pace.expect(found.expected)
         if found.hosts:
             assigner.place(assign_slots(self._find_hosts(), assigner.given(), found.hosts), now)
@@ -126,9 +133,11 @@ def find_task(
     given: Mapping[str, str],
     told: Mapping[str, tuple[Demand, ...]],
     period_s: float,
+    codec: str,
 ) -> SharingTask | None:
-    """What is to be decided, where gateways have `told` this of entries (see `find_demands`); None where there is no
-    choice: nobody asks for anything, no box may host several services, or there is but one to host."""
+    """What is to be decided, where gateways have `told` this of entries (see `find_demands`), and KV travels in this
+    codec; None where there is no choice: nobody asks for anything, no box may host several services, or there is but
+    one to host."""
     nodes: defaultdict[str, list[HostingBox]] = defaultdict(list)
     for host in hosts:
         nodes[host.machine].append(host)
@@ -150,14 +159,16 @@ def find_task(
         for machine, own in sorted(nodes.items())
         if (box := _box_to_place(machine, own, given, view.adverts, services)) is not None
     ]
-    boxes += _find_pinned(view, services)
+    here = {box.id for box in boxes}
+    boxes += [box for box in _find_pinned(view, services) if box.id not in here]
     able = {name for box in boxes for name in box.able}
     left = tuple(service for name, service in services.items() if name in able)
     if len(left) < 2 or not any(demand.requests_s for service in left for demand in service.demands):
         return None
     ids = {box.id for box in boxes}
     links = tuple(link for link in view.links() if link.source in ids and link.target in ids)
-    return SharingTask(boxes=tuple(boxes), services=left, period_s=period_s, links=links)
+    network = KvNetwork(links=links, codec=codec, kv_bits=codec_named(codec).bits)
+    return SharingTask(boxes=tuple(boxes), services=left, period_s=period_s, network=network)
 
 
 def _box_to_place(

@@ -129,7 +129,8 @@ def judges_within(limit_s: float) -> Callable[[PlacementProblem], Judge]:
     TrialsOver."""
 
     def make(problem: PlacementProblem) -> Judge:
-        simulated, core = SimulatedPlacements(problem), CoreTime(limit_s)
+        settings = replace(AS_NETWORK, kv_wait_limit=WaitLimitSettings().gain)
+        simulated, core = SimulatedPlacements(problem, settings), CoreTime(limit_s)
 
         def judge(placement: Placement) -> Judged:
             with core.use():

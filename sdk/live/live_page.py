@@ -247,8 +247,11 @@ is*). The first fifth of the requests fills the network and does not count.
 Of the plan that the network made and followed, *estimated* is what the formulas say that plans are searched by, and
 *expected* what `plan --live` says: 1,000 simulated requests to boxes as their nodes describe them. *Simulated long* is
 that plan with {steady:,} other requests and the boxes as they are. Of more requests than the plan is expected to carry
-in time, both count those beyond as missed. All three take all links for as fast as the median of those that nodes
-measured, since all of them share this machine. *Live* is what a client saw.
+in time, both count those beyond as missed.
+
+All three take all links for as fast as the median of those that nodes measured, since all of them share this machine.
+Round trips count as shorter where lone requests before the run took less: nodes' pings wait for a core. *Live* is what
+a client saw.
 
 *Simulated* is the live run's own requests with its plans as they changed, links as nodes measured them, on average over
 {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a request goes to hangs on

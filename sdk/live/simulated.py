@@ -101,21 +101,30 @@ class SimulatedNetwork:
         seen_s = self.client_s + CLIENT_MESSAGES * self.message_s  # later by what lies between client and gateway
         return Outcomes(trace=trace, ttft_s=found.ttft_s + seen_s, e2e_s=found.e2e_s + seen_s)
 
-    def message_seconds(self, lone: Sequence[LoneRequest]) -> float:
-        """What messages took in lone requests, beside steps and links: median of what is left of their first tokens'
-        time, over the messages on the way to them."""
-        left = []
-        for request in lone:
-            prefill, gateway = request.prefill or request.decode, self.gateways
-            gpus, layers = self.cluster.boxes[self.cluster.index(prefill)].gpus, self.service.model.layers
-            stage = Stage(peer=prefill, tp=gpus, first_layer=0, last_layer=layers)
-            replica = Replica(id=prefill, phase=Phase.MIXED, stages=(stage,))
-            times = roofline_model(self.cluster, self.service, replica).times
-            step_s = times.prefill_s(request.prompt, request.prompt * (request.prompt + 1) / 2)
-            ends = [prefill] if request.prefill in (None, request.decode) else [request.decode, prefill]
-            links_s = sum(self._rtt_s(gateway[0] if gateway else None, end) for end in ends) + self.client_s
-            left.append((request.ttft_s - step_s - links_s) / (CLIENT_MESSAGES + 2 * len(ends)))
-        return max(0.0, median(left)) if left else 0.0
+    def calibrated(self, lone: Sequence[LoneRequest]) -> SimulatedNetwork:
+        """With messages that take as long as those of lone requests: longer than the links in the processes at their
+        ends; or with shorter links, where nodes measured those while their processes waited for a core."""
+        parts = [self._beside_step(request) for request in lone]
+        message_s = median((seconds - links_s) / messages for seconds, links_s, messages in parts) if parts else 0.0
+        if message_s >= 0.0:
+            return replace(self, message_s=message_s)
+        shares = [max(0.0, seconds) / links_s for seconds, links_s, _ in parts if links_s]
+        share = min(1.0, median(shares)) if shares else 1.0
+        cluster = replace(self.cluster, rtt_s=self.cluster.rtt_s * share)
+        return replace(self, cluster=cluster, client_s=self.client_s * share)
+
+    def _beside_step(self, request: LoneRequest) -> tuple[float, float, int]:
+        """What the first token of a lone request took beside its step, seconds; what of that the links are to take; and
+        the messages on the way to it."""
+        prefill, gateway = request.prefill or request.decode, self.gateways
+        gpus, layers = self.cluster.boxes[self.cluster.index(prefill)].gpus, self.service.model.layers
+        stage = Stage(peer=prefill, tp=gpus, first_layer=0, last_layer=layers)
+        replica = Replica(id=prefill, phase=Phase.MIXED, stages=(stage,))
+        times = roofline_model(self.cluster, self.service, replica).times
+        step_s = times.prefill_s(request.prompt, request.prompt * (request.prompt + 1) / 2)
+        ends = [prefill] if request.prefill in (None, request.decode) else [request.decode, prefill]
+        links_s = sum(self._rtt_s(gateway[0] if gateway else None, end) for end in ends) + self.client_s
+        return request.ttft_s - step_s, links_s, CLIENT_MESSAGES + 2 * len(ends)
 
     def _rtt_s(self, one: str | None, other: str) -> float:
         """Between two nodes; from None, the client's gateway, which may be any."""
@@ -136,7 +145,7 @@ def simulated_network(settings: LiveSettings, live: LiveRun, service: Service) -
         gateways=(live.numbers[GATEWAY],) if is_emulated else live.gateways[:1],
         client_s=NEAR.rtt_ms / 1e3 if is_emulated else float(cluster.rtt_s[0, -1]),
     )
-    return replace(found, message_s=found.message_seconds(live.lone))
+    return found.calibrated(live.lone)
 
 
 def cluster_of(status: Status, numbers: Mapping[int, str], settings: LiveSettings) -> Cluster:

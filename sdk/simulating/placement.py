@@ -35,6 +35,8 @@ def run_placement(arguments: SimpleNamespace) -> int:
     """Search, and print the placement. Returns the exit code."""
     if arguments.services is None:
         raise UsageError("placement: it is about several services: give --services FILE")
+    if arguments.pin:
+        raise UsageError("pin: engines within boxes do both phases; leave it out beside --placement")
     problem, started = problem_of(arguments), time.monotonic()
     try:
         placed = placement_problem(problem, arguments.seed)

@@ -18,7 +18,7 @@ from ...coordinator.placement.values import PlacementProblem
 from ...coordinator.sharing.orders import DOUBLING_BUDGET
 from ..records import Outcomes, Trace
 from ..results.trials import AS_NETWORK
-from ..scenario import ServiceRun
+from ..scenario import ServiceRun, SimSettings
 from ..world import simulate
 from .fleet import Fleet, host_group
 from .routing import GatewayRouting
@@ -30,8 +30,9 @@ LENGTHS: Final = "of the period"
 class SimulatedPlacements:
     """See the module."""
 
-    def __init__(self, problem: PlacementProblem) -> None:
+    def __init__(self, problem: PlacementProblem, settings: SimSettings = AS_NETWORK) -> None:
         self._problem = problem
+        self._settings = settings  # of what is planned
         self._rows = {
             number: np.flatnonzero(problem.period.service == number) for number in range(len(problem.services))
         }
@@ -46,14 +47,14 @@ class SimulatedPlacements:
         }  # fmt: skip
 
     def __call__(self, placement: Placement) -> Judged:
-        """What becomes of the requests."""
+        """What becomes of the requests. Engines that have no room for their services serve nobody."""
         planned = placement.planned
         found: dict[int, Outcomes] = {} if planned is None else self._serve_planned(planned)
         fleet = Fleet(
             {number: trace for number, trace in self._traces.items() if number not in found}, GatewayRouting()
         )
         for number, group in enumerate(placement.groups):
-            if group.services:
+            if group.services and self._problem.can_host(*group):
                 fleet.add(number, host_group(self._problem, group, DOUBLING_BUDGET))
         return self._judge(found | fleet.run())
 
@@ -68,7 +69,7 @@ class SimulatedPlacements:
         ]
         if not asked:
             return {}
-        served = simulate(planned.problem.cluster, [run for _, run in asked], settings=AS_NETWORK).services
+        served = simulate(planned.problem.cluster, [run for _, run in asked], settings=self._settings).services
         return {number: each.outcomes for (number, _), each in zip(asked, served, strict=True)}
 
     def _judge(self, served: dict[int, Outcomes]) -> Judged:

@@ -28,6 +28,9 @@ percent."""
 MOST_REQUESTS: Final = 3000
 """Of all services together: where one is asked far more than another, there are fewer of the other."""
 
+LEAST_REQUESTS: Final = 30
+"""Of each service then, over as long as they take."""
+
 STRIDE: Final = 1.15
 """The highest rate is looked for from the expected one, up or down, by this factor at a time: no
 further than estimates are mostly off."""
@@ -46,8 +49,9 @@ AS_NETWORK: Final = SimSettings(routing=RoutingSettings())
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SimulatedTrial:
     """Arrivals with the lengths of each service's workload. All plans that are tried meet the same
-    requests: a draw of them for each of `seeds`, for `seconds` at least, with `requests` of each service
-    at least, or MOST_REQUESTS of all. `is_even`: with as many long ones as there are among the workload's."""
+    requests: a draw of them for each of `seeds`, for `seconds` at least, with `requests` of each
+    service at least, or MOST_REQUESTS of all and LEAST_REQUESTS of each. `is_even`: with as many
+    long ones as there are among the workload's."""
 
     problem: Problem
     seeds: tuple[int, ...]
@@ -104,11 +108,11 @@ class SimulatedTrial:
         rates = [factor * service.workload.rate for service in self.problem.services]
         seconds = max(self.seconds, min(self.requests / min(rates), MOST_REQUESTS / sum(rates)))
         for number, (service, proposal) in enumerate(zip(self.problem.services, proposals, strict=True)):
-            workload = service.workload
+            workload, are_few = service.workload, rates[number] * seconds < LEAST_REQUESTS
             trace = draw(
-                Lengths(workload.prompts, workload.outputs, workload.name), rate=factor * workload.rate,
-                rng=np.random.default_rng([29, seed, number]), cv=workload.arrival_cv, seconds=seconds,
-                is_even=self.is_even,
+                Lengths(workload.prompts, workload.outputs, workload.name), rate=rates[number],
+                rng=np.random.default_rng([29, seed, number]), cv=workload.arrival_cv, is_even=self.is_even,
+                requests=LEAST_REQUESTS if are_few else None, seconds=None if are_few else seconds,
             )  # fmt: skip
             runs.append(ServiceRun(service=service, plan=proposal.plan, trace=trace))
         # who has not ended by then is late anyway, and of a plan that is overloaded those are most

@@ -61,8 +61,8 @@ alone; for more, whatever helps."""
 HEADROOM: Final = 0.01
 """What unlimited capacity is worth, in shares of attainment."""
 
-UNSERVED: Final = 1.0
-"""More than all requests of the others are worth."""
+UNSERVED: Final = 2.0
+"""More than all requests of the others are worth, prices aside."""
 
 
 class LowerLevel:

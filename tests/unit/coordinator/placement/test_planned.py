@@ -161,6 +161,10 @@ def test_plans_keep_to_what_boxes_take_and_have_disk_for() -> None:
             assert small.boxes[group.box].takes(group.services)
             assert small.fits_disk(group.box, group.services)
     assert WITHIN_BOXES in found.tried
+    _, free = chosen_by(problem(TWO, boxes=[box(0), box(1)]), lambda each: 1.0 if each.planned is None else 0.1)
+    assert any(each.planned is not None for each in free)
+    nobody = problem(TWO, boxes=[box(0), box(1, able=frozenset())])
+    assert {WITHIN_BOXES} == chosen_by(nobody, lambda _: 1.0)[0].tried.keys(), "the planner would use both"
 
 
 def test_one_placement_is_enough_when_time_is_up() -> None:

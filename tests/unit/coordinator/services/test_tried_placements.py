@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator import Demand, LinkView
+from p2pserve.coordinator.capacity import KvNetwork
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.placement.planned import Judge, Placement, judge_running
@@ -14,7 +15,7 @@ from p2pserve.coordinator.placement.replay import Judged, PeriodReplay
 from p2pserve.coordinator.placement.search import PlacementGoals
 from p2pserve.coordinator.placement.values import GpuGroup, PlacementProblem
 from p2pserve.coordinator.planning.upper.trials import TrialsOver
-from p2pserve.coordinator.services.replacing import BoxToPlace, FoundSharing, ServiceToPlace, SharingTask
+from p2pserve.coordinator.services.replacing import MOST_TRIED, BoxToPlace, FoundSharing, ServiceToPlace, SharingTask
 from p2pserve.coordinator.services.trying import pose_for_planner
 
 CARD = gpu_table().find("A40")
@@ -38,7 +39,7 @@ def task_of(hosts: Sequence[tuple[str, ...]], rates: Sequence[float] = (3.0, 3.0
     links = tuple(
         LinkView(source=one.id, target=two.id, rtt_s=0.01, gbps=5.0) for one in boxes for two in boxes if one != two
     )
-    return SharingTask(boxes=boxes, services=services, period_s=60.0, links=links)
+    return SharingTask(boxes=boxes, services=services, period_s=60.0, network=KvNetwork(links=links))
 
 
 def run(
@@ -114,7 +115,7 @@ def test_a_service_without_a_box_is_not_planned_onto_free_ones_as_if_it_ran() ->
         return Judged(counts, counts * 0, counts * 0, counts * 1.0)
 
     judge_running(
-        pose_for_planner(problem, [3.0, 3.0], ()), PeriodReplay(problem), running,
+        pose_for_planner(problem, [3.0, 3.0], KvNetwork()), PeriodReplay(problem), running,
         judge=judge, rng=np.random.default_rng(0), goals=PlacementGoals(),
     )  # fmt: skip
     assert running == (GpuGroup(0, 1, (0,)),)
@@ -126,16 +127,70 @@ def test_when_trials_take_too_long_the_replay_decides() -> None:
     def refuse(problem: PlacementProblem, placement: Placement) -> float:
         raise TrialsOver
 
-    task = task_of([("chat",), ("code",), ("code",)], rates=(4.0, 0.0))
-    found, _ = run(task, refuse)
-    assert found == task.run(lambda: False)
-    assert found.running_cost > 0.0
+    late = task_of([("chat",), ("code",), ("code",)], rates=(12.0, 0.0))
+    replayed = late.run(lambda: False)
+    assert replayed.hosts
+    assert run(late, refuse)[0] == replayed
+    calm = task_of([("chat",), ("code",), ("code",)], rates=(4.0, 0.0))
+    assert calm.run(lambda: False).hosts, "a tenth would be gained"
+    found, _ = run(calm, refuse)
+    assert found.hosts == {}, "what was tried before is not undone by what knows no phases"
+    assert not found.is_tried
+
+
+def test_what_was_tried_before_time_was_up_counts() -> None:
+    def cost(problem: PlacementProblem, placement: Placement) -> float:
+        if placement.planned is not None:
+            raise TrialsOver
+        return 2.0 if placement.groups == running else 1.0
+
+    task = task_of([("chat", "code"), ("chat", "code"), ("chat", "code")], rates=(6.0, 0.1))
+    _, running = task._pose()
+    found, _ = run(task, cost)
+    assert found.is_tried
+    assert found.expected in (1.0, 2.0)
+
+
+@pytest.mark.parametrize("error", [ValueError("a cell carries nothing"), ZeroDivisionError()])
+def test_figures_that_the_planner_cannot_do_with_leave_it_to_the_replay(error: Exception) -> None:
+    def refuse(problem: PlacementProblem, placement: Placement) -> float:
+        raise error
+
+    task = task_of([("chat",), ("code",), ("code",)], rates=(12.0, 0.0))
+    assert run(task, refuse)[0] == task.run(lambda: False)
+
+
+def test_large_networks_are_left_to_the_replay() -> None:
+    def never_asked(problem: PlacementProblem) -> Judge:
+        raise AssertionError("this would take too long")
+
+    task = task_of([("chat",)] * (MOST_TRIED // 2 + 1), rates=(1.0, 0.0))
+    over = iter([False] * 30)
+    assert not task.run(lambda: next(over, True), never_asked).is_tried
+
+
+def test_without_time_nothing_is_tried_and_nothing_is_half_compared() -> None:
+    task = task_of([("chat",), ("code",), ("code",)], rates=(12.0, 0.0))
+
+    def never_asked(problem: PlacementProblem) -> Judge:
+        raise AssertionError("there is no time")
+
+    assert task.run(lambda: True, never_asked) == task.run(lambda: True)
+    problem, running = task._pose()
+    posed, replay = pose_for_planner(problem, [4.0, 0.1], KvNetwork()), PeriodReplay(problem)
+    rng = np.random.default_rng(0)
+
+    def judge(placement: Placement) -> Judged:
+        raise AssertionError(f"there is no time for {placement}")
+
+    with pytest.raises(TrialsOver):
+        judge_running(posed, replay, running, judge=judge, rng=rng, goals=PlacementGoals(), spent=lambda: True)
 
 
 def test_the_planner_has_the_boxes_links_and_deadlines_that_the_placement_has() -> None:
     task = task_of([("chat",), ("code",)])
     problem, _ = task._pose()
-    posed = pose_for_planner(problem, [2.0, 0.5], task.links)
+    posed = pose_for_planner(problem, [2.0, 0.5], task.network)
     assert [box.id for box in posed.cluster.boxes] == ["box-0", "box-1"]
     assert posed.cluster.gbps[0, 1] == 5.0
     assert [service.workload.rate for service in posed.services] == [2.0, 0.5]

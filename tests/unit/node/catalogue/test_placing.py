@@ -50,7 +50,7 @@ def asking() -> Advert:
 
 
 def task_of(view: NetworkView, **given: str) -> SharingTask | None:
-    return find_task(view, find_hosts(view), given, find_demands(view), 60.0)
+    return find_task(view, find_hosts(view), given, find_demands(view), 60.0, "raw")
 
 
 def test_nodes_are_one_box_where_all_that_are_here_say_so() -> None:
@@ -84,7 +84,9 @@ def test_links_between_boxes_are_as_their_nodes_have_measured_them() -> None:
     view.links_told = {PeerId(name): LinkTable(links={PeerId("a"): figures}) for name in "pq"}
     found = task_of(view, p="chat", q="code")
     assert found is not None
-    assert [(link.source, link.target, link.rtt_s, link.gbps) for link in found.links] == [("p", "a", 0.05, 3.0)]
+    (link,) = found.network.links
+    assert (link.source, link.target, link.rtt_s, link.gbps) == ("p", "a", 0.05, 3.0)
+    assert (found.network.codec, found.network.kv_bits) == ("raw", 16.0)
 
 
 def test_nodes_that_a_box_was_started_with_are_one_engine_that_stays() -> None:
@@ -163,7 +165,7 @@ def test_services_are_placed_without_a_node_that_does_not_get_on(monkeypatch: py
         a=asking(), p=hosting("chat", *one), q=node(*one), s=node(*two),
         r=hosting("code", *two, state="restarting", failures=FAILURES - 1),
     )  # fmt: skip
-    joined: Any = SimpleNamespace(view=view, settings=SimpleNamespace(tuning=WAN), say=said.append)
+    joined: Any = SimpleNamespace(view=view, settings=SimpleNamespace(tuning=WAN, codec="kv4"), say=said.append)
     desk, assigner = SharingDesk(joined), Assigner()
 
     async def look_twice() -> None:

@@ -308,6 +308,7 @@ def test_what_cannot_be_placed_is_said_in_a_line(tmp_path: Path, capsys: pytest.
     for arguments, fault in (
         ([*CLUSTER, *SERVICE], "placement: it is about several services: give --services FILE"),
         ([*cluster, "--services", str(services)], "services: large have no room together on 32 GPUs"),
+        ([*cluster, "--services", str(services), "--pin", "a40=prefill"], "pin: engines within boxes do both phases"),
         (["--live"], "placement: it is for a described cluster"),
     ):
         assert main(["plan", *arguments, "--placement", "seallm"]) == 2

@@ -189,9 +189,27 @@ def test_what_messages_take_is_what_lone_requests_took_beside_steps_and_links(ha
         ends = ("p", "q") if plans.replicas[0].phase is Phase.PREFILL else (None, "p")
         lone = LoneRequest(int(trace.prompt[0]), ttft_s, *ends)
         # In turn, so the gateway may be on the way or not: half a millisecond of the links is not known then.
-        assert network.message_seconds([lone]) == pytest.approx(0.02, abs=1e-6 if has_gateway else 1e-3)
-    quick = LoneRequest(100, 0.0, None, "p")
-    assert network.message_seconds([quick]) == network.message_seconds([]) == 0.0
+        found = network.calibrated([lone])
+        assert found.message_s == pytest.approx(0.02, abs=1e-6 if has_gateway else 1e-3)
+        assert found.cluster.rtt_s[0, 1] == network.cluster.rtt_s[0, 1]
+    assert network.calibrated([]).message_s == 0.0
+    assert network.calibrated([LoneRequest(100, 0.0, None, "p")]).client_s == 0.0, "it took less than its step"
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_links_that_lone_requests_are_faster_over_are_shorter(share: float) -> None:
+    network = replace(network_of(5.0), client_s=0.02, gateways=("p",))
+    rtt_s = np.full((2, 2), 0.02)
+    slow = replace(network, cluster=replace(network.cluster, rtt_s=rtt_s))
+    fast = replace(network, client_s=0.02 * share, cluster=replace(network.cluster, rtt_s=rtt_s * share))
+    trace = replace(
+        TRACE, ids=TRACE.ids[:1], arrival_s=TRACE.arrival_s[:1], prompt=TRACE.prompt[1:2], output=TRACE.output[:1]
+    )
+    ttft_s = float(fast.run(trace, [(0.0, plan())]).ttft_s[0])
+    found = slow.calibrated([LoneRequest(int(trace.prompt[0]), ttft_s, "p", "q")])
+    assert found.message_s == 0.0
+    assert found.client_s == pytest.approx(0.02 * share, rel=1e-3)
+    assert found.cluster.rtt_s == pytest.approx(rtt_s * share, rel=1e-3)
 
 
 def test_what_the_client_sees_is_later_by_its_own_link_and_messages() -> None:

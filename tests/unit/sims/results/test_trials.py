@@ -12,7 +12,15 @@ from p2pserve.coordinator.planning.model.workload import Service, Slo
 from p2pserve.coordinator.routing.interface import RoutingSettings
 from p2pserve.sims.experiments.setting import PlannedCase
 from p2pserve.sims.results import trials
-from p2pserve.sims.results.trials import HALVINGS, REQUESTS, STRIDE, STRIDES, SimulatedTrial
+from p2pserve.sims.results.trials import (
+    HALVINGS,
+    LEAST_REQUESTS,
+    MOST_REQUESTS,
+    REQUESTS,
+    STRIDE,
+    STRIDES,
+    SimulatedTrial,
+)
 from p2pserve.sims.scenario import SimSettings
 
 PROBLEM = PlannedCase(workload="coding", rate=10.0, boxes=2).problem()
@@ -199,3 +207,14 @@ def test_requests_are_routed_by_the_networks_policy_or_as_is_said(monkeypatch: p
     SimulatedTrial(problem=PROBLEM, seeds=(0,)).carries(expecting(1.0), 1.0)
     SimulatedTrial(problem=PROBLEM, seeds=(0,), settings=SimSettings()).carries(expecting(1.0), 1.0)
     assert seen == [RoutingSettings().policy, "plan"]
+
+
+def test_a_service_that_is_asked_seldom_makes_no_run_long(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda rate: 1.0)
+    (asked,) = PROBLEM.services
+    often, seldom = (replace(asked, workload=replace(asked.workload, rate=rate)) for rate in (50.0, 0.01))
+    trial = SimulatedTrial(problem=replace(PROBLEM, services=(often, seldom)), seeds=(0,), seconds=20.0)
+    trial.carries(2 * expecting(1.0), 1.0)
+    many, few = runs[0].arrivals
+    assert len(many) == pytest.approx(MOST_REQUESTS, rel=0.1)
+    assert len(few) == LEAST_REQUESTS
