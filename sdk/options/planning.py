@@ -97,8 +97,8 @@ trials_option: Final = option(
 placement_option: Final = option(
     "--placement",
     type=click.Choice(PLACEMENTS),
-    help="with --services: instead of replicas for each service, engines that two services may share, each within a "
-    "box; default: a search; seallm: as that paper places",
+    help="with --services: engines that two services may share, each within a box; default: a search, beside plans "
+    "with phases and over several boxes, the best by simulation; seallm: as that paper places",
 )
 """Whether `p2pserve plan` has services share GPUs."""
 

@@ -293,7 +293,8 @@ ASSUMES: Final = """SeaLLM (Zhao et al.) places services on GPU groups, of which
     These four have the degree of tensor parallelism that serves each service or pair best at each rate and seed, chosen
     with hindsight.
 
-    `SeaLLM's placement`: its algorithm 1. `default placement`: our search. Both see {history:g} s of requests from
+    `SeaLLM's placement`: its algorithm 1. `default placement`: our search of engines within boxes, without
+    [the plans that it is compared with](../placement.md#phases-and-pipelines). Both see {history:g} s of requests from
     before those that are served, with other bursts, and nothing else. Their shared engines use the doubling budget."""
 
 REMARKS: Final = """\
