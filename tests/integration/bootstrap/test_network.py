@@ -63,7 +63,8 @@ def test_answers_equal_those_of_transformers(cluster: Any, random_model: Path, t
         assert figures.prefill_node != figures.decode_node
         # 4 layers, K and V, 2 heads of 64 channels in float32
         assert figures.transfer.raw_bytes == len(ids) * 4 * 2 * 2 * 64 * 4
-        assert figures.transfer.raw_bytes < figures.transfer.wire_bytes < figures.transfer.raw_bytes + 20_000
+        once = figures.transfer.wire_bytes - figures.transfer.resent_bytes  # a busy machine acknowledges late
+        assert figures.transfer.raw_bytes < once < figures.transfer.raw_bytes + 20_000
         assert 0 <= figures.transfer.hidden_fraction <= 1
 
 
