@@ -108,17 +108,22 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
     period_s: float
     network: KvNetwork = KvNetwork()
 
-    def run(self, spent: Callable[[], bool], make_judge: MakeJudge | None = None) -> FoundSharing:
-        """What is found until `spent()`. `make_judge`: by what placements are tried; without it, and for more than
-        MOST_TRIED, a replay decides, which knows no phases. Where there was no time to try, services move by the replay
-        only if what runs is short: it would undo what was tried. Raises PlacementError where the services have no room
-        together."""
+    def run(
+        self,
+        spent: Callable[[], bool],
+        make_judge: MakeJudge | None = None,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> FoundSharing:
+        """What is found until `spent()`. `make_judge`: by what placements are tried until `given_up()`; without it, and
+        for more than MOST_TRIED, a replay decides, which knows no phases. Where there was no time to try, services move
+        by the replay only if what runs is short: it would undo what was tried. Raises PlacementError where the services
+        have no room together."""
         problem, running = self._pose()
         goals = PlacementGoals(serves_s=max(SERVES_S, self.period_s))
         decided = self._replay(problem, running, goals, spent)
         are_to_be_tried = make_judge is not None and len(self.boxes) * len(self.services) <= MOST_TRIED
-        if make_judge is not None and are_to_be_tried and not spent():
-            decided = self._try(problem, running, decided, goals, make_judge(problem), spent)
+        if make_judge is not None and are_to_be_tried and not given_up():
+            decided = self._try(problem, running, decided, goals, make_judge(problem), given_up)
         moves = decided.groups != running and is_worth_it(decided.running_cost, decided.cost)
         moves = moves and (decided.is_tried or decided.is_short or not are_to_be_tried)
         names = [service.name for service in self.services]
@@ -141,7 +146,7 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
         replayed: DecidedPlacement,
         goals: PlacementGoals,
         judge: Judge,
-        spent: Callable[[], bool],
+        given_up: Callable[[], bool],
     ) -> DecidedPlacement:
         from ..planning.upper.trials import TrialsOver  # the planner, that only the coordinator pays for
         from .trying import try_placements  # likewise
@@ -152,7 +157,7 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
         ]
         try:
             return try_placements(
-                problem, rates, self.network, running, replayed.groups, goals, judge=judge, spent=spent
+                problem, rates, self.network, running, replayed.groups, goals, judge=judge, spent=given_up
             )
         except (TrialsOver, ValueError, ArithmeticError):  # by what somebody tells; the replay can do with it
             return replayed

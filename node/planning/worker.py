@@ -67,10 +67,10 @@ def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
     from ...coordinator import PlanError
     from ...coordinator.placement.values import PlacementError
 
-    end = time.monotonic() + asked.search_s
+    began = time.monotonic()
 
-    def is_spent() -> bool:
-        return time.monotonic() > end or is_hurried()
+    def is_spent(searches: int = 1) -> bool:
+        return time.monotonic() > began + searches * asked.search_s or is_hurried()
 
     try:
         if asked.sharing is not None:
@@ -78,7 +78,9 @@ def answer(asked: PlannerTask, is_hurried: Callable[[], bool]) -> PlannerAnswer:
                 return PlannerAnswer(sharing=asked.sharing.run(is_spent))
             from .trying import judges_within  # the simulator with it
 
-            return PlannerAnswer(sharing=asked.sharing.run(is_spent, judges_within(asked.trials_s)))
+            # The planner searches as well, for as long as the search before it.
+            judges = judges_within(asked.trials_s)
+            return PlannerAnswer(sharing=asked.sharing.run(is_spent, judges, lambda: is_spent(2)))
         assert asked.task is not None, "something is to be planned"
         if asked.seeks_groups:
             return PlannerAnswer(proposal=asked.task.propose(is_spent))
