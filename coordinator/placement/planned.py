@@ -40,7 +40,7 @@ from ..planning.upper.search import search
 from ..planning.upper.search_space import make_solution
 from ..planning.upper.trials import TrialsOver
 from .replay import Judged, PeriodReplay
-from .search import PlacementGoals, judged_cost, search_placement, with_boxes_and_loading
+from .search import PlacementGoals, judged_cost, keep_held, search_placement, with_boxes_and_loading
 from .values import GpuGroup, Groups, PlacementError, PlacementProblem, describe_group
 
 SURER: Final = 1.02
@@ -188,10 +188,9 @@ class _Planning:
         self._rng = rng
         self._goals = goals
         self._spent = spent
-        boxes = self._placed.boxes
-        self._kept = tuple(GpuGroup(number, box.gpus, box.held) for number, box in enumerate(boxes) if box.held)
+        self._kept = keep_held(self._placed, ())
         kept = {service for group in self._kept for service in group.services}
-        self._free = frozenset(range(len(boxes))) - {group.box for group in self._kept}
+        self._free = frozenset(range(len(self._placed.boxes))) - {group.box for group in self._kept}
         self._services = frozenset(range(len(self._placed.services))) - kept
 
     def make_all(self, within: Groups) -> Iterator[tuple[str, Placement]]:

@@ -76,16 +76,16 @@ class ReplacementPace:
 
 class DecidedPlacement(NamedTuple):
     """What is to run, as engines within boxes, its cost with what loading takes, and its normalized latency; and those
-    of what runs. `is_tried`: by simulation, not by the replay. `is_short`: what runs leaves requests unserved, or has
-    fewer in time than it is to have."""
+    of what runs. `is_short`: what runs leaves requests unserved, or has fewer in time than it is to have. `untried`:
+    why these are of the replay; "": they are of a simulation."""
 
     groups: Groups
     cost: float
     normalized: float
     running_cost: float
     running_normalized: float
-    is_tried: bool
     is_short: bool
+    untried: str
 
 
 def is_worth_it(running_cost: float, found_cost: float, gain: float = GAIN) -> bool:

@@ -88,15 +88,15 @@ class ServiceToPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 class FoundSharing(msgspec.Struct, frozen=True, kw_only=True):
     """`hosts`: by box what it is to host; empty: services stay where they are. `running`: normalized latency of what
-    runs now under the requests of the period, `expected` of what is to run, and what both cost. `is_tried`: these are
-    of a simulation, not of a replay."""
+    runs now under the requests of the period, `expected` of what is to run, and what both cost. `untried`: why
+    these are of the replay; "": they are of a simulation."""
 
     hosts: dict[str, tuple[str, ...]]
     running: float
     expected: float
     running_cost: float
     found_cost: float
-    is_tried: bool = False
+    untried: str = ""
 
 
 class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,11 +121,13 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
         problem, running = self._pose()
         goals = PlacementGoals(serves_s=max(SERVES_S, self.period_s))
         decided = self._replay(problem, running, goals, spent)
-        are_to_be_tried = make_judge is not None and len(self.boxes) * len(self.services) <= MOST_TRIED
-        if make_judge is not None and are_to_be_tried and not given_up():
+        are_too_many = len(self.boxes) * len(self.services) > MOST_TRIED
+        if are_too_many:
+            decided = decided._replace(untried=f"there are more than {MOST_TRIED} boxes times services")
+        elif make_judge is not None:
             decided = self._try(problem, running, decided, goals, make_judge(problem), given_up)
         moves = decided.groups != running and is_worth_it(decided.running_cost, decided.cost)
-        moves = moves and (decided.is_tried or decided.is_short or not are_to_be_tried)
+        moves = moves and (not decided.untried or decided.is_short or make_judge is None or are_too_many)
         names = [service.name for service in self.services]
         hosts: dict[str, tuple[str, ...]] = {box.id: () for box in self.boxes} if moves else {}
         for group in decided.groups if moves else ():
@@ -136,7 +138,7 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
             expected=_finite(decided.normalized if moves else decided.running_normalized),
             running_cost=decided.running_cost,
             found_cost=decided.cost,
-            is_tried=decided.is_tried,
+            untried=decided.untried,
         )
 
     def _try(
@@ -156,11 +158,15 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
             for service in self.services
         ]
         try:
+            if given_up():
+                raise TrialsOver
             return try_placements(
                 problem, rates, self.network, running, replayed.groups, goals, judge=judge, spent=given_up
             )
-        except (TrialsOver, ValueError, ArithmeticError):  # by what somebody tells; the replay can do with it
-            return replayed
+        except TrialsOver:
+            return replayed._replace(untried="there was no time")
+        except (ValueError, ArithmeticError) as error:  # by what somebody tells; the replay can do with it
+            return replayed._replace(untried=f"{type(error).__name__}: {error}"[:200])
 
     def _replay(
         self, problem: PlacementProblem, running: Groups, goals: PlacementGoals, spent: Callable[[], bool]
@@ -173,8 +179,8 @@ class SharingTask(msgspec.Struct, frozen=True, kw_only=True):
             normalized=replay.judge(found).normalized,
             running_cost=placement_cost(replay, running, goals),
             running_normalized=replay.judge(running).normalized,
-            is_tried=False,
             is_short=is_short(replay.judge(running), goals),
+            untried="a replay was asked for",
         )
 
     def _pose(self) -> tuple[PlacementProblem, Groups]:

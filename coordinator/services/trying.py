@@ -53,8 +53,8 @@ def try_placements(
         normalized=chosen.judged.normalized,
         running_cost=cost,
         running_normalized=judged.normalized,
-        is_tried=True,
         is_short=is_short(judged, goals),
+        untried="",
     )
 
 

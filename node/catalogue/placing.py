@@ -49,7 +49,7 @@ class SharingDesk:
         self._joined = joined
         self._led_since = -1.0
         self._is_moving = False
-        self._was_tried = False
+        self._untried = ""  # why the last decision was by the replay
         self._pace = ReplacementPace(now=0.0)
         self._told: dict[str, tuple[float, tuple[Demand, ...]]] = {}  # by entry, when and what gateways told last
         self._stuck: dict[str, str] = {}  # nodes without which services are placed
@@ -90,12 +90,14 @@ class SharingDesk:
                 why = str(error)
         now = trio.current_time()
         # What was expected by a simulation is not held against a replay.
-        is_alike = found is not None and found.is_tried == self._was_tried
+        is_alike = found is not None and bool(found.untried) == bool(self._untried)
         self._pace.note(found.running if found is not None and is_alike else None, now)
         if found is None:
             self._joined.say(f"services stay where they are: {why}")
             return
-        self._was_tried = found.is_tried
+        if found.untried != self._untried:
+            self._untried = found.untried
+            self._joined.say(f"placements are {f'not simulated: {found.untried}' if found.untried else 'simulated'}")
         self._pace.expect(found.expected)
         if found.hosts:
             assigner.place(assign_slots(self._find_hosts(), assigner.given(), found.hosts), now)

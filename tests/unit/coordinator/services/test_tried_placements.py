@@ -42,8 +42,11 @@ def task_of(hosts: Sequence[tuple[str, ...]], rates: Sequence[float] = (3.0, 3.0
     return SharingTask(boxes=boxes, services=services, period_s=60.0, network=KvNetwork(links=links))
 
 
+Cost = Callable[[PlacementProblem, Placement], float]
+
+
 def run(
-    task: SharingTask, cost: Callable[[PlacementProblem, Placement], float]
+    task: SharingTask, cost: Cost, given_up: Callable[[], bool] = lambda: False
 ) -> tuple[FoundSharing, list[Placement]]:
     """With a judge for whom requests take so many times as long as alone; and what it has seen."""
     seen: list[Placement] = []
@@ -58,7 +61,7 @@ def run(
         return judge
 
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(task), type=SharingTask)
-    return sent.run(lambda: False, make_judge), seen
+    return sent.run(lambda: False, make_judge, given_up), seen
 
 
 SHARED = task_of([BOTH] * 4)
@@ -130,12 +133,12 @@ def test_when_trials_take_too_long_the_replay_decides() -> None:
     late = task_of([("chat",), ("code",), ("code",)], rates=(12.0, 0.0))
     replayed = late.run(lambda: False)
     assert replayed.hosts
-    assert run(late, refuse)[0] == replayed
+    assert run(late, refuse)[0] == msgspec.structs.replace(replayed, untried="there was no time")
     calm = task_of([("chat",), ("code",), ("code",)], rates=(4.0, 0.0))
     assert calm.run(lambda: False).hosts, "a tenth would be gained"
     found, _ = run(calm, refuse)
     assert found.hosts == {}, "what was tried before is not undone by what knows no phases"
-    assert not found.is_tried
+    assert found.untried == "there was no time"
 
 
 def test_what_was_tried_before_time_was_up_counts() -> None:
@@ -147,7 +150,7 @@ def test_what_was_tried_before_time_was_up_counts() -> None:
     task = task_of([("chat", "code"), ("chat", "code"), ("chat", "code")], rates=(6.0, 0.1))
     _, running = task._pose()
     found, _ = run(task, cost)
-    assert found.is_tried
+    assert found.untried == ""
     assert found.expected in (1.0, 2.0)
 
 
@@ -157,7 +160,8 @@ def test_figures_that_the_planner_cannot_do_with_leave_it_to_the_replay(error: E
         raise error
 
     task = task_of([("chat",), ("code",), ("code",)], rates=(12.0, 0.0))
-    assert run(task, refuse)[0] == task.run(lambda: False)
+    found, replayed = run(task, refuse)[0], task.run(lambda: False)
+    assert found == msgspec.structs.replace(replayed, untried=f"{type(error).__name__}: {error}")
 
 
 def test_large_networks_are_left_to_the_replay() -> None:
@@ -165,16 +169,18 @@ def test_large_networks_are_left_to_the_replay() -> None:
         raise AssertionError("this would take too long")
 
     task = task_of([("chat",)] * (MOST_TRIED // 2 + 1), rates=(1.0, 0.0))
-    assert not task.run(lambda: True, never_asked).is_tried
+    assert "more than 256 boxes" in task.run(lambda: True, never_asked).untried
 
 
 def test_without_time_nothing_is_tried_and_nothing_is_half_compared() -> None:
     task = task_of([("chat",), ("code",), ("code",)], rates=(12.0, 0.0))
 
-    def never_asked(problem: PlacementProblem) -> Judge:
+    def never_asked(problem: PlacementProblem, placement: Placement) -> float:
         raise AssertionError("there is no time")
 
-    assert task.run(lambda: True, never_asked, lambda: True) == task.run(lambda: True)
+    found, seen = run(task, never_asked, given_up=lambda: True)
+    assert seen == []
+    assert found.untried == "there was no time"
     problem, running = task._pose()
     posed, replay = pose_for_planner(problem, [4.0, 0.1], KvNetwork()), PeriodReplay(problem)
     rng = np.random.default_rng(0)

@@ -155,7 +155,9 @@ def test_placements_are_tried_in_the_time_there_is_and_else_replayed() -> None:
     hasty = answer(PlannerTask(sharing=task, search_s=30.0, trials_s=1e-3), lambda: False).sharing
     assert tried is not None
     assert replayed is not None
-    assert hasty == replayed == task.run(lambda: False)
+    assert replayed == task.run(lambda: False)
+    assert hasty == msgspec.structs.replace(replayed, untried="there was no time")
+    assert tried.untried == ""
     assert tried.running_cost != replayed.running_cost
     assert tried.expected <= tried.running
     assert tried.running == pytest.approx(replayed.running, rel=0.5)
