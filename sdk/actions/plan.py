@@ -67,14 +67,16 @@ def run_plan(arguments: SimpleNamespace) -> int:
         trials = count_trials(arguments.trials, problem.cluster.gpus, arguments.budget_s)
         if trials:
             bar.update(task, description=f"planning {gpus}: the best plans are simulated")
-            trial = SimulatedTrial(problem=problem, seeds=(arguments.seed,))
+            trial = SimulatedTrial(problem=problem, seeds=(arguments.seed,), is_even=True)
             contest = PlanTrials(problem=problem, evaluator=evaluator, trial=trial)
             tried = contest.try_all(contest.pick_candidates(found, trials))
             challengers = CHALLENGERS * max(0, trials - 2)
             tried = contest.challenge(tried, found, challengers, np.random.default_rng(arguments.seed))
             found = replace(found, solution=tried[0].solution, score=evaluator.score(tried[0].solution))
     estimated = tried[0].proposals if tried else evaluator.propose(found.solution, epoch=0, version=1)
-    proposals = expect_by_simulation(problem, estimated, arguments.seed) if tried else estimated
+    proposals = estimated
+    if tried:
+        proposals = expect_by_simulation(problem, estimated, arguments.seed, near=tried[0].outcome.capacity)
     seconds = time.monotonic() - started
     explained = _explain(problem, evaluator, found, proposals) if arguments.explain else [None] * len(proposals)
     if arguments.format == "json":

@@ -194,7 +194,7 @@ def simulate_plans(found: LivePlans) -> LivePlans:
 
 
 def expect_by_requests(network: NetworkProblem, estimate: Proposal, plan: Plan) -> Proposal:
-    """What 1,000 simulated requests get of this plan, of which `estimate` is: asked for at all boxes in turn, under the
+    """What 2,000 simulated requests get of this plan, of which `estimate` is: asked for at all boxes in turn, under the
     default policy, in a network that hears of things as late as the running one. Of a plan that names boxes which are
     not there, as it would be without those."""
     boxes = [box.id for box in network.problem.cluster.boxes]

@@ -51,15 +51,15 @@ BRACKET: Final = (0.2, 1.6)
 class Scope:
     """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
     steps of one watched, halvings of a rate, plans that challenge the best in trials, and the `policy`
-    that routes there; `requests` of a run, where a page counts those and no seconds. `kept`: see
-    `KeptResults`."""
+    that routes there; `requests` of a run, where a page counts those and no seconds, and at least of those that plans
+    are tried in. `kept`: see `KeptResults`."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
     steps: int | None = None
     long_steps: int = 2000
     halvings: int = 6
-    challengers: int = 8
+    challengers: int = 16
     policy: str = PLAN
     requests: int = 1000
     kept: Path | None = field(default=None, compare=False, repr=False)

@@ -139,7 +139,9 @@ def _trials(problem: Problem, scope: Scope) -> PlanTrials:
     """With requests of other seeds than those that are reported, routed alike; the best is who carries most."""
     seeds = tuple(TRIALS + seed for seed in scope.seeds)
     settings = SimSettings(routing=RoutingSettings(policy=scope.policy))
-    trial = SimulatedTrial(problem=problem, seeds=seeds, seconds=scope.seconds, settings=settings)
+    trial = SimulatedTrial(
+        problem=problem, seeds=seeds, seconds=scope.seconds, requests=scope.requests, is_even=True, settings=settings
+    )
     return PlanTrials(problem=problem, evaluator=LowerLevel(problem), trial=trial, rank=attrgetter("capacity"))
 
 

@@ -101,7 +101,7 @@ def look_at(case: PlannedCase, deployed: Deployed, scope: Scope) -> KeptExpectat
     """At LOAD of what it is estimated to carry, or where that is nothing, of what the case asks for."""
     rate = LOAD * (deployed.at().max_rate or case.rate)
     problem, estimated = at_rate(deployed.problem, rate), deployed.at(rate)
-    (expected,) = expect_by_simulation(problem, (estimated,), seed=0, requests=scope.requests)
+    (expected,) = expect_by_simulation(problem, (estimated,), seed=0, requests=2 * scope.requests)
     return KeptExpectation(
         case=case, plan=describe_phases(estimated.plan), rate=rate, estimated=_figures(estimated),
         expected=_figures(expected), simulated=_simulate(problem, estimated, scope),
@@ -160,9 +160,9 @@ def expectations(scope: Scope) -> Page:
             "arrivals; deadlines as multiples of what a lone request takes on an A100. Of each case the best plan "
             "that the search finds at the rate that colocated serving is estimated to carry, and the best colocated "
             f"one, each at {LOAD:g} of what it is estimated to carry.\n\n*Estimated* is what the search goes by. "
-            f"*Expected* is what `plan` says of the plan it has chosen: by {scope.requests:,} simulated requests "
+            f"*Expected* is what `plan` says of the plan it has chosen: by {2 * scope.requests:,} simulated requests "
             f"(`plan`: {REQUESTS:,}), routed by the network's default policy. *Simulated* are other requests, of "
-            f"{seeds} seed(s), as many of each, routed likewise, whose lengths are drawn by chance."
+            f"{seeds} seed(s), {scope.requests:,} of each, routed likewise, whose lengths are drawn by chance."
         ),
         tables=(
             PageTable(WITHIN, [_within_row(name, kept) for name in FIGURES]),

@@ -2,16 +2,19 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from p2pserve.coordinator.costs.gpus import Specs
+from p2pserve.coordinator.planning.model.problem import Problem, Proposal
+from p2pserve.coordinator.planning.upper.trials import TrialOutcome
 from p2pserve.node.models import BUNDLED
 from p2pserve.sdk.actions.plan import count_trials
 from p2pserve.sdk.cli import main
 from p2pserve.sdk.options.planning import PLACEMENTS, SPECS
+from p2pserve.sims.results.trials import SimulatedTrial
 
 CLUSTER = ["--cluster", "thunderserve-8xa100"]
 SERVICE = ["--model", "llama-30b", "--workload", "conversation", "--rate", "2"]
@@ -54,6 +57,24 @@ def test_a_plan_for_programs(planned: Path) -> None:
     assert gpus <= 8
 
 
+def test_plans_are_tried_with_lengths_that_are_drawn_evenly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of some hundred drawn by chance, the few longest decide who is best at strict deadlines."""
+    tried: list[Problem] = []
+
+    class Trial(SimulatedTrial):
+        def __call__(self, proposals: Sequence[Proposal]) -> TrialOutcome:
+            assert self.is_even
+            tried.append(self.problem)
+            return TrialOutcome(1.0, 1.0)
+
+    monkeypatch.setattr("p2pserve.sdk.actions.plan.SimulatedTrial", Trial)
+    brief = ["--budget-s", "0.2", "--trials", "1", "--format", "json"]
+    assert main(["plan", *CLUSTER, *SERVICE, *brief]) == 0
+    assert len(tried) == len(json.loads(capsys.readouterr().out)["trials"]) > 0
+
+
 def test_the_same_seed_gives_the_same_plan(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *CLUSTER, *SERVICE, *TWO, "--format", "json"]) == 0
     first, again = json.loads(planned.read_text(encoding="utf-8")), json.loads(capsys.readouterr().out)
@@ -70,7 +91,7 @@ def test_the_best_plans_are_simulated_and_the_first_of_them_is_the_plan(capsys: 
     for one in made["trials"]:
         assert one["simulated"]["capacity"] == pytest.approx(one["estimated"]["capacity"], rel=0.35)
     (service,) = made["services"]
-    assert service["simulated_requests"] == pytest.approx(1000, rel=0.1), "others than those of the trials"
+    assert service["simulated_requests"] == pytest.approx(2000, rel=0.1), "others than those of the trials"
     assert service["attainment"] == pytest.approx(best["simulated"]["attainment"], abs=0.03)
     assert service["attainment"] != best["estimated"]["attainment"]
     assert plan["why"][0].startswith(f"{service['attainment']:.1%} of 2 requests/s are expected to be in time")

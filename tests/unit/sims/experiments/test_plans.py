@@ -117,7 +117,7 @@ def test_ours_and_colocated_serving_are_chosen_by_trials_of_other_requests(monke
     mixed = tuple(sorted(group(cluster, Phase.MIXED, {box: 4}) for box in (first, second)))
     split = tuple(sorted([group(cluster, Phase.PREFILL, {first: 4}), group(cluster, Phase.DECODE, {second: 4})]))
     searched: set[tuple[float, int]] = set()
-    seeds: set[tuple[int, ...]] = set()
+    tried: set[tuple[tuple[int, ...], int, bool]] = set()
     carried = {mixed: 2.0, split: 2.1}
 
     def search(case: PlannedCase, steps: int | None, seed: int = 0) -> Any:
@@ -127,19 +127,20 @@ def test_ours_and_colocated_serving_are_chosen_by_trials_of_other_requests(monke
 
     class Trial(SimulatedTrial):
         def __call__(self, proposals: Any) -> TrialOutcome:
-            seeds.add(self.seeds)
+            tried.add((self.seeds, self.requests, self.is_even))
             phases = {replica.phase for replica in proposals[0].plan.replicas}
             return TrialOutcome(1.0, carried[mixed if phases == {Phase.MIXED} else split])
 
     monkeypatch.setattr(setting, "searched", search)
     monkeypatch.setattr(systems, "searched", search)
     monkeypatch.setattr(systems, "SimulatedTrial", Trial)
-    scope = Scope(seeds=(0, 1), challengers=0)
+    scope = Scope(seeds=(0, 1), challengers=0, requests=700)
     colocated = systems.best_colocated(case, scope)
     assert (colocated.solution, systems.chosen(case, scope).solution) == (mixed, split)
     rates = {float(f"{factor * colocated.at().max_rate:.2g}") for factor in systems.FACTORS}
     assert searched == {(rate, seed) for rate in rates for seed in range(systems.SEARCHES)}
-    assert seeds == {(systems.TRIALS, systems.TRIALS + 1)}, "nothing is reported of these requests"
+    other_seeds = (systems.TRIALS, systems.TRIALS + 1)
+    assert tried == {(other_seeds, 700, True)}, "nothing is reported of these requests"
     carried[split] = 2.03
     assert systems.chosen(case, Scope(seeds=(0,), challengers=0)).solution == mixed, "it is hardly better"
 

@@ -53,7 +53,7 @@ def test_of_more_than_are_carried_those_beyond_are_missed_unless_all_do_better(m
     share = 0.3
 
     class Trial(SimulatedTrial):
-        def find_capacity(self, proposals: Any) -> float:
+        def find_capacity(self, proposals: Any, near: float | None = None) -> float:
             return 0.5
 
         def run(self, proposals: Any, factor: float, seed: int) -> Any:

@@ -64,6 +64,14 @@ def test_the_highest_rate_is_found_from_what_is_expected(
     assert len(runs) <= 2 + STRIDES + HALVINGS
 
 
+def test_it_is_found_sooner_from_where_it_is_known_to_be(runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    judge_by(monkeypatch, lambda rate: 1.0 if rate < 20.0 else 0.5)
+    trial = SimulatedTrial(problem=PROBLEM, seeds=(0,), seconds=200.0)
+    assert trial.find_capacity(expecting(5.0), near=2.1) == pytest.approx(2.0, rel=0.05)
+    assert rates(runs[0]) == pytest.approx([21.0], rel=0.1)
+    assert len(runs) == 2 + HALVINGS
+
+
 def test_what_is_always_or_never_in_time_is_looked_for_no_further(
     runs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
