@@ -1,7 +1,7 @@
 """A live run beside its simulation and what was planned: figures, ratios and verdicts.
 
     estimated    by the formulas that plans are searched by, of the plan that the network follows, at this rate
-    expected     what `plan --live` says of it: 2,000 simulated requests, of boxes as their nodes describe them
+    expected     what `plan --live` says of it: 1,000 simulated requests, of boxes as their nodes describe them
     steady       that plan simulated with the boxes as they are, and with many more requests of the same kind; both
                  without those that are more than it carries in time, which count as missed
     simulated    the run itself: the same requests, the plans as they changed, what happened to nodes and links

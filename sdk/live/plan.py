@@ -39,6 +39,9 @@ from ..errors import NotReady, UsageError
 from ..explaining.plan_words import Explanation, explain_plan, explanation_json
 from .regrouping import apply_proposal, print_proposal, proposal_json
 
+REQUESTS: Final = 1000
+"""Simulated of each plan that is told of: fewer than of a described cluster, whose plan is made once."""
+
 OF_FILES: Final = (
     "cluster",
     "workload",
@@ -194,13 +197,15 @@ def simulate_plans(found: LivePlans) -> LivePlans:
 
 
 def expect_by_requests(network: NetworkProblem, estimate: Proposal, plan: Plan) -> Proposal:
-    """What 2,000 simulated requests get of this plan, of which `estimate` is: asked for at all boxes in turn, under the
+    """What 1,000 simulated requests get of this plan, of which `estimate` is: asked for at all boxes in turn, under the
     default policy, in a network that hears of things as late as the running one. Of a plan that names boxes which are
     not there, as it would be without those."""
     boxes = [box.id for box in network.problem.cluster.boxes]
     if set(plan.peers) <= set(boxes):
         estimate = replace(estimate, plan=msgspec.structs.replace(plan, why=estimate.plan.why))
-    (found,) = expect_by_simulation(network.problem, (estimate,), 0, settings=settings_of_network(boxes))
+    (found,) = expect_by_simulation(
+        network.problem, (estimate,), 0, requests=REQUESTS, settings=settings_of_network(boxes)
+    )
     return found
 
 

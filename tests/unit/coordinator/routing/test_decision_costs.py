@@ -3,6 +3,8 @@
 import gc
 import time
 import tracemalloc
+from collections.abc import Callable
+from math import inf
 
 import msgspec
 import pytest
@@ -11,7 +13,8 @@ from p2pserve.coordinator.dev.route_cases import REPLICAS, make_plan, make_route
 from p2pserve.coordinator.plan import Pairing, Plan
 from p2pserve.coordinator.routing.router import Router
 
-DECISION_S = 200e-6
+MOST = 50.0
+"""Times as long as Python takes to look at a hundred replicas: 200 us where that takes 4."""
 ROUNDS, DECISIONS = 30, 40
 IN_FLIGHT = 10
 POLICIES = ("plan", "predicted")
@@ -47,17 +50,34 @@ def remembered_bytes(policy: str, plan: Plan, requests: int) -> int:
         tracemalloc.stop()
 
 
+def look_at_all(loads: dict[str, list[float]]) -> str:
+    """The replica with the least of some figures, as a policy would choose that knows nothing else."""
+    best, least = "", inf
+    for replica, (requests, tokens, rate) in loads.items():
+        score = requests + tokens / rate if rate > 0.0 else inf
+        if score < least:
+            best, least = replica, score
+    return best
+
+
+def processor_s(work: Callable[[], object]) -> float:
+    """Of one decision, when so many are made one after the other."""
+    began = time.process_time()
+    work()
+    return (time.process_time() - began) / DECISIONS
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_decision_among_a_hundred_replicas_takes_at_most_200_microseconds(policy: str) -> None:
-    """The fastest of some rounds: others may want this processor too."""
+def test_a_decision_among_a_hundred_replicas_takes_not_much_longer_than_to_look_at_them(policy: str) -> None:
+    """The fastest of some rounds of each, in turn: others may want this processor too."""
     router = make_router(policy, make_plan(is_split=False))
     assert len(router.loads.ids) == REPLICAS == 100
-    rounds = []
+    loads = {name: [float(number % 7), 100.0 * number, 5000.0] for number, name in enumerate(router.loads.ids)}
+    deciding, looking = [], []
     for number in range(ROUNDS):
-        began = time.process_time()
-        decide(router, DECISIONS, number * DECISIONS)
-        rounds.append((time.process_time() - began) / DECISIONS)
-    assert min(rounds) <= DECISION_S
+        deciding.append(processor_s(lambda first=number * DECISIONS: decide(router, DECISIONS, first)))  # type: ignore[misc]
+        looking.append(processor_s(lambda: [look_at_all(loads) for _ in range(DECISIONS)]))
+    assert min(deciding) <= MOST * min(looking)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
