@@ -2,6 +2,7 @@
 home for the clients of a run, so that no test meets the members that another run has seen."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,12 @@ def client_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("P2PSERVE_CONFIG", os.devnull)
         patch.setenv("P2PSERVE_HOME", os.fspath(tmp_path_factory.mktemp("clients")))
         yield
+
+
+def pytest_configure() -> None:
+    """Shells have background jobs ignore Ctrl-C, and so would all that tests start and end with it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
