@@ -28,6 +28,9 @@ SCALES: Final = (3.0, 5.0, 10.0)
 GBPS: Final = 10.0
 LOAD: Final = 0.8
 """Of what the plan is estimated to carry: the rate that it is asked for."""
+LENGTH: Final = 2
+"""A run's requests, as a multiple of the scope's. Expected and simulated runs are equally long: in a shorter one queues
+have less time to grow, and higher rates keep the deadlines."""
 FIGURES: Final = ("attainment", "highest rate", "TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90")
 
 
@@ -101,7 +104,7 @@ def look_at(case: PlannedCase, deployed: Deployed, scope: Scope) -> KeptExpectat
     """At LOAD of what it is estimated to carry, or where that is nothing, of what the case asks for."""
     rate = LOAD * (deployed.at().max_rate or case.rate)
     problem, estimated = at_rate(deployed.problem, rate), deployed.at(rate)
-    (expected,) = expect_by_simulation(problem, (estimated,), seed=0, requests=2 * scope.requests)
+    (expected,) = expect_by_simulation(problem, (estimated,), seed=0, requests=LENGTH * scope.requests)
     return KeptExpectation(
         case=case, plan=describe_phases(estimated.plan), rate=rate, estimated=_figures(estimated),
         expected=_figures(expected), simulated=_simulate(problem, estimated, scope),
@@ -116,7 +119,7 @@ def _figures(proposal: Proposal) -> dict[str, float]:
 def _simulate(problem: Problem, proposal: Proposal, scope: Scope) -> dict[str, float]:
     """Of all seeds' requests together."""
     seeds = tuple(TRIALS + seed for seed in scope.seeds)
-    trial = SimulatedTrial(problem=problem, seeds=seeds, seconds=0.0, requests=scope.requests)
+    trial = SimulatedTrial(problem=problem, seeds=seeds, seconds=0.0, requests=LENGTH * scope.requests)
     (service,) = problem.services
     highest = trial.find_capacity((proposal,)) * service.workload.rate
     runs = [trial.run((proposal,), 1.0, seed)[0] for seed in seeds]
@@ -160,9 +163,9 @@ def expectations(scope: Scope) -> Page:
             "arrivals; deadlines as multiples of what a lone request takes on an A100. Of each case the best plan "
             "that the search finds at the rate that colocated serving is estimated to carry, and the best colocated "
             f"one, each at {LOAD:g} of what it is estimated to carry.\n\n*Estimated* is what the search goes by. "
-            f"*Expected* is what `plan` says of the plan it has chosen: by {2 * scope.requests:,} simulated requests "
-            f"(`plan`: {REQUESTS:,}), routed by the network's default policy. *Simulated* are other requests, of "
-            f"{seeds} seed(s), {scope.requests:,} of each, routed likewise, whose lengths are drawn by chance."
+            f"*Expected* is what `plan` says of the plan it has chosen: by {LENGTH * scope.requests:,} simulated "
+            f"requests (`plan`: {REQUESTS:,}), routed by the network's default policy. *Simulated* are other requests, "
+            f"of {seeds} seed(s), as many of each, routed likewise, whose lengths are drawn by chance."
         ),
         tables=(
             PageTable(WITHIN, [_within_row(name, kept) for name in FIGURES]),
