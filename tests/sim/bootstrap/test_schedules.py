@@ -1,5 +1,6 @@
 """Random schedules of faults over simulated networks: what must hold does, and what does not is found."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,10 @@ from p2pserve.bootstrap.dev.bench import simulate_churn
 from p2pserve.bootstrap.dev.schedules import InvariantBroken, Schedule, main, run_schedules
 from p2pserve.bootstrap.dev.simulation import Simulation, identity_of
 from p2pserve.bootstrap.members.election import Election, ElectionResult, ElectionView
-from p2pserve.bootstrap.members.liveness import Liveness
+from p2pserve.bootstrap.members.liveness import HEARS_KIND, Liveness
+from p2pserve.bootstrap.members.states import Digest
+from p2pserve.bootstrap.members.table import Table
+from p2pserve.bootstrap.trust.entries import Entry
 
 BLOCK = 25
 LET_IN_LATE = (4759, 8189)  # by a node that was paused
@@ -101,6 +105,18 @@ def test_a_view_with_the_living_among_the_dead_is_found(
     out = capsys.readouterr().out
     assert "sees" in out
     assert "5 schedules" in out
+
+
+def test_entries_that_are_never_repaired_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What got lost comes with a comparison, and here nobody is told then whom others hear."""
+    delta_for = Table.delta_for
+
+    def conceal(self: Table, digest: Digest, buckets: Collection[int]) -> list[Entry]:
+        return [entry for entry in delta_for(self, digest, buckets) if entry.kind != HEARS_KIND]
+
+    monkeypatch.setattr(Table, "delta_for", conceal)
+    with pytest.raises(InvariantBroken, match="holds other entries"):
+        run_schedules(range(14, 40))
 
 
 def test_a_network_that_is_no_full_mesh_sees_who_comes_and_goes() -> None:
