@@ -1,9 +1,10 @@
 """A live run beside its simulation and what was planned: figures, ratios and verdicts.
 
     estimated    by the formulas that plans are searched by, of the plan that the network follows, at this rate
-    expected     what `plan --live` says of it: 1,000 simulated requests, of boxes as their nodes describe them
-    steady       that plan simulated with the boxes as they are, and with many more requests of the same kind; both
-                 without those that are more than it carries in time, which count as missed
+    expected     what `plan --live` says of it, by more requests: to boxes as their nodes describe them
+    steady       that plan simulated with the boxes as they are, and with as many other requests of the same kind, on
+                 average over some draws; both without those that are more than it carries in time, which count as
+                 missed
     simulated    the run itself: the same requests, the plans as they changed, what happened to nodes and links
     live         emulated nodes on this machine, asked by a client
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
+from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -47,6 +49,8 @@ TOLERANCE: Final = 0.05
 ESTIMATE_TOLERANCE: Final = 0.1
 """Between what `plan --live` expects and what the simulator finds."""
 STEADY_REQUESTS: Final = 4000
+"""Simulated, and expected by: in longer runs queues have more time to grow."""
+STEADY_DRAWS: Final = 4
 SPREAD: Final = (-2e-3, -1.5e-3, -1e-3, -5e-4, 0.0, 5e-4, 1e-3, 1.5e-3, 2e-3)
 """Seconds that messages take more or less in runs that are simulated beside each other: which of two boxes a request
 goes to hangs on moments, live as well."""
@@ -223,9 +227,9 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     simulated = network.run(*run)
     estimated = expected = steady = None
     if not settings.schedule:
-        say(f"simulating {STEADY_REQUESTS} requests of the same kind")
+        say(f"simulating {STEADY_DRAWS} times {STEADY_REQUESTS} requests of the same kind")
         gbps, rtt_s = float(network.cluster.gbps[0, -1]), float(network.cluster.rtt_s[0, -1])
-        planned = expect_plan(live.before, plan, traffic.workload(rate), slo, gbps, rtt_s)
+        planned = expect_plan(live.before, plan, traffic.workload(rate), slo, gbps, rtt_s, STEADY_REQUESTS)
         if planned is not None:
             estimated, expected = (expected_figures(proposal, rate) for proposal in planned)
         steady = _steady_figures(network, traffic, rate, plan, rate if planned is None else planned.expected.max_rate)
@@ -323,10 +327,15 @@ def _steady_figures(
     requests come would say how many of them there were."""
 
     def simulate_share(share: float) -> dict[str, float]:
-        trace = traffic.trace(share * rate, STEADY_REQUESTS)
-        found = figures_of(replace(network, gateways=()).run(trace, [(0.0, plan)]), plan.deadlines)
+        draws = (replace(traffic, seed=traffic.seed + draw) for draw in range(STEADY_DRAWS))
+        runs = [
+            figures_of(planned.run(each.trace(share * rate, STEADY_REQUESTS), [(0.0, plan)]), plan.deadlines)
+            for each in draws
+        ]
+        found = {name: fmean(run[name] for run in runs) for name in runs[0]}
         return found | {"attainment": share * found["attainment"]}
 
+    planned = replace(network, gateways=())
     shares = dict.fromkeys((1.0, min(1.0, (carried or rate) / rate)))
     return max(map(simulate_share, shares), key=lambda found: found["goodput_requests_s"])
 

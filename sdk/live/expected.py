@@ -18,7 +18,7 @@ from ...kernels.codecs import codec_named
 from ...node.messages import Status
 from ...node.view import NetworkView
 from ..errors import DemoFailed
-from .plan import expect_by_requests, expect_running
+from .plan import REQUESTS, expect_by_requests, expect_running
 
 LOWER_SHARES: Final = (0.9, 0.8, 0.7, 0.6, 0.5)
 """Of requests in time, in turn, where no rate keeps the share in time that is wanted."""
@@ -44,15 +44,15 @@ class Capacity(NamedTuple):
 
 
 def expect_plan(
-    status: Status, plan: Plan, workload: Workload, slo: Slo, gbps: float, rtt_s: float
+    status: Status, plan: Plan, workload: Workload, slo: Slo, gbps: float, rtt_s: float, requests: int = REQUESTS
 ) -> Expectation | None:
     """What `plan --live` says of a plan at the workload's rate, over links as it is simulated over: all of them so fast
-    and so long. None where its replicas cannot serve. Raises DemoFailed."""
+    and so long. `requests`: by so many. None where its replicas cannot serve. Raises DemoFailed."""
     peers = [box.peer for box in NetworkView.of_status(status).boxes(plan.service)]
     links = [LinkView(source=one, target=two, rtt_s=rtt_s, gbps=gbps) for one, two in permutations(peers, 2)]
     network = _problem(status, plan, workload, slo, workload.rate, links)
     estimated = expect_running(network, plan)
-    return None if estimated is None else Expectation(estimated, expect_by_requests(network, estimated, plan))
+    return None if estimated is None else Expectation(estimated, expect_by_requests(network, estimated, plan, requests))
 
 
 def find_capacity(status: Status, workload: Workload, slo: Slo) -> Capacity:

@@ -24,6 +24,7 @@ from ..errors import UsageError
 from .comparison import (
     ESTIMATE_TOLERANCE,
     SPREAD,
+    STEADY_DRAWS,
     STEADY_REQUESTS,
     TOLERANCE,
     Figure,
@@ -35,6 +36,7 @@ from .comparison import (
 from .expected import LOWER_SHARES
 from .network import Say
 from .nodes import LiveSettings
+from .plan import REQUESTS
 from .schedule import LiveFaultKind, Schedule, ScheduledFault
 from .shared.comparison import SharedComparison, SharedRun, run_shared_comparison
 from .shared.page import build_section, describe_section, is_near
@@ -208,7 +210,8 @@ def build_page(
         name=NAME,
         title="Expected, simulated and live: eight emulated boxes",
         assumes=_ASSUMES.format(
-            cards=", ".join(CARDS), load=LOAD, steady=STEADY_REQUESTS, runs=len(SPREAD),
+            cards=", ".join(CARDS), load=LOAD, runs=len(SPREAD),
+            requests=STEADY_REQUESTS, draws=STEADY_DRAWS, said=REQUESTS,
             policy=RoutingSettings().policy, target=Slo().target,
             shares=", ".join(f"{share:.0%}" for share in LOWER_SHARES if share < Slo().target),
         ),
@@ -245,9 +248,9 @@ is with the highest of {shares} in time, or else what fills replicas or links of
 is*). The first fifth of the requests fills the network and does not count.
 
 Of the plan that the network made and followed, *estimated* is what the formulas say that plans are searched by, and
-*expected* what `plan --live` says: 1,000 simulated requests to boxes as their nodes describe them. *Simulated long* is
-that plan with {steady:,} other requests and the boxes as they are. Of more requests than the plan is expected to carry
-in time, both count those beyond as missed.
+*expected* what `plan --live` says, by {requests:,} simulated requests and not by {said:,}, to boxes as their nodes
+describe them. *Simulated long* is that plan with as many other requests and the boxes as they are, on average over
+{draws} draws. Of more requests than the plan is expected to carry in time, both count those beyond as missed.
 
 All three take all links for as fast as the median of those that nodes measured, since all of them share this machine.
 Round trips count as shorter where lone requests before the run took less: nodes' pings wait for a core. *Live* is what

@@ -196,15 +196,15 @@ def simulate_plans(found: LivePlans) -> LivePlans:
     return replace(found, running=expect_by_requests(found.network, found.running, found.plan), best=best)
 
 
-def expect_by_requests(network: NetworkProblem, estimate: Proposal, plan: Plan) -> Proposal:
-    """What 1,000 simulated requests get of this plan, of which `estimate` is: asked for at all boxes in turn, under the
+def expect_by_requests(network: NetworkProblem, estimate: Proposal, plan: Plan, requests: int = REQUESTS) -> Proposal:
+    """What simulated requests get of this plan, of which `estimate` is: asked for at all boxes in turn, under the
     default policy, in a network that hears of things as late as the running one. Of a plan that names boxes which are
     not there, as it would be without those."""
     boxes = [box.id for box in network.problem.cluster.boxes]
     if set(plan.peers) <= set(boxes):
         estimate = replace(estimate, plan=msgspec.structs.replace(plan, why=estimate.plan.why))
     (found,) = expect_by_simulation(
-        network.problem, (estimate,), 0, requests=REQUESTS, settings=settings_of_network(boxes)
+        network.problem, (estimate,), 0, requests=requests, settings=settings_of_network(boxes)
     )
     return found
 

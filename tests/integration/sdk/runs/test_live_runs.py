@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from p2pserve.sdk.live import comparison
 from p2pserve.sdk.live.comparison_command import main
 
 NODES = ["--nodes", "3", "--cards", "2xA40", "4xRTX A5000", "--model", "qwen2.5-32b", "--workload", "coding"]
@@ -22,7 +23,10 @@ def logging_as_before() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def test_a_calm_network_does_about_what_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_calm_network_does_about_what_is_simulated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(comparison, "STEADY_REQUESTS", 400)
     main([*NODES, "--slo", "10x", "--load", "0.2", "--requests", "8", "--lead", "2", "--format", "json"])
     found = json.loads(capsys.readouterr().out)
     figures = {figure["name"]: figure for figure in found["figures"]}
