@@ -10,7 +10,7 @@ from ..options.arguments import FLAGS, MODEL, VLLM, ConfigArgument
 from ..options.command import combine, command, option
 from ..options.engine import engine_options, link_options
 from ..options.shared import admin_options, api_options, http_options, place_options
-from ..options.values import COUNT
+from ..options.values import PORT
 
 
 @command(
@@ -31,7 +31,7 @@ from ..options.values import COUNT
     admin_options,
     api_options,
     option("--host", instead_of="http", metavar="HOST", help="short for --http HOST:8000, as vLLM has it"),
-    option("--port", type=COUNT, instead_of="http", metavar="PORT", help="short for --http 127.0.0.1:PORT"),
+    option("--port", type=PORT, instead_of="http", metavar="PORT", help="short for --http 127.0.0.1:PORT"),
     place_options(port=4001, folder="bootstrap", has_short=False),
     link_options,
     engine_options,

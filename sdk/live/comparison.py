@@ -35,6 +35,7 @@ from ...coordinator.planning.model.problem import Proposal
 from ...coordinator.planning.model.workload import Slo, Workload
 from ...node.messages import Status
 from ...sims.records import Outcomes, Trace
+from ...sims.results.trials import MOST_REQUESTS
 from ...sims.workloads import Lengths, draw
 from ..errors import UsageError
 from .expected import expect_plan, find_capacity
@@ -48,7 +49,7 @@ TOLERANCE: Final = 0.05
 """Between live and simulated."""
 ESTIMATE_TOLERANCE: Final = 0.1
 """Between what `plan --live` expects and what the simulator finds."""
-STEADY_REQUESTS: Final = 4000
+STEADY_REQUESTS: Final = MOST_REQUESTS
 """Simulated, and expected by: in longer runs queues have more time to grow."""
 STEADY_DRAWS: Final = 4
 SPREAD: Final = (-2e-3, -1.5e-3, -1e-3, -5e-4, 0.0, 5e-4, 1e-3, 1.5e-3, 2e-3)

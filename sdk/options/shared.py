@@ -12,7 +12,7 @@ from ...kernels.codecs import CODEC_NAMES
 from .. import environment
 from .command import OPTIONS, Decorated, combine, option
 from .secrets import warn_on_stderr
-from .values import AGE, COUNT, FIGURE, FILE, POSITIVE, SECONDS, Parsed, ttft_limit
+from .values import AGE, FIGURE, FILE, PORT, POSITIVE, SECONDS, Parsed, ttft_limit
 
 
 class _Text(click.ParamType[str]):
@@ -165,7 +165,7 @@ def price_options(section: str = OPTIONS) -> Decorated:
 
 def place_options(*, port: int, folder: str, has_short: bool = True) -> Decorated:
     """Where a node keeps its files, listens, and is reached. `has_short`: --port says the same as --listen."""
-    short = option("--port", type=COUNT, instead_of="listen", metavar="PORT", help="short for --listen 0.0.0.0:PORT")
+    short = option("--port", type=PORT, instead_of="listen", metavar="PORT", help="short for --listen 0.0.0.0:PORT")
     return combine(
         home_option(f"keys, lock and logs go to `{folder}` in this folder", tells=True),
         option(

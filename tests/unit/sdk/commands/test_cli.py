@@ -121,6 +121,8 @@ TOKENLESS = "127.0.0.1:1"
         (["generate", "--bootstrap", "h:1", "--token", "abc", "a"], "token"),
         (["status", "--bootstrap", "1.2.3.4:99999"], "99999"),
         (["status", "--bootstrap", "1.2.3.4:5", "--timeout-s", "0"], "--timeout-s"),
+        (["serve", "bundled", "--port", "99999"], "--port: 99999 is no port; take one from 1 to 65535"),
+        (["join", "--bootstrap", "h:1", "--port", "99999"], "--port: 99999 is no port; take one from 1 to 65535"),
         (["demo", "--nodes", "0"], "nodes"),
         (["demo", "--nodes", "17"], "nodes"),
         (["demo", "--max-tokens", "0"], "--max-tokens"),
