@@ -137,8 +137,7 @@ def expected_workload(demands: Iterable[Demand], longest: int) -> Workload:
     if not asking:
         asking, when = [msgspec.structs.replace(demand, requests_s=UNKNOWN_RATE / len(seen)) for demand in seen], "last"
     rate = sum(demand.requests_s for demand in asking)
-    pairs = np.concatenate([_repeat(demand, max(1, round(SAMPLE_SIZE * demand.requests_s / rate / len(demand.lengths))))
-                            for demand in asking])  # fmt: skip
+    pairs = np.concatenate([_repeat(demand, SAMPLE_SIZE * demand.requests_s / rate) for demand in asking])
     prompts, outputs = _shorten(pairs[:, 0], pairs[:, 1], longest)
     # independent streams: in the long run, variances of their counts add up
     square = sum(demand.requests_s * demand.arrival_cv**2 for demand in asking) / rate
@@ -148,17 +147,19 @@ def expected_workload(demands: Iterable[Demand], longest: int) -> Workload:
     )  # fmt: skip
 
 
-def _repeat(demand: Demand, times: int) -> Lengths:
-    """Each of its lengths so often, in a row each. Where these stand for more requests than are told of, those between
-    them are filled in: else of each eighth of the prompts there would be eight lengths."""
+def _repeat(demand: Demand, requests: float) -> Lengths:
+    """Each of its lengths as often as makes so many in all, and once at least; a row for each request. Where lengths
+    stand for more requests than are told of, those between them are filled in."""
     pairs = np.array(demand.lengths, dtype=np.int64)
+    times = max(1, round(requests / len(pairs)))
     found = np.repeat(pairs, times, axis=0)
     if len(pairs) == MAX_LENGTHS:
         steps = (np.arange(times) + 0.5) / times - 0.5
-        found[:, 0] += np.rint(np.outer(_widths(pairs[:, 0]), steps)).astype(np.int64).ravel()
-        found[:, 1] += (
-            np.rint(np.outer(_widths(pairs[:, 1]), np.roll(steps[::-1], times // 2))).astype(np.int64).ravel()
-        )
+        others = np.roll(
+            steps[::-1], times // 2
+        )  # the longest prompt of them has neither the longest answer nor the least
+        for side, each in enumerate((steps, others)):
+            found[:, side] += np.rint(np.outer(_widths(pairs[:, side]), each)).astype(np.int64).ravel()
     return np.maximum(found, 1)
 
 
@@ -186,18 +187,17 @@ def demand_of(workload: Workload) -> Demand:
 
 
 def _summary(workload: Workload) -> tuple[tuple[int, int], ...]:
-    """All lengths if few; else pairs with the means and the quantiles of as many of the latest as they take.
+    """The latest as they were, if there are few; else pairs with the means and the quantiles of all.
 
     Which answers go with which prompts is told by classes: CLASSES_PER_SIDE by prompt, each of so many by answer. Means
     of these would say nothing of how long the longest eighth is: of Azure's coding requests 11 % would have more than
     95 tokens, where 5 % do, and deadlines are missed by such. So each side is divided as finely as there are pairs:
     every class has its members at other places."""
     count, side = len(workload.prompts), CLASSES_PER_SIDE
-    if count <= MAX_LENGTHS:
-        pairs = zip(workload.prompts.tolist(), workload.outputs.tolist(), strict=True)
-        return tuple(sorted(pairs))
-    size = count // MAX_LENGTHS * MAX_LENGTHS
+    size = max(1, count // MAX_LENGTHS) * MAX_LENGTHS
     prompts, outputs = workload.prompts[-size:], workload.outputs[-size:]
+    if size == MAX_LENGTHS:
+        return tuple(sorted(zip(prompts.tolist(), outputs.tolist(), strict=True)))
     classes = outputs[np.lexsort((outputs, prompts))].reshape(side, -1)  # a row for each class of prompts
     places = np.arange(side) + (_spread(np.arange(side))[:, None] + 0.5) / side  # of its answers, in eighths
     rows = np.sort(classes, axis=1)

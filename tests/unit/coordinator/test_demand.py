@@ -8,7 +8,8 @@ import pytest
 
 from p2pserve.coordinator import Demand, DemandMeter
 from p2pserve.coordinator.demand import MAX_LENGTHS
-from p2pserve.coordinator.demand_meter import UNKNOWN_RATE, expected_workload
+from p2pserve.coordinator.demand_meter import UNKNOWN_RATE, azure_lengths, demand_of, expected_workload
+from p2pserve.coordinator.planning.model.workload import Workload
 from p2pserve.coordinator.workload_profiler import REFERENCE, WINDOW
 
 
@@ -84,6 +85,40 @@ def test_lengths_keep_their_mean_and_most_of_their_spread() -> None:
     said = gateway.said[-1][1]
     prompts = np.array(said.lengths)[:, 0]
     assert prompts.std() / prompts.mean() == pytest.approx(0.66, abs=0.15)
+
+
+@pytest.mark.parametrize("kind", ["coding", "conversation"])
+def test_plans_are_made_for_the_lengths_that_were_asked(kind: str) -> None:
+    """From the shortest to the longest, both as gateways tell of them and as they are filled in."""
+    prompts, outputs = azure_lengths(kind)
+    demand = demand_of(Workload(name=kind, prompts=prompts, outputs=outputs, rate=1.0))
+    assert len(demand.lengths) == MAX_LENGTHS
+    assert mean(demand) == pytest.approx((prompts.mean(), outputs.mean()), rel=0.01)
+    planned = expected_workload([demand], 1 << 20)
+    for asked, found in ((prompts, planned.prompts), (outputs, planned.outputs)):
+        shares = [10, 25, 50, 75, 90, 95]
+        assert np.percentile(found, shares) == pytest.approx(np.percentile(asked, shares), rel=0.05)
+        assert float((found**2).mean()) == pytest.approx(float((asked**2).mean()), rel=0.2)
+
+
+def test_long_prompts_keep_their_long_answers() -> None:
+    prompts = np.tile(np.arange(1, 513), 4)
+    demand = demand_of(Workload(name="w", prompts=prompts, outputs=prompts // 2 + 1, rate=1.0))
+    found = np.array(demand.lengths)
+    assert np.corrcoef(found.T)[0, 1] > 0.95
+
+
+def test_nothing_is_filled_in_between_two_kinds_of_requests() -> None:
+    prompts = np.repeat([100, 4000], 256)
+    demand = demand_of(Workload(name="w", prompts=prompts, outputs=np.repeat([20, 500], 256), rate=1.0))
+    planned = expected_workload([demand], 1 << 20)
+    assert set(zip(planned.prompts.tolist(), planned.outputs.tolist(), strict=True)) == {(100, 20), (4000, 500)}
+
+
+def test_of_few_more_requests_than_are_told_of_the_latest_are_told_as_they_were() -> None:
+    prompts = np.arange(1, MAX_LENGTHS + 37)
+    found = demand_of(Workload(name="w", prompts=prompts, outputs=prompts % 7 + 1, rate=1.0)).lengths
+    assert found == tuple((prompt, prompt % 7 + 1) for prompt in prompts.tolist()[-MAX_LENGTHS:])
 
 
 def test_requests_without_an_answer_or_a_prompt_count_as_one_token() -> None:
