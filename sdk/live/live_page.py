@@ -108,7 +108,7 @@ CALM_PARTS: Final = (
     PagePart(workload="conversation", slo="3x", slowed=6, requests=240),
     PagePart(workload="conversation", slo="5x", slowed=8, requests=200),
     PagePart(workload="coding", slo="3x", slowed=6, requests=240, model=SMALL_MODEL),
-    PagePart(workload="coding", slo="5x", slowed=18, requests=200, model=SMALL_MODEL),
+    PagePart(workload="coding", slo="5x", slowed=24, requests=200, model=SMALL_MODEL),
 )
 FAULTY_PART: Final = PagePart(
     workload="conversation", slo="2x", slowed=6, requests=240, rate=0.7, schedule=SCHEDULE,
