@@ -155,9 +155,8 @@ def _repeat(demand: Demand, requests: float) -> Lengths:
     found = np.repeat(pairs, times, axis=0)
     if len(pairs) == MAX_LENGTHS:
         steps = (np.arange(times) + 0.5) / times - 0.5
-        others = np.roll(
-            steps[::-1], times // 2
-        )  # the longest prompt of them has neither the longest answer nor the least
+        # The longest prompt of these has neither their longest answer nor their shortest.
+        others = np.roll(steps[::-1], times // 2)
         for side, each in enumerate((steps, others)):
             found[:, side] += np.rint(np.outer(_widths(pairs[:, side]), each)).astype(np.int64).ravel()
     return np.maximum(found, 1)

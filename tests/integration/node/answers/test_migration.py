@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.beside, pytest.mark.timeout(300)]
 EMULATED: dict[str, Any] = {"backend": "emulated", "emulate": "1xL4", "kv_cache_mib": None}
 MIXED = (Phase.MIXED,)
 DRAIN_S = 1.5  # a third of it is for migration
+LONG_DRAIN_S = 4.0  # of real engines: while others use the cores, half a second is not enough
 CLOSE = 1e-3
 """Logits that two engines on one processor may differ by, as their steps have other batches."""
 
@@ -75,10 +76,10 @@ def test_answers_go_on_with_exactly_the_tokens_that_they_would_have_had(cluster:
     asked, answers = prompts(text, (60, 90, 120, 150)), list[Answer]()
 
     async def main() -> None:
-        async with cluster(tmp_path, "bundled", 2, phases=MIXED, drain_s=DRAIN_S) as network:
+        async with cluster(tmp_path, "bundled", 2, phases=MIXED, drain_s=LONG_DRAIN_S) as network:
             await network.wait_plan(2)
-            answers.extend(await lose_in_the_middle(network, asked, 350))
-            check_migrated(network, answers, 350)
+            answers.extend(await lose_in_the_middle(network, asked, 600))
+            check_migrated(network, answers, 600)
 
     trio.run(main)
     for prompt, answer in zip(asked, answers, strict=True):
