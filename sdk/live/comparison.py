@@ -50,7 +50,7 @@ TOLERANCE: Final = 0.05
 ESTIMATE_TOLERANCE: Final = 0.1
 """Between what `plan --live` expects and what the simulator finds."""
 STEADY_REQUESTS: Final = MOST_REQUESTS
-"""Simulated, and expected by: in longer runs queues have more time to grow."""
+"""Simulated, and expected by, which takes no more: in longer runs queues have more time to grow."""
 STEADY_DRAWS: Final = 4
 SPREAD: Final = (-2e-3, -1.5e-3, -1e-3, -5e-4, 0.0, 5e-4, 1e-3, 1.5e-3, 2e-3)
 """Seconds that messages take more or less in runs that are simulated beside each other: which of two boxes a request
@@ -330,13 +330,13 @@ def _steady_figures(
     def simulate_share(share: float) -> dict[str, float]:
         draws = (replace(traffic, seed=traffic.seed + draw) for draw in range(STEADY_DRAWS))
         runs = [
-            figures_of(planned.run(each.trace(share * rate, STEADY_REQUESTS), [(0.0, plan)]), plan.deadlines)
+            figures_of(from_all.run(each.trace(share * rate, STEADY_REQUESTS), [(0.0, plan)]), plan.deadlines)
             for each in draws
         ]
         found = {name: fmean(run[name] for run in runs) for name in runs[0]}
         return found | {"attainment": share * found["attainment"]}
 
-    planned = replace(network, gateways=())
+    from_all = replace(network, gateways=())
     shares = dict.fromkeys((1.0, min(1.0, (carried or rate) / rate)))
     return max(map(simulate_share, shares), key=lambda found: found["goodput_requests_s"])
 
