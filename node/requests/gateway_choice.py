@@ -1,11 +1,12 @@
-"""Which gateway a request goes to: ready engines first, then the nearest. For clients and for fronts."""
+"""Which gateway a request goes to: ready engines first, then the nearest, and of those about as near the one that was
+asked last. For clients and for fronts."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import trio
 
@@ -20,6 +21,11 @@ from ..observing.ages import describe_gone
 from ..planning.manifest import read_manifest
 
 STATUS_TIMEOUT_S: Final = 5.0
+NEARER_S: Final = 0.01
+NEARER_SHARE: Final = 0.25
+"""By so much of the other's round trip and so many seconds more is another gateway nearer before it is asked instead:
+round trips vary, and a gateway knows of the requests that it sent itself at once, of others' up to a second late."""
+
 RACERS: Final = 3  # a client knows how far its bootstrap is; of the rest it tries so many at once
 
 
@@ -43,9 +49,25 @@ class GatewayCandidate:
         return self.advert.model.service if self.advert is not None and self.advert.model is not None else None
 
 
+class _Ranked(NamedTuple):
+    """A gateway of a service. The least is the best."""
+
+    is_starting: bool
+    rtt_s: float
+    peer: PeerId
+
+    def is_as_good(self, best: _Ranked) -> bool:
+        """Whether it is no worse than the best by more than what round trips vary by."""
+        return self.is_starting == best.is_starting and self.rtt_s <= best.rtt_s * (1.0 + NEARER_SHARE) + NEARER_S
+
+
 def gateways(candidates: Iterable[GatewayCandidate], service: str | None, planned: str | None = None) -> list[PeerId]:
     """Gateways, best first: ready engines, then the nearest. A request that names no `service` goes
     to the `planned` one where any node offers it."""
+    return [each.peer for each in _rank(candidates, service, planned)]
+
+
+def _rank(candidates: Iterable[GatewayCandidate], service: str | None, planned: str | None) -> list[_Ranked]:
     offers = [candidate for candidate in candidates if candidate.service is not None]
     if service is None and any(candidate.service == planned for candidate in offers):
         service = planned
@@ -60,8 +82,8 @@ def gateways(candidates: Iterable[GatewayCandidate], service: str | None, planne
         if state == "failed":
             continue
         rtt = candidate.rtt_s if candidate.rtt_s is not None else float("inf")
-        ranked.append((state != "ready", rtt, candidate.peer))
-    return [peer for _, _, peer in sorted(ranked)]
+        ranked.append(_Ranked(state != "ready", rtt, candidate.peer))
+    return sorted(ranked)
 
 
 @final
@@ -74,6 +96,7 @@ class GatewayFinder:
         self._considered: tuple[tuple[PeerId, int], bytes] | None = None  # the plan that was looked at last
         self._planned: str | None = None  # its service
         self._measured: dict[PeerId, float] = {}  # seconds that dialling and one answer took
+        self._kept: set[PeerId] = set()  # of each service, the gateway that was asked last
 
     def describe_dead(self) -> str:
         """Which boxes are dead, and since when; for people, "" where none is."""
@@ -108,7 +131,10 @@ class GatewayFinder:
 
     def rank(self, service: str | None) -> list[PeerId]:
         """Those that offer it, best first."""
-        return gateways(self.candidates(), self.model_of(service), self.planned_service())
+        return [each.peer for each in self._rank(service)]
+
+    def _rank(self, service: str | None) -> list[_Ranked]:
+        return _rank(self.candidates(), self.model_of(service), self.planned_service())
 
     def model_of(self, service: str | None) -> str | None:
         """What boxes call that which a request calls so: the model, where the catalogue has an entry of this name."""
@@ -140,9 +166,16 @@ class GatewayFinder:
         return await self._network.request(peer, STATUS, StatusQuery(), STATUS_TIMEOUT_S)
 
     async def pick(self, usable: list[PeerId], service: str | None) -> PeerId:
-        """The best of these, which are ranked. Finds out first which is near, where none has been measured yet."""
+        """The best of these, which are ranked; the one that was asked last, where it is about as good. Finds out first
+        which is near, where none has been measured yet."""
         await self._race(usable)
-        return next((peer for peer in self.rank(service) if peer in usable), usable[0])
+        ranked = [each for each in self._rank(service) if each.peer in usable]
+        if not ranked:
+            return usable[0]
+        chosen = next((each for each in ranked if each.peer in self._kept and each.is_as_good(ranked[0])), ranked[0])
+        members = {member.peer_id for member in self._network.members()}
+        self._kept = (self._kept & members).difference(each.peer for each in ranked) | {chosen.peer}
+        return chosen.peer
 
     async def _race(self, usable: list[PeerId]) -> None:
         """The first to answer ends it."""

@@ -1,8 +1,10 @@
-"""What a gateway, or a client, knows of boxes that would serve and are dead."""
+"""Which gateway is asked, and what is known of boxes that would serve and are dead."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import trio
 
 from p2pserve.bootstrap import Address, PeerId, Role
 from p2pserve.bootstrap.members.states import Member, MemberState
@@ -76,6 +78,54 @@ def test_a_request_finds_boxes_by_the_name_that_the_catalogue_has() -> None:
         ["one", "two"], ["one", "two"], ["two"], [], [],
     ]  # fmt: skip
     assert [found.model_of(name) for name in ("chat", "s-2", None)] == ["tiny", "s-2", None]
+
+
+# -- which is asked -------------------------------------------------------------------------------------------------
+
+
+class Near(Boxes):
+    """Boxes at these round trips, in milliseconds."""
+
+    def __init__(self, round_trips: dict[str, float], **services: str) -> None:
+        super().__init__(LISTED, **services)
+        self.round_trips = round_trips
+
+    def members(self) -> tuple[Member, ...]:
+        return tuple(
+            replace(each, rtt_s=self.round_trips[each.peer_id] / 1e3)
+            for each in super().members()
+            if each.peer_id in self.round_trips
+        )
+
+
+def pick(found: GatewayFinder, service: str, *lost: str) -> str:
+    return str(trio.run(found.pick, [peer for peer in found.rank(service) if peer not in lost], service))
+
+
+def test_of_gateways_about_as_near_the_one_that_was_asked_last_is_asked_again() -> None:
+    network: Any = Near({"one": 2.0, "two": 3.0, "other": 1.0}, one="s-1", two="s-1", other="s-2")
+    found = GatewayFinder(network)
+    assert (pick(found, "s-1"), pick(found, "s-2")) == ("one", "other")
+    network.round_trips = {"one": 3.0, "two": 2.0, "other": 1.0}
+    assert (found.rank("s-1")[0], pick(found, "s-1")) == ("two", "one")
+    network.round_trips["one"] = 13.0  # by more than round trips vary
+    assert pick(found, "s-1") == "two"
+    network.round_trips["one"] = 1.0
+    assert pick(found, "s-1") == "two"
+    network.round_trips = {"one": 180.0, "two": 200.0, "other": 1.0}
+    assert pick(found, "s-1") == "two"
+    network.round_trips["one"] = 140.0
+    assert pick(found, "s-1") == "one"
+
+
+def test_a_request_that_goes_elsewhere_leaves_the_gateway_of_the_others_as_it_is() -> None:
+    network: Any = Near({"one": 2.0, "two": 3.0}, one="s-1", two="s-1")
+    found = GatewayFinder(network)
+    assert [pick(found, "s-1"), pick(found, "s-1", "one"), pick(found, "s-1")] == ["one", "two", "one"]
+    del network.round_trips["one"]
+    assert pick(found, "s-1") == "two"
+    network.round_trips["one"] = 2.0
+    assert pick(found, "s-1") == "two"
 
 
 def test_an_entry_that_no_box_has_is_waited_for_also_before_anything_else_was_asked() -> None:
