@@ -105,10 +105,10 @@ class PagePart:
 
 
 CALM_PARTS: Final = (
-    PagePart(workload="conversation", slo="3x", slowed=6, requests=240),
-    PagePart(workload="conversation", slo="5x", slowed=8, requests=200),
-    PagePart(workload="coding", slo="3x", slowed=6, requests=240, model=SMALL_MODEL),
-    PagePart(workload="coding", slo="5x", slowed=24, requests=200, model=SMALL_MODEL),
+    PagePart(workload="conversation", slo="3x", slowed=12, requests=240),
+    PagePart(workload="conversation", slo="5x", slowed=16, requests=200),
+    PagePart(workload="coding", slo="3x", slowed=18, requests=240, model=SMALL_MODEL),
+    PagePart(workload="coding", slo="5x", slowed=48, requests=200, model=SMALL_MODEL),
 )
 FAULTY_PART: Final = PagePart(
     workload="conversation", slo="2x", slowed=6, requests=240, rate=0.7, schedule=SCHEDULE,
@@ -238,7 +238,7 @@ def build_page(
 _ASSUMES: Final = """\
 Eight nodes run as processes of one machine, two of each: {cards}, as ThunderServe's table 1 has them. GPUs are emulated
 (`docs/emulated.md`); nodes, gateways, plans, sockets and KV bytes are real. Cards are slowed where it says
-so, in the network, in the plan and in the simulation alike: two cores carry some 250 tokens a second.
+so, in the network, in the plan and in the simulation alike, as two cores carry all of it.
 
 Deadlines are multiples of the mean request alone on the fastest box.
 
@@ -258,7 +258,10 @@ a client saw.
 
 *Simulated* is the live run's own requests with its plans as they changed, links as nodes measured them, on average over
 {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a request goes to hangs on
-moments (*simulated spread*: standard deviation over mean of these runs). Gateways route by `{policy}`."""
+moments (*simulated spread*: standard deviation over mean of these runs). Gateways route by `{policy}`.
+
+Percentiles are means of the requests around them (Harrell and Davis): of some 200 requests the 90th percentile is one
+alone, and with one request on another box it is the next, which may be far."""
 
 
 def _run_row(part: PagePart, found: LiveComparison) -> LiveRunRow:
@@ -341,7 +344,7 @@ def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
     planned = faulty.own_plans_goodput_s or 0.0
     return f"""\
 - Live and simulated are within {TOLERANCE:.0%} in {len(near)} of {len(live)} figures (the 99th percentile is shown and
-not held against it: of so few requests it is one of them); the furthest is {worst.name.replace("_", " ")} at
+not held against it: of so few requests it hangs on two or three); the furthest is {worst.name.replace("_", " ")} at
 {1.0 + worst.difference:.3f}.
 - Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT
 at the 50th and 90th percentile, and attainment.{_describe_estimates(calm)}{_describe_tails(calm)}

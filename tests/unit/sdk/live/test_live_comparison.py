@@ -18,6 +18,7 @@ from p2pserve.sdk.live.comparison import (
     LiveTraffic,
     _steady_figures,
     compare,
+    estimate_percentile,
     figures_of,
     plan_for_most,
     run_comparison,
@@ -53,6 +54,20 @@ def test_figures_of_a_run() -> None:
     assert found["tpot_mean_s"] == pytest.approx(0.1)  # the request of one token has none
     assert found["throughput_tokens_s"] == pytest.approx(38 / (4.0 + 0.5 + 2.0 - 1.0))
     assert (found["attainment"], found["goodput_requests_s"]) == (1.0, 1.0)
+
+
+def test_percentiles_of_runs_that_differ_in_one_request_are_near() -> None:
+    """Of 200 requests 21 or 20 are on the slow one of two boxes."""
+    one, other = (np.repeat([0.2, 0.3], [200 - slow, slow]) for slow in (21, 20))
+    assert np.percentile(one, 90) / np.percentile(other, 90) > 1.05
+    assert estimate_percentile(one, 90) == pytest.approx(estimate_percentile(other, 90), rel=0.05)
+
+
+def test_percentiles_of_many_requests_are_those_of_their_distribution_and_of_few_what_there_is() -> None:
+    many = np.random.default_rng(0).permutation(np.linspace(0.0, 1.0, 3001))
+    assert [estimate_percentile(many, share) for share in (50, 90, 99)] == pytest.approx([0.5, 0.9, 0.99], abs=1e-3)
+    assert estimate_percentile(np.array([3.0]), 90) == 3.0
+    assert np.isnan(estimate_percentile(np.array([]), 90))
 
 
 @pytest.mark.parametrize(
