@@ -361,8 +361,9 @@ def _describe_estimates(calm: Sequence[LiveComparison]) -> str:
     estimated, simulated = (", ".join(f"{value:.2f}" for value in column) for column in zip(*pairs, strict=True))
     return f"""
 - Formulas estimate attainment at {estimated}; {simulated} is simulated, of the same plans over the same links. They
-are off by more here than for [described clusters](expectations.md), and why is not known. The plans that `plan` makes
-are chosen by simulated trials, and so are the phases of the running network where clients ask for something."""
+hold requests to the plan's shares, and those of a running plan were made for other traffic, or for full load, and may
+give a box more than it carries. Gateways go by queues. So the plans that `plan` makes are chosen by simulated trials,
+and so are the phases of the running network where clients ask for something."""
 
 
 def _describe_tails(calm: Sequence[LiveComparison]) -> str:

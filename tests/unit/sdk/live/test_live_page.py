@@ -113,15 +113,11 @@ def test_remarks_explain_nothing_that_did_not_happen() -> None:
     assert "Simulated messages" not in text
 
 
-def test_the_page_says_how_the_rate_of_each_run_was_chosen() -> None:
+def test_the_page_says_how_much_each_run_was_asked() -> None:
     run = comparison(figure("goodput_requests_s", 1.0))
-    given = msgspec.structs.replace(run, rate_rule="as given")
-    page = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, given), shared_run())
-    assert [row["rate_is"] for row in page.records()["tables"]["Runs"]] == [
-        "70% of what fills the running plan",
-        "as given",
-    ]
-    assert "with the highest of 80%, 70%, 60%, 50% in time" in " ".join(page.assumes.split())
+    page = build_page([(CALM_PARTS[0], run)], (FAULTY_PART, run), shared_run())
+    assert [row["requests_s"] for row in page.records()["tables"]["Runs"]] == [run.rate, run.rate]
+    assert all(part.traffic().rate == part.rate and part.traffic().load is None for part in CALM_PARTS)
 
 
 @pytest.mark.parametrize("part", [*CALM_PARTS, FAULTY_PART])
