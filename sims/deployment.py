@@ -110,8 +110,8 @@ class Deployment:
         answers: Mapping[PoolClaim, bool] = NO_ANSWERS,
     ) -> Route:
         """Choose replicas by the loads that the request's gateway knows, without hosts `blamed` by
-        number. The length of the answer is told where the settings say so. Raises NoRoute."""
-        output = request.left if request is not None and self._settings.known_answers else None
+        number. The length of the answer, or its limit, is told where the settings say so. Raises NoRoute."""
+        left = request.left if request is not None else None
         gateway = request.gateway if request is not None and self._settings.report_s else None
         router = self._routers.get(gateway)
         if router is None:
@@ -128,7 +128,14 @@ class Deployment:
             named = known.find_named(lambda _: names, now)
         cached = known.believe(named) if known is not None else NOTHING_CACHED
         find = partial(
-            router.route, tokens, now=now, request=row, output_tokens=output, cached_tokens=cached, answers=answers
+            router.route,
+            tokens,
+            now=now,
+            request=row,
+            output_tokens=left if self._settings.known_answers else None,
+            max_output_tokens=left if self._settings.told_limits else None,
+            cached_tokens=cached,
+            answers=answers,
         )
         try:
             route = find(excluded | self._held)

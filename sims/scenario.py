@@ -102,7 +102,7 @@ class SimSettings:
     - `routing`: the policy that requests are routed by, one of `policies.POLICIES`: by default not the
       network's but `plan`, with which the plans of the results' pages are compared; `seed` is for
       policies that draw lots. `known_answers`: it is told how long each answer will be, which no
-      gateway knows.
+      gateway knows; `told_limits`: how long it may be at most, by clients that get as much as they ask for.
     - `until_s`: nothing happens later; requests that have not ended by then never do.
     """
 
@@ -124,6 +124,7 @@ class SimSettings:
     routing: RoutingSettings = field(default_factory=lambda: RoutingSettings(policy="plan"))
     admission: SimAdmission | None = None
     known_answers: bool = False
+    told_limits: bool = False
     seed: int = 0
     until_s: float = inf
 

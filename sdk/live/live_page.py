@@ -252,7 +252,9 @@ a client saw.
 
 *Simulated* is the live run's own requests with its plans as they changed, links as nodes measured them, on average over
 {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a request goes to hangs on
-moments (*simulated spread*: standard deviation over mean of these runs). Gateways route by `{policy}`.
+moments (*simulated spread*: standard deviation over mean of these runs). Gateways route by `{policy}`. There they know
+how long each answer may be, as live: clients ask for as many tokens as they get. Of what is expected and *simulated
+long* they know nothing but the lengths of earlier answers.
 
 Percentiles are means of the requests around them (Harrell and Davis): of some 200 requests the 90th percentile is one
 alone, and with one request on another box it is the next, which may be far."""

@@ -65,6 +65,7 @@ class SimulatedNetwork:
     gateways: tuple[str, ...] = ()  # that take the requests, in turn; none: those of all nodes, which hear all at once
     message_s: float = 0.0  # that the processes at both ends of a message take
     client_s: float = 0.0  # the round trip from the clients to their gateways
+    told_limits: bool = True  # clients ask for so many tokens, and emulated engines end no answer sooner
 
     def with_messages(self, more_s: float) -> SimulatedNetwork:
         """With messages that take so much longer; shorter where it is negative, and no less than no time."""
@@ -91,7 +92,7 @@ class SimulatedNetwork:
         gateways = self.gateways or tuple(box.id for box in boxes)
         settings = SimSettings(
             engine=engine, gateways=gateways, message_s=self.message_s, kv_wait_limit=WaitLimitSettings().gain,
-            routing=RoutingSettings(), report_s=REPORT_S if self.gateways else 0.0,
+            routing=RoutingSettings(), report_s=REPORT_S if self.gateways else 0.0, told_limits=self.told_limits,
         )  # fmt: skip
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from p2pserve.coordinator.costs.model_shape import ModelShape
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster, ClusterError
 from p2pserve.coordinator.planning.model.workload import Service, Workload
-from p2pserve.coordinator.routing.interface import NoRoute, RoutingSettings
+from p2pserve.coordinator.routing.interface import NoRoute, Route, RoutingSettings
+from p2pserve.coordinator.routing.router import Router
 from p2pserve.sims.deployment import Deployment, check_plans
 from p2pserve.sims.engine.engine import Engine
 from p2pserve.sims.engine.sequence import Sequence
@@ -21,7 +24,7 @@ from p2pserve.sims.events import Scheduled
 from p2pserve.sims.policies import ROUND_ROBIN
 from p2pserve.sims.records import Trace
 from p2pserve.sims.scenario import ServiceRun, SimSettings, WorldError
-from p2pserve.sims.serving import ReplicaHost
+from p2pserve.sims.serving import ReplicaHost, SimRequest
 
 from ...linear_times import LinearTimes
 
@@ -58,11 +61,13 @@ def start(each: Replica) -> ReplicaHost:
     return ReplicaHost(0, 0, each, engine, advance)
 
 
-def deployment(of: Plan, boxes: Cluster, policy: str = "") -> Deployment:
+def deployment(of: Plan, boxes: Cluster, policy: str = "", **settings_also: bool) -> Deployment:
     one = np.ones(1, dtype=np.int64)
     trace = Trace(ids=one, arrival_s=np.zeros(1), prompt=one, output=one, lengths="made up", arrivals="at once")
     service = Service(name="toy", model=MODEL, workload=Workload(name="w", prompts=one, outputs=one, rate=1.0))
-    settings = SimSettings(routing=RoutingSettings(policy=policy)) if policy else SimSettings()
+    settings = replace(
+        SimSettings(routing=RoutingSettings(policy=policy)) if policy else SimSettings(), **settings_also
+    )
     found = Deployment(0, ServiceRun(service=service, plan=of, trace=trace), boxes, settings)
     for each in of.replicas:
         found.hosts[each.id] = start(each)
@@ -84,6 +89,23 @@ def test_the_router_hears_of_loads_before_it_routes() -> None:
     found.note_load(busy)
     found.note_load(found.hosts["b"])
     assert found.route(100, 1.0, {}).decode == "a"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"), [({}, (None, None)), ({"told_limits": True}, (None, 7)), ({"known_answers": True}, (7, None))]
+)
+def test_of_answers_gateways_know_what_the_settings_say(
+    settings: dict[str, bool], told: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, route = list[tuple[int | None, int | None]](), Router.route
+
+    def listen(router: Router, *tokens: int, **facts: Any) -> Route:
+        heard.append((facts["output_tokens"], facts["max_output_tokens"]))
+        return route(router, *tokens, **facts)
+
+    monkeypatch.setattr(Router, "route", listen)
+    deployment(TWO, cluster("a", "b"), **settings).route(100, 0.0, {}, SimRequest(0, 0, 100, 7))
+    assert heard == [told]
 
 
 def test_missing_boxes_get_no_requests_until_they_are_back() -> None:
