@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -61,13 +60,11 @@ def start(each: Replica) -> ReplicaHost:
     return ReplicaHost(0, 0, each, engine, advance)
 
 
-def deployment(of: Plan, boxes: Cluster, policy: str = "", **settings_also: bool) -> Deployment:
+def deployment(of: Plan, boxes: Cluster, policy: str = "", also: SimSettings | None = None) -> Deployment:
     one = np.ones(1, dtype=np.int64)
     trace = Trace(ids=one, arrival_s=np.zeros(1), prompt=one, output=one, lengths="made up", arrivals="at once")
     service = Service(name="toy", model=MODEL, workload=Workload(name="w", prompts=one, outputs=one, rate=1.0))
-    settings = replace(
-        SimSettings(routing=RoutingSettings(policy=policy)) if policy else SimSettings(), **settings_also
-    )
+    settings = also or (SimSettings(routing=RoutingSettings(policy=policy)) if policy else SimSettings())
     found = Deployment(0, ServiceRun(service=service, plan=of, trace=trace), boxes, settings)
     for each in of.replicas:
         found.hosts[each.id] = start(each)
@@ -92,19 +89,24 @@ def test_the_router_hears_of_loads_before_it_routes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"), [({}, (None, None)), ({"told_limits": True}, (None, 7)), ({"known_answers": True}, (7, None))]
+    ("settings", "told"),
+    [
+        (SimSettings(), (None, None)),
+        (SimSettings(told_limits=True), (None, 7)),
+        (SimSettings(known_answers=True), (7, None)),
+    ],
 )
 def test_of_answers_gateways_know_what_the_settings_say(
-    settings: dict[str, bool], told: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
+    settings: SimSettings, told: tuple[int | None, int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard, route = list[tuple[int | None, int | None]](), Router.route
 
-    def listen(router: Router, *tokens: int, **facts: Any) -> Route:
+    def listen(router: Router, tokens: int, exclude: frozenset[str] = frozenset(), **facts: Any) -> Route:
         heard.append((facts["output_tokens"], facts["max_output_tokens"]))
-        return route(router, *tokens, **facts)
+        return route(router, tokens, exclude, **facts)
 
     monkeypatch.setattr(Router, "route", listen)
-    deployment(TWO, cluster("a", "b"), **settings).route(100, 0.0, {}, SimRequest(0, 0, 100, 7))
+    deployment(TWO, cluster("a", "b"), also=settings).route(100, 0.0, {}, SimRequest(0, 0, 100, 7))
     assert heard == [told]
 
 
