@@ -68,8 +68,9 @@ SCHEDULE: Final[Schedule] = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagePart:
     """One run: Azure's `workload`, deadlines, the cards' rates divided by `slowed`, so that two cores carry the tokens,
-    requests per second, and what serves them. The rate is given: what is expected to be carried hangs on links and steps
-    as they were measured, and for conversations at 3 times it was 0.15, 0.6 and 1.2 a second."""
+    requests per second, and what serves them. The rate is given: what is expected to be carried hangs on links and
+    steps as they were measured, and for conversations at 3 times it was 0.6, 1.2 and 0.15 requests a second with cards
+    slowed by 6, 9 and 12."""
 
     workload: str
     slo: str
