@@ -76,6 +76,7 @@ class Deployment:
         self.number = number
         self.service: Service = run.service
         self.trace = run.trace
+        self._as_served = run.as_served
         self.plan = run.plan
         self.hosts: dict[str, ReplicaHost] = {}
         self.log = ServiceLog(run)
@@ -143,6 +144,7 @@ class Deployment:
             if self._held <= excluded:
                 raise
             route = find(excluded)
+        route = self._follow(route, row, tokens)
         if known is not None and names:
             prefill = route.prefill or route.decode
             queued = int(router.loads.prefill_tokens[router.loads.index[prefill]])
@@ -154,6 +156,16 @@ class Deployment:
         if self._settings.report_s and row is not None:
             self._count_own(row, gateway, route, tokens)
         return route
+
+    def _follow(self, route: Route, row: int | None, tokens: int) -> Route:
+        """Where the request went in the run that is followed, if there is one and the plan has these replicas."""
+        ends = self._as_served.get(row) if row is not None else None
+        if ends is None:
+            return route
+        heads = {host.replica.head: name for name, host in self.hosts.items()}
+        prefill, decode = (heads.get(end, "") for end in ends)
+        is_same = (route.prefill or route.decode, route.decode) == (prefill, decode)
+        return route if is_same or not (prefill and decode) else Route.between(prefill, decode, tokens)
 
     def own_work(self, request: SimRequest, claim: PoolClaim) -> SentWork | None:
         """Of its gateway at a replica that this asks now; None: gateways hear of all loads at once."""

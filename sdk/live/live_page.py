@@ -1,7 +1,7 @@
 """The results page `live`: what was planned, simulated and really happened, with eight emulated boxes of unequal GPUs.
 
-Two workloads at two deadlines, one run in which things go wrong, and one of three services that share boxes; three
-quarters of an hour. What each run has found is kept in `live-runs.json` and `live-shared.json` beside the page, so that
+Two workloads at two deadlines, one run in which things go wrong, and one of three services that share boxes; an
+hour and a quarter. What each run has found is kept in `live-runs.json` and `live-shared.json` beside the page, so that
 one of them can be run again alone.
 """
 
@@ -144,8 +144,10 @@ class LiveFigureRow(ResultRow, frozen=True):
     long_over_expected: float | None
     simulated: float
     simulated_spread: float
+    as_routed: float | None
     live: float
     live_over_simulated: float
+    live_over_as_routed: float | None
 
 
 class FaultRow(ResultRow, frozen=True):
@@ -253,7 +255,8 @@ a client saw.
 
 *Simulated* is the live run's own requests with its plans as they changed, links as nodes measured them, on average over
 {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a request goes to hangs on
-moments (*simulated spread*: standard deviation over mean of these runs). Gateways route by `{policy}`. There they know
+moments (*simulated spread*: standard deviation over mean of these runs). *As routed* has each request on the boxes
+that served it live: what is left are engines, links and queues. Gateways route by `{policy}`. There they know
 how long each answer may be, as live: clients ask for as many tokens as they get. Of what is expected and *simulated
 long* they know nothing but the lengths of earlier answers.
 
@@ -304,8 +307,10 @@ def _figure_row(part: PagePart, found: LiveComparison, figure: Figure) -> LiveFi
         long_over_expected=None if figure.estimate_error is None else 1.0 + figure.estimate_error,
         simulated=figure.simulated,
         simulated_spread=figure.spread,
+        as_routed=figure.followed,
         live=figure.live,
         live_over_simulated=1.0 + figure.difference,
+        live_over_as_routed=figure.live / figure.followed if figure.followed else None,
     )
 
 
@@ -341,12 +346,24 @@ def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
     return f"""\
 - Live and simulated are within {TOLERANCE:.0%} in {len(near)} of {len(live)} figures (the 99th percentile is shown and
 not held against it: of so few requests it hangs on two or three); the furthest is {worst.name.replace("_", " ")} at
-{1.0 + worst.difference:.3f}.
+{1.0 + worst.difference:.3f}.{_describe_followed(live)}
 - Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT
 at the 50th and 90th percentile, and attainment.{_describe_estimates(calm)}{_describe_tails(calm)}
 - With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated, which follows the plans that the
 network made. Where the simulated coordinator makes the plans, too, it is {planned:.3f} requests/s; live
 {goodput.live:.3f}.{_describe_messages(calm, faulty)}"""
+
+
+def _describe_followed(live: Sequence[Figure]) -> str:
+    """How near the simulator is where each request is on the boxes that served it live."""
+    pairs = [(figure.live / figure.followed, figure.name) for figure in live if figure.followed]
+    if not pairs:
+        return ""
+    near = sum(abs(ratio - 1.0) <= TOLERANCE for ratio, _ in pairs)
+    ratio, name = max(pairs, key=lambda each: abs(each[0] - 1.0))
+    return f""" With each request on the boxes that served it live, {near} of {len(pairs)}; the furthest is
+{name.replace("_", " ")} at {ratio:.3f}. So the rest is by where requests go: live gateways and simulated ones hear of
+loads at other moments, and one request on another box takes others with it."""
 
 
 def _describe_estimates(calm: Sequence[LiveComparison]) -> str:

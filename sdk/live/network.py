@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isnan, nan
 from typing import Final, NamedTuple
 
@@ -65,24 +65,25 @@ class LoneRequest(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """What the client saw, how many requests took several attempts, the nodes that wrote the answers, and the ids of
-    those that were answered."""
+    """What the client saw, how many requests took several attempts, the nodes that wrote the answers, the ids of those
+    that were answered, and by row the nodes that prefilled and decoded those that took one attempt."""
 
     outcomes: Outcomes
     recovered: int
     nodes: tuple[str, ...]
     ids: tuple[str, ...]
+    served: Mapping[int, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LiveRun:
     """What a replay has shown.
 
-    `outcomes` by the client's clock from the trace's arrivals. `plans` with the moments they took
-    effect. `numbers`: the nodes' peers by their numbers. `before`: the network's status at the
-    beginning, when it served `lone` requests. `gateways`: the nodes that took the client's requests, the one with the
-    most first. `recovered`: requests with more than one attempt;
-    `late`: engines behind their model. `cores` of this machine were busy on average, `own_cores` with this run."""
+    `outcomes` by the client's clock from the trace's arrivals. `plans` with the moments they took effect. `numbers`:
+    the nodes' peers by their numbers. `before`: the network's status at the beginning, when it served `lone` requests.
+    `gateways`: the nodes that took the client's requests, the one with the most first. `served`: by row, the nodes that
+    prefilled and decoded a request at its only attempt. `recovered`: requests with more than one attempt; `late`:
+    engines behind their model. `cores` of this machine were busy on average, `own_cores` with this run."""
 
     outcomes: Outcomes
     plans: tuple[tuple[float, Plan], ...]
@@ -95,6 +96,7 @@ class LiveRun:
     happened: tuple[Happened, ...] = ()
     lone: tuple[LoneRequest, ...] = ()
     gateways: tuple[str, ...] = ()
+    served: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
 
 async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> LiveRun:
@@ -129,6 +131,7 @@ async def run_live(settings: LiveSettings, make_trace: MakeTrace, say: Say) -> L
                 happened=tuple(happened),
                 lone=tuple(lone),
                 gateways=gateways,
+                served=replayed.served,
             )
 
 
@@ -187,7 +190,7 @@ async def replay(
 ) -> Replayed:
     """Replay the trace, where there are several services to one. `may_fail`: one that ends with an error has never
     happened."""
-    nodes, ids = [""] * len(trace), list[str]()
+    nodes, ids, served = [""] * len(trace), list[str](), dict[int, tuple[str, str]]()
     ttft, e2e = np.full(len(trace), nan), np.full(len(trace), nan)
     recovered = done = 0
     began = trio.current_time()
@@ -202,6 +205,8 @@ async def replay(
             ttft[row], e2e[row], attempts = first - at, last - at, figures.attempts
             nodes[row] = figures.decode_node
             ids.append(figures.id)
+            if attempts == 1:
+                served[row] = figures.prefill_node or figures.decode_node, figures.decode_node
         except ClientError as error:
             if not may_fail:
                 raise
@@ -213,7 +218,7 @@ async def replay(
     async with trio.open_nursery() as nursery:
         for row in range(len(trace)):
             nursery.start_soon(one, row)
-    return Replayed(Outcomes(trace=trace, ttft_s=ttft, e2e_s=e2e), recovered, tuple(nodes), tuple(ids))
+    return Replayed(Outcomes(trace=trace, ttft_s=ttft, e2e_s=e2e), recovered, tuple(nodes), tuple(ids), served)
 
 
 @asynccontextmanager

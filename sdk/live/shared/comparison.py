@@ -67,11 +67,11 @@ class SharedRun:
         AskedModel("opt-6.7b", 0.2, 128, 64),
     )
     pairs: Sequence[tuple[int, int]] = ((0, 1), (0, 2), (1, 2), (0, 1), (0, 2), (0, 1), (0, 2), (1, 2))
-    cards: str = "1xA40/4"
+    cards: str = "1xA40/12"
     kv_cache_mib: int = 8192
-    rate: float = 0.9
-    seconds: float = 540.0
-    lead: float = 30.0
+    rate: float = 0.25
+    seconds: float = 1080.0
+    lead: float = 60.0
     spread: float = 0.5
     seed: int = 0
 

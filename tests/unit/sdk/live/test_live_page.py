@@ -12,7 +12,7 @@ from p2pserve.coordinator.plan import Deadlines
 from p2pserve.sdk.live import live_page
 from p2pserve.sdk.live.comparison import Figure, LiveComparison, LiveTraffic
 from p2pserve.sdk.live.comparison_command import check_run, main
-from p2pserve.sdk.live.live_page import CALM_PARTS, FAULTY_PART, PagePart, build_page
+from p2pserve.sdk.live.live_page import CALM_PARTS, FAULTY_PART, LiveFigureRow, PagePart, build_page
 from p2pserve.sdk.live.network import Say
 from p2pserve.sdk.live.nodes import LiveSettings
 from p2pserve.sdk.live.shared.comparison import ALL, FIGURES, SharedComparison, SharedFigure, SharedRun
@@ -61,6 +61,20 @@ def shared_run(run: SharedRun | None = None, say: Say | None = None, *, ratio: f
         requests=270, boxes=8, cards="1xA40/4", rate=0.9, message_s=0.02, cores=1.2, own_cores=0.8, late=3, retried=0,
         figures=figures,
     )  # fmt: skip
+
+
+def test_what_was_simulated_as_routed_stands_beside_the_live_figures() -> None:
+    calm = comparison(
+        msgspec.structs.replace(figure("ttft_p90_s", 1.2), followed=1.18),
+        msgspec.structs.replace(figure("tpot_p90_s", 1.01), followed=1.10),
+        figure("attainment", 0.99),
+    )
+    page = build_page([(CALM_PARTS[0], calm)], (FAULTY_PART, comparison(figure("goodput_requests_s", 0.97))))
+    rows = {row.figure: row for row in page.tables[1].rows if isinstance(row, LiveFigureRow)}
+    assert rows["TTFT p90"].live_over_as_routed == pytest.approx(1.2 / 1.18)
+    assert rows["attainment"].live_over_as_routed is None
+    text = " ".join(page.remarks.split())
+    assert "on the boxes that served it live, 1 of 2; the furthest is tpot p90 s at 0.918." in text
 
 
 def test_services_that_share_boxes_are_told_by_their_figures() -> None:

@@ -26,7 +26,12 @@ class FakeStream:
 
     def __init__(self, prompt: int, output: int, request: str) -> None:
         figures = SimpleNamespace(
-            prompt_tokens=prompt, completion_tokens=output, attempts=1, decode_node="q", id=request
+            prompt_tokens=prompt,
+            completion_tokens=output,
+            attempts=1 + (request == str(len(TRACE))),
+            prefill_node="p",
+            decode_node="q",
+            id=request,
         )
         self.result = SimpleNamespace(figures=figures)
         self._output = output
@@ -64,6 +69,7 @@ def test_all_requests_ask_the_service_that_they_are_for(service: str | None) -> 
     async def run() -> tuple[str, ...]:
         replayed = await replay(client, TRACE, lambda line: None, service=service)
         assert replayed.nodes == ("q",) * len(TRACE)
+        assert replayed.served == dict.fromkeys(range(len(TRACE) - 1), ("p", "q")), "one has needed two attempts"
         assert (replayed.outcomes.completed == np.ones(len(TRACE))).all()
         return await find_gateways(client, replayed.ids)
 
