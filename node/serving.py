@@ -33,6 +33,7 @@ from .models import ModelInfo
 from .observing.values import EventKind
 from .prefixes.salts import CacheSalts
 from .replica.hosting import EngineConfigs, Host, describe_kv_quality, describe_length, describe_sharing, engine_configs
+from .replica.jobs import count_untold
 from .requests.gateway import Gateway
 from .requests.local_clients import LocalClients
 from .settings import NodeTuning
@@ -187,7 +188,7 @@ class Serving:
             advert,
             model=self.served.model.info,
             engine=self.engine,
-            stats=self.host.worker.stats,
+            stats=count_untold(self.host.worker.stats, *self.host.worker.jobs),
             fits=self.host.share.layers,
             tp=self.host.share.tp,
             profile=self.host.worker.learner.profile,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import final
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ...bootstrap import PeerId, RemoteError
 from .. import messages
-from ..engine.protocol import Iterations, NewTokens, Sampling
+from ..engine.protocol import EngineStats, Iterations, NewTokens, Sampling
 from ..links.path_selection import DIRECT
 from ..observing.costs import ShareClock
 from ..observing.event_log import Record
@@ -30,6 +30,23 @@ class Job:
     since_s: float = 0.0  # the share clock when it came
     tokens: int = 0  # that it has
     unread: int = 0  # tokens of its prompt that are computed here, before it has any
+
+
+def count_untold(stats: EngineStats | None, decodes: Collection[Job], prefills: Collection[Job]) -> EngineStats | None:
+    """What the engine has told after its last step, with the requests that have come since: the step that it is in may
+    take long, and gateways that hear of them only then send theirs to a box that looks idle. A prefill that has its
+    token is no load any more, though its KV may still be on its way."""
+    requests = len(decodes) + sum(not job.tokens for job in prefills)
+    untold = requests - (stats.running + stats.waiting) if stats is not None else 0
+    if stats is None or untold <= 0:
+        return stats
+    begun = sorted((job for job in (*decodes, *prefills) if not job.tokens), key=lambda job: job.since_s)
+    return replace(
+        stats,
+        waiting=stats.waiting + untold,
+        pending_prefill_tokens=stats.pending_prefill_tokens + sum(job.unread for job in begun[-untold:]),
+        decodes=max(stats.decodes, len(decodes)),
+    )
 
 
 def refuse_known(request: str, jobs: dict[str, Job]) -> None:
