@@ -16,6 +16,7 @@ core.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, nan
@@ -253,8 +254,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         if planned is not None:
             estimated, expected = (expected_figures(proposal, rate) for proposal in planned)
         steady = _steady_figures(network, traffic, rate, plan, rate if planned is None else planned.expected.max_rate)
-        as_served = network.run(*run, as_served=live.served)
-        followed = figures_of(_without_lead(as_served, traffic.lead), plan.deadlines)
+        followed = figures_of(_without_lead(network.run(*run, as_served=live.served), traffic.lead), plan.deadlines)
     seen, modelled = (_without_lead(outcomes, traffic.lead) for outcomes in (live.outcomes, simulated))
     predicted = network.predict(trace, live.plans[0][1], live.happened) if settings.schedule else None
     figures = compare(
@@ -269,9 +269,6 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         followed=followed,
         has_faults=bool(settings.schedule),
     )
-    phases: dict[str, int] = {}
-    for replica in plan.replicas:
-        phases[replica.phase.value] = phases.get(replica.phase.value, 0) + 1
     cluster = network.cluster
     return LiveComparison(
         ok=all(abs(figure.difference) <= tolerance for figure in figures if figure.counts),
@@ -290,7 +287,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         load=traffic.load,
         rate_rule=rule,
         deadlines=plan.deadlines,
-        phases=phases,
+        phases=dict(Counter(replica.phase.value for replica in plan.replicas)),
         plans=len(live.plans),
         schedule=tuple(map(str, settings.schedule)),
         figures=figures,

@@ -238,6 +238,8 @@ Eight nodes run as processes of one machine, two of each: {cards}, as ThunderSer
 (`docs/emulated.md`); nodes, gateways, plans, sockets and KV bytes are real. Cards are slowed where it says
 so, in the network, in the plan and in the simulation alike, as two cores carry all of it.
 
+For example, 1.05 under *live over simulated* is 5% more live than simulated.
+
 Deadlines are multiples of the mean request alone on the fastest box.
 
 Poisson arrivals, so many a second that queues form and most requests are in time. The first fifth of the requests fills
@@ -256,9 +258,10 @@ a client saw.
 *Simulated* is the live run's own requests with its plans as they changed, links as nodes measured them, on average over
 {runs} runs in which messages take up to 2 ms more or less than was measured, since which box a request goes to hangs on
 moments (*simulated spread*: standard deviation over mean of these runs). *As routed* has each request on the boxes
-that served it live: what is left are engines, links and queues. Gateways route by `{policy}`. There they know
-how long each answer may be, as live: clients ask for as many tokens as they get. Of what is expected and *simulated
-long* they know nothing but the lengths of earlier answers.
+that served it live: what is left are engines, links and queues.
+
+Gateways route by `{policy}`. In the simulated run they know how long each answer may be, as live: clients ask for as
+many tokens as they get. Of what is expected and *simulated long* they know nothing but the lengths of earlier answers.
 
 Percentiles are means of the requests around them (Harrell and Davis): of some 200 requests the 90th percentile is one
 alone, and with one request on another box it is the next, which may be far."""
