@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -27,7 +27,7 @@ from ...bootstrap import (
     Unreachable,
     parse_join_target,
 )
-from ...bootstrap.addresses import FoundAddress, find_announced
+from ...bootstrap.addresses import FoundAddress, default_route_address, find_announced, plain_ip
 from ...bootstrap.network import Network
 from ...bootstrap.streams.hosts import resolve_host
 from ...bootstrap.streams.transport import Transport
@@ -45,7 +45,7 @@ from ...node.models import ModelError, open_model
 from ...node.observing.queries import EventQuery
 from ...node.observing.traces import clock_from_round_trip
 from ...node.observing.values import BoxClock
-from ...node.requests.gateway_choice import STATUS_TIMEOUT_S, GatewayFinder
+from ...node.requests.gateway_choice import STATUS_TIMEOUT_S, GatewayCandidate, GatewayFinder
 from ...node.settings import BoxEngineSettings
 from ..errors import ClientError
 from ..session import Session, enter, enter_network, find_network
@@ -247,8 +247,9 @@ def find_own_peer(home: Path) -> PeerId | None:
 async def _ask_neighbours(
     network: Network, announced: Address | None
 ) -> tuple[list[DialledBack], tuple[str, Carried] | str]:
-    asked = GatewayFinder(network).candidates()
-    peers = [each.peer for each in sorted(asked, key=lambda each: each.rtt_s if each.rtt_s is not None else inf)]
+    own = {default_route_address(), default_route_address("::"), *([] if announced is None else [announced.host])}
+    hosts = {member.peer_id: member.address.host for member in network.members()}
+    peers = choose_neighbours(GatewayFinder(network).candidates(), hosts, own)
     answers: list[DialledBack] = []
     if announced is not None:
         body = DialBack(host=announced.host, port=announced.port)
@@ -263,6 +264,18 @@ async def _ask_neighbours(
         return answers, (peers[0], await measure_bandwidth(network, peers[0]))
     except NetworkError as error:
         return answers, str(error)
+
+
+def choose_neighbours(
+    members: Iterable[GatewayCandidate], hosts: Mapping[PeerId, str], own: Iterable[str]
+) -> list[PeerId]:
+    """Whom to ask about the way to this box, the nearest first; `hosts`: what members announce, `own`: this box's.
+    Those on this box, or behind the same router, are asked where there are no others alone: what lies between is not
+    what others have to pass."""
+    here = {plain_ip(host) for host in own} - {None}
+    ranked = sorted(members, key=lambda each: each.rtt_s if each.rtt_s is not None else inf)
+    elsewhere = [each.peer for each in ranked if plain_ip(hosts[each.peer]) not in here]
+    return elsewhere or [each.peer for each in ranked]
 
 
 async def find_black_hole(where: str, token: str | None, timeout_s: float, member: PeerId) -> bool:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import trio
 
-from p2pserve.bootstrap import Address, Identity, NetworkKey, Role
+from p2pserve.bootstrap import Address, Identity, NetworkKey, PeerId, Role
 from p2pserve.bootstrap.trust.tokens import Bootstrap, issue_token
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.box.home import lock_home
+from p2pserve.node.requests.gateway_choice import GatewayCandidate
 from p2pserve.sdk.doctor import probing
 from p2pserve.sdk.doctor.checks import ModelFound
 
@@ -88,3 +89,13 @@ def test_a_model_is_found_as_joining_finds_it(name: str, says: str) -> None:
     small = probing.find_model(name, Hardware(cores=2, memory_gib=0.01, processor="x"))
     assert isinstance(small, ModelFound)
     assert "not one of its" in str(small.share)
+
+
+def test_members_on_the_same_box_say_nothing_of_the_way_to_it() -> None:
+    """They are the nearest, and what they carry goes through no router."""
+    seen = {"a": 0.1, "b": None, "c": 0.001}
+    members = [GatewayCandidate(peer=PeerId(peer), advert=None, rtt_s=rtt_s) for peer, rtt_s in seen.items()]
+    hosts = {PeerId("a"): "8.8.8.8", PeerId("b"): "name.example.org", PeerId("c"): "11.0.0.2"}
+    assert probing.choose_neighbours(members, hosts, {"11.0.0.2", "::1"}) == ["a", "b"]
+    assert probing.choose_neighbours(members, hosts, {"10.0.0.2", "name.example.org"}) == ["c", "a", "b"]
+    assert probing.choose_neighbours(members[2:], hosts, {"11.0.0.2"}) == ["c"]
