@@ -211,14 +211,17 @@ class TurnQueue:
                 return turn
         return None
 
-    def charge(self, turn: Turn, seconds: float, now: float, tokens: int = 0) -> None:
+    @property
+    def sole_decoder(self) -> str | None:
+        """The service of which all requests are, if all of them decode."""
+        lines = [key for key, line in self._lines.items() if line.requests]
+        return lines[0][0] if len(lines) == 1 and lines[0][1] is Phase.DECODE else None
+
+    def charge(self, turn: Turn, seconds: float, now: float, tokens: int = 0, *, is_expected: bool = False) -> None:
         """The turn has taken so long, and computed so many tokens of prompts: each of its requests is charged all of
-        it."""
-        profile = self.profiles[turn.service]
-        if turn.phase is Phase.DECODE:
-            profile.decode_step.note(seconds)
-        elif tokens > 0:
-            profile.prefill_token.note(seconds / tokens)
+        it. `is_expected`: it may yet take another time, and nothing is learned of it."""
+        if not is_expected:
+            self._learn(turn, seconds, tokens)
         line = self._lines[turn.service, turn.phase]
         members, is_head = line.take_out(turn.requests)
         for each in members:
@@ -295,6 +298,13 @@ class TurnQueue:
         victim.turn = -1
 
     # What goes on
+
+    def _learn(self, turn: Turn, seconds: float, tokens: int) -> None:
+        profile = self.profiles[turn.service]
+        if turn.phase is Phase.DECODE:
+            profile.decode_step.note(seconds)
+        elif tokens > 0:
+            profile.prefill_token.note(seconds / tokens)
 
     def _lines_by_turn(self) -> list[tuple[str, Phase, _Line]]:
         """Those with requests, in the order in which they may have the turn."""

@@ -139,7 +139,7 @@ class StepMeter:
         scheduler.update_from_output = self._timed_update
 
     def pause(self) -> None:
-        """The engine has nothing to do: the next step begins when it is scheduled."""
+        """The engine has nothing to do, or others compute: the next step begins when it is scheduled."""
         self._ended = None
 
     def _timed_schedule(self, *arguments: Any, **settings: Any) -> Any:

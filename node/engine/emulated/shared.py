@@ -83,6 +83,7 @@ class EmulatedTurns:
     """See `sharing.process.TurnEngine`."""
 
     poll_s = POLL_S
+    is_ahead = False
 
     def __init__(self, engine: EmulatedEngine, inbox: Inbox, leave: Callable[[], None]) -> None:
         assert isinstance(engine.memory, SharedBlocks)
@@ -136,8 +137,8 @@ class EmulatedTurns:
             self._engine.handle(message, came_at)
         return True
 
-    def run_turn(self, requests: tuple[str, ...]) -> int:
-        """As long as the model says."""
+    def run_turn(self, requests: tuple[str, ...], *, may_run_ahead: bool = False) -> int:
+        """As long as the model says, which knows of no time between two steps."""
         engine = self._engine
         if engine.idle:
             return 0
@@ -150,6 +151,9 @@ class EmulatedTurns:
             self._note_kv(request)
         tokens, engine.scheduled_tokens = engine.scheduled_tokens, 0
         return tokens
+
+    def settle(self) -> None:
+        """See the protocol."""
 
     def _note_kv(self, request: str) -> None:
         """After its turn."""

@@ -6,6 +6,9 @@ Each engine has an agent, message socket and KV memory of its own; when its agen
 go on. Whose turn it is stands in memory that the fork server sees, so that it can say in which engine the process has
 ended. A turn that takes too long ends it, too (`Sharing.hang_s`), by a thread of C's: Python's may be waiting.
 
+While the only requests are decodes of one engine, it may run ahead: its next step is scheduled while the one before
+it computes, as it would be in a process of its own. Before anybody else has a turn, the outputs are waited for.
+
 While an engine loads, the others wait: vLLM's state of the process is that of the one that loads.
 """
 
@@ -21,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Final, Protocol, final
+from typing import Final, NamedTuple, Protocol, final
 
 import msgspec
 
@@ -63,9 +66,17 @@ class TurnEngine(DescribedEngine, KvHolder, Protocol):
     def take(self, request: str) -> bool:
         """Take it into the turn that is being chosen, if there is room."""
 
-    def run_turn(self, requests: tuple[str, ...]) -> int:
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step has been scheduled whose output is not known."""
+
+    def run_turn(self, requests: tuple[str, ...], *, may_run_ahead: bool = False) -> int:
         """One iteration, of these requests alone; of none: only what waits for something else is looked at. Returns how
-        many tokens were computed."""
+        many tokens were scheduled. Their output is known by then, unless it `may_run_ahead` and can: then that of the
+        step before is."""
+
+    def settle(self) -> None:
+        """Wait for the output of a step that runs ahead, if one does."""
 
     def tell_stats(self) -> None:
         """How much of the memory of all is used and free, if that has changed since last told."""
@@ -108,6 +119,14 @@ class Arrival:
     config: protocol.EngineConfig
     sockets: AgentSockets
     has_gone: bool = False  # its agent has hung up
+
+
+class _StepAhead(NamedTuple):
+    """Whose step runs ahead, and since when its time counts: the output of the step before it came, or, of the first,
+    it was scheduled."""
+
+    member: SharingMember
+    since: float
 
 
 @final
@@ -175,6 +194,7 @@ class SharedProcess:
         self._make_program = share(self._turns)
         self._news = threading.Event()
         self._armed_at = 0.0
+        self._ahead: _StepAhead | None = None
 
     def __repr__(self) -> str:
         return f"<SharedProcess {list(self._members.values())}>"
@@ -219,6 +239,7 @@ class SharedProcess:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _add(self, arrival: Arrival) -> None:
+        self._settle()
         self._control.send(_pack_news(arrival.number, is_new=True))  # its sockets are in good hands now
         sharing, outbox = arrival.config.sharing, Outbox(arrival.sockets.messages, lambda: self._on_gone(arrival))
         assert sharing is not None
@@ -246,6 +267,7 @@ class SharedProcess:
             self._control.send(_pack_news(number, is_new=False))
 
     def _dismiss(self, member: SharingMember) -> None:
+        self._settle()
         del self._members[member.turns.service]
         with self.blamed(member.number):
             member.turns.clear()
@@ -261,7 +283,7 @@ class SharedProcess:
     def _take_turn(self) -> bool:
         """Have one engine step, and those looked at that wait for something else; whether any has stepped."""
         turn = self._choose()
-        while turn is None and self._turns.evict_last():
+        while turn is None and (self._settle() or self._turns.evict_last()):
             turn = self._choose()
         if turn is not None:
             self._run(turn)
@@ -270,6 +292,8 @@ class SharedProcess:
             pause_s = member.engine.poll_s if member.engine.awaits_news() else LATE_S
             if now - member.looked_at >= pause_s:
                 member.looked_at = now
+                if member.engine.awaits_news():
+                    self._settle()
                 with self.blamed(member.number):
                     member.engine.run_turn(())
                     member.engine.tell_stats()
@@ -277,19 +301,47 @@ class SharedProcess:
 
     def _run(self, turn: Turn) -> None:
         member = self._members[turn.service]
-        began = time.monotonic()
+        may_run_ahead = self._turns.sole_decoder == turn.service
+        if not may_run_ahead:  # a request has lost its KV so that others of the turn have room
+            self._settle()
+        before = self._ahead
+        began = before.since if before is not None else time.monotonic()
         with self.blamed(member.number):
-            tokens = member.engine.run_turn(ids_of(turn))
+            tokens = member.engine.run_turn(ids_of(turn), may_run_ahead=may_run_ahead)
         now = member.looked_at = time.monotonic()
-        self._turns.charge(turn, now - began, tokens)
-        if not tokens:  # there was no room after all
+        self._ahead = None
+        if member.engine.is_ahead:
+            self._ahead = _StepAhead(member, now if before is not None else began)
+        if self._ahead is not None and before is None:
+            self._turns.charge_ahead(turn)
+        elif before is not None and not tokens:  # all were in their last step, whose output has come
+            self._turns.note_decode(turn.service, now - began)
+            self._turns.charge(turn, 0.0, 0, is_expected=True)
+        else:
+            self._turns.charge(turn, now - began, tokens)
+        if not tokens and before is None:  # there was no room after all
             self._turns.evict_last()
+
+    def _settle(self) -> bool:
+        """Whether a step ran ahead, whose output is known now."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return False
+        with self.blamed(ahead.member.number):
+            ahead.member.engine.settle()
+        self._turns.note_decode(ahead.member.turns.service, time.monotonic() - ahead.since)
+        return True
 
     def _choose(self) -> Turn | None:
         """Blame is of whoever is asked to take a request."""
         for member in self._members.values():
             with self.blamed(member.number):
                 member.engine.begin_choice()
+        ahead = self._ahead
+        if ahead is not None and self._turns.sole_decoder != ahead.member.turns.service:
+            self._settle()
+            with self.blamed(ahead.member.number):
+                ahead.member.engine.begin_choice()
         turn = self._turns.choose(self)
         self._blame.set(0)
         return turn

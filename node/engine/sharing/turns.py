@@ -242,10 +242,25 @@ class ProcessTurns:
             self._services[turn.service].begin_turn(turn)
         return turn
 
-    def charge(self, turn: Turn, seconds: float, prompt_tokens: int) -> None:
-        """The turn has taken so long, by the wall, and computed so many tokens of prompts."""
+    @property
+    def sole_decoder(self) -> str | None:
+        """See `TurnQueue.sole_decoder`."""
+        return self._queue.sole_decoder if self._queue is not None else None
+
+    def charge_ahead(self, turn: Turn) -> None:
+        """A decode step of the turn is the first to run ahead: it is charged as others have lasted, and what it does
+        last is charged as that of the next one, or told to `note_decode`."""
+        self.charge(turn, self._profiles[turn.service].decode_step.mean, 0, is_expected=True)
+
+    def note_decode(self, service: str, seconds: float) -> None:
+        """The output of the last step that ran ahead came after so long, which has been charged."""
+        self._profiles[service].decode_step.note(seconds)
+
+    def charge(self, turn: Turn, seconds: float, prompt_tokens: int, *, is_expected: bool = False) -> None:
+        """The turn has taken so long, by the wall, and computed so many tokens of prompts. `is_expected`: see
+        `TurnQueue.charge`."""
         assert self._queue is not None, "a turn was chosen"
-        self._queue.charge(turn, seconds, self._clock(), prompt_tokens)
+        self._queue.charge(turn, seconds, self._clock(), prompt_tokens, is_expected=is_expected)
         self._services[turn.service].end_turn()
 
     def make_room(self, wanted: RoomWanted) -> bool:

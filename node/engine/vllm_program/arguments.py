@@ -1,4 +1,4 @@
-"""What vLLM is told of an engine: its configuration, from ours and the device's."""
+"""What vLLM is told: of an engine its configuration, from ours and the device's; of a request what is ours alone."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import psutil
 from ....coordinator.prefixes.naming import HASH_ALGORITHM
 from .. import protocol
 from ..kv.connector import ConnectorSettings, transfer_config
+from ..kv.step_work import OpenTransfer, transfer_params
 from ..pipeline.stage import pipeline_arguments
 from ..process import StartError
+from ..vllm.answered import ANSWERED
 from ..vllm.capability import capabilities_from_nvml
 from ..vllm.device import DeviceKind, choose_setup
 from ..vllm.gloo import share_device
@@ -97,7 +99,7 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
         kv_cache_mib=config.kv_cache_mib,
         stages=max(1, len(config.partition)),
         tp=config.tp,
-        async_scheduling=config.async_scheduling if config.sharing is None else False,
+        async_scheduling=config.async_scheduling,
     )
     os.environ.update(choices.environment | NAMED_ALIKE)
     os.environ.pop("PYTHONHASHSEED", None)  # vLLM would begin its block hashes with it, and others name prefixes so too
@@ -136,3 +138,18 @@ def eos_tokens(model_config: Any) -> tuple[int, ...]:
         elif isinstance(value, list):
             found.update(value)
     return tuple(sorted(found))
+
+
+def extra_arguments(submit: protocol.Submit, answered: tuple[int, ...]) -> dict[str, Any] | None:
+    """What the connector and the workers are to know of a request beside its sampling."""
+    extra: dict[str, Any] = {ANSWERED: list(answered)} if answered else {}
+    if submit.send or submit.receive:
+        opening = OpenTransfer(
+            transfer=(submit.send or submit.receive)[0].ticket.transfer,
+            tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
+            awaits_first_token=submit.awaits_first_token,
+            send=submit.send,
+            receive=submit.receive,
+        )
+        extra["kv_transfer_params"] = transfer_params(opening)
+    return extra or None

@@ -19,7 +19,6 @@ from ....coordinator.prefixes.held import choose_stride
 from ...box.heap import return_freed_memory
 from .. import protocol
 from ..kv.connector import P2PConnector
-from ..kv.step_work import OpenTransfer, transfer_params
 from ..kv.switchboard import Switchboard
 from ..mailbox import Outbox, await_message
 from ..pipeline.stage import StageProgram, check_pipeline, end_process, join_pipeline, run_forked_worker
@@ -29,13 +28,12 @@ from ..scratch import own_temporary_folder
 from ..stage_pipes import PipeConnections, PipelineError
 from ..stats import StepMeter, StepReporter
 from ..transfers.idle import IdleSteps
-from ..vllm.answered import ANSWERED
 from ..vllm.device import DeviceKind, device_of
 from ..vllm.layout import head_dim, kv_heads
 from ..vllm.speed import measure, measure_worker
 from ..vllm.synchronisations import record_if_asked
 from ..vllm.weights import telling_weights
-from .arguments import build_engine, device_kind, eos_tokens, stage_config
+from .arguments import build_engine, device_kind, eos_tokens, extra_arguments, stage_config
 from .constraints import BACKEND, ConstraintSupport
 from .held_blocks import HeldBlockEvents
 from .logprobs import prompt_top_tokens, top_tokens
@@ -176,6 +174,7 @@ class EngineRunner:
         model, device = self._engine.model_config, device_kind()
         tflops, memory_gbps = self._measure(device, model.dtype)
         cache = self._engine.vllm_config.cache_config
+        blocks = (cache.num_gpu_blocks or 0) if self._config.sharing is None else self._pool.usable_blocks
         return protocol.EngineReady(
             pid=os.getpid(),
             engine=f"vllm{'-cpu' if device == 'cpu' else ''} {vllm.__version__}",
@@ -186,7 +185,7 @@ class EngineRunner:
             head_dim=head_dim(model),
             vocabulary=self._vocabulary,
             max_model_len=model.max_model_len,
-            kv_tokens=(self._pool.usable_blocks if self._shares else cache.num_gpu_blocks or 0) * cache.block_size,
+            kv_tokens=blocks * cache.block_size,
             eos_tokens=self._eos,
             load_s=load_s,
             tflops=tflops,
@@ -274,7 +273,21 @@ class EngineRunner:
     def step(self) -> bool:
         """One iteration; whether there was anything to tell of it."""
         # Of vLLM's engine, its core: it is the text of answers that the rest of it is for.
-        outputs = self._engine.engine_core.get_output().outputs
+        return self._tell(self._engine.engine_core.get_output().outputs)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step has been scheduled whose output is not known yet."""
+        return bool(self._core.batch_queue)
+
+    def settle(self) -> None:
+        """Wait for the outputs of such steps, if there are any; of an engine that has a `TurnScheduler`."""
+        while self.is_ahead:
+            with self.scheduler.scheduling_nothing():
+                outputs = self._engine.engine_core.get_output().outputs
+            self._tell(outputs)
+
+    def _tell(self, outputs: list[Any]) -> bool:
         late = [*self._refuse_unconstrained(), *self._expire()]
         self._publish(outputs, late)
         return bool(outputs or late)
@@ -326,7 +339,7 @@ class EngineRunner:
         asked = self._engine.input_processor.process_inputs(
             submit.request,
             {"prompt_token_ids": list(prompt)},
-            to_vllm(sampling, self._eos, _extra_arguments(submit, answered)),
+            to_vllm(sampling, self._eos, extra_arguments(submit, answered)),
             supported_tasks=self._engine.get_supported_tasks(),
         )
         if sampling.constraint is not None:  # vLLM would look at it here, which takes seconds
@@ -464,12 +477,8 @@ class EngineRunner:
             self._pool.get_num_free_blocks() * self.scheduler.block_size,
             sum(live.pending_prefill_tokens for live in self._requests.values()),
             sum(live.decodes for live in self._requests.values()),
-            kv_quota=self._pool.quota() if self._shares else 1.0,
+            kv_quota=1.0 if self._config.sharing is None else self._pool.quota(),
         )
-
-    @property
-    def _shares(self) -> bool:
-        return self._config.sharing is not None
 
     @property
     def _pool(self) -> Any:
@@ -481,18 +490,3 @@ def _worker_lost() -> None:
     """By a thread of vLLM's: the engine's own may wait for that worker for ever."""
     _log.error("a worker process is gone, and this engine with it")
     os._exit(1)
-
-
-def _extra_arguments(submit: protocol.Submit, answered: tuple[int, ...]) -> dict[str, Any] | None:
-    """What the connector and the workers are to know of a request beside its sampling."""
-    extra: dict[str, Any] = {ANSWERED: list(answered)} if answered else {}
-    if submit.send or submit.receive:
-        opening = OpenTransfer(
-            transfer=(submit.send or submit.receive)[0].ticket.transfer,
-            tokens=len(submit.prompt) if submit.send else submit.receive_tokens,
-            awaits_first_token=submit.awaits_first_token,
-            send=submit.send,
-            receive=submit.receive,
-        )
-        extra["kv_transfer_params"] = transfer_params(opening)
-    return extra or None

@@ -161,7 +161,7 @@ class VllmTurns:
         """See the protocol."""
         return self._scheduler.take(request)
 
-    def run_turn(self, requests: tuple[str, ...]) -> int:
+    def run_turn(self, requests: tuple[str, ...], *, may_run_ahead: bool = False) -> int:
         """See the protocol."""
         if not requests and not self._runner.is_busy:
             return 0
@@ -169,9 +169,21 @@ class VllmTurns:
         scheduler.set_turn(requests)
         with self._agent.in_place():
             self._runner.step()
-        self._runner.pause()
+        if not (may_run_ahead and scheduler.scheduled_tokens and self.is_ahead):
+            self.settle()
         scheduler.note_turn()
         return scheduler.scheduled_tokens
+
+    @property
+    def is_ahead(self) -> bool:
+        """See the protocol."""
+        return self._runner.is_ahead
+
+    def settle(self) -> None:
+        """See the protocol."""
+        with self._agent.in_place():
+            self._runner.settle()
+        self._runner.pause()
 
     def can_lose_kv(self, request: str) -> bool:
         """See the protocol."""

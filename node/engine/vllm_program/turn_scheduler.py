@@ -7,6 +7,9 @@ kept where vLLM does not look: what waits for its turn in `_ready`, what runs an
 they run out, KV of a paused request goes, of this engine or of another, the last in the order first; where none may go,
 vLLM takes that of the last in the turn.
 
+With asynchronous scheduling a step may be scheduled while the one before it computes (`process.TurnEngine`). KV that
+such a step writes stays until its output is known.
+
 What waits for something else, KV of another box or a grammar, stays in vLLM's queues, and gets its blocks in whatever
 step comes, if that leaves the other engines what they are sure of. It is ready when that is here.
 """
@@ -14,17 +17,18 @@ step comes, if that leaves the other engines what they are sure of. It is ready 
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast, final
 
-from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
 from .kv_pool import PagedBlockPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from vllm.v1.request import Request
 
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @final
-class TurnScheduler(Scheduler):
+class TurnScheduler(AsyncScheduler):
     """See the module. `turns` is set before the first request comes, and `deadline_of`: when a request is given up, on
     the clock of the process."""
 
@@ -47,6 +51,7 @@ class TurnScheduler(Scheduler):
         self._turn: tuple[str, ...] = ()
         self.scheduled_tokens = 0
         """Of the last step."""
+        self._schedules_nothing = False
         self._places, self._tokens = 0, 0  # left in the turn that is chosen
         self._reserved = 0  # blocks, to those that were taken into it
         self._allocate = self.kv_cache_manager.allocate_slots
@@ -72,10 +77,13 @@ class TurnScheduler(Scheduler):
     def take(self, request_id: str) -> bool:
         """See `sharing.process.TurnEngine`."""
         request = self.requests[request_id]
+        if self._is_last_in_flight(request):
+            return True  # vLLM passes it over
         runs = request.status == RequestStatus.RUNNING
         if self._tokens <= 0 or not (runs or self._places > 0):
             return False
-        tokens = min(self._tokens, request.num_tokens - request.num_computed_tokens)
+        known = request.num_tokens + request.num_output_placeholders
+        tokens = min(self._tokens, known - request.num_computed_tokens)
         # vLLM begins a prompt only where all of it has room.
         missing = self._count_missing(request, request.num_computed_tokens + tokens if runs else request.num_tokens)
         while missing and (lacking := self._reserved + missing - self._pool.get_num_free_blocks()) > 0:
@@ -87,11 +95,11 @@ class TurnScheduler(Scheduler):
         return True
 
     def can_lose_kv(self, request_id: str) -> bool:
-        """See `sharing.turns.KvHolder`. Where KV is being written from another box, it stays."""
+        """See `sharing.turns.KvHolder`. Where KV is being written, from another box or by a step, it stays."""
         request = self.requests.get(request_id)
         if request is None or (request.status != RequestStatus.RUNNING and request_id not in self._ready):
             return False
-        return self._count_held(request) > 0
+        return self._count_held(request) > 0 and not request.num_in_flight_tokens
 
     def freed_bytes(self, request_ids: Sequence[str], *, for_others: bool) -> int:
         """See `sharing.turns.KvHolder`."""
@@ -102,6 +110,7 @@ class TurnScheduler(Scheduler):
     def evict(self, request_id: str) -> None:
         """See `sharing.turns.KvHolder`."""
         request = self.requests[request_id]
+        assert not request.num_in_flight_tokens, "a step would write where others have KV"
         if request.status == RequestStatus.RUNNING:
             (self._paused if request in self._paused else self.running).remove(request)
             self._preempt_request(request, time.monotonic())
@@ -126,7 +135,20 @@ class TurnScheduler(Scheduler):
             if request is not None and request.status == RequestStatus.RUNNING:
                 self._note_kv(request)
 
+    @contextmanager
+    def scheduling_nothing(self) -> Iterator[None]:
+        """vLLM's core looks for outputs alone in the body."""
+        self._schedules_nothing = True
+        try:
+            yield
+        finally:
+            self._schedules_nothing = False
+
     # ---- vLLM's ---------------------------------------------------------------------------------------------
+
+    def has_requests(self) -> bool:
+        """Whether the core is to schedule a step."""
+        return not self._schedules_nothing and super().has_requests()
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Make up a step of the turn's requests."""
@@ -147,8 +169,8 @@ class TurnScheduler(Scheduler):
             self._paused = []
         self.scheduled_tokens = int(made.total_num_scheduled_tokens)
         for name in self._turn:
-            request = self.requests[name]
-            if request.status != RequestStatus.RUNNING and name not in self._ready:
+            request = self.requests.get(name)  # None: it has ended since it was taken
+            if request is not None and request.status != RequestStatus.RUNNING and name not in self._ready:
                 self._take_out(request)
                 self._ready[name] = request
         return made
@@ -183,11 +205,18 @@ class TurnScheduler(Scheduler):
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         super()._preempt_request(request, timestamp, drop_stale_output)
+        # Between two steps, which vLLM does not: it would take the worker to know the tokens still.
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
         self._take_out(request)
         self._ready[request.request_id] = request
         self.turns.lose_kv(request.request_id)
 
     # ---- inside ---------------------------------------------------------------------------------------------
+
+    def _is_last_in_flight(self, request: Request) -> bool:
+        """Whether the last token that it may have is being computed."""
+        coming = request.num_output_placeholders
+        return coming > 0 and request.num_output_tokens + coming >= request.max_tokens
 
     def _note_kv(self, request: Request) -> None:
         self.turns.hold_kv(request.request_id)

@@ -242,3 +242,30 @@ def test_what_cannot_be_added_is_refused() -> None:
         queue.add("a", "one", 10, 0.0)
     with pytest.raises(SharingError, match="'other' is none of one"):
         queue.add("b", "other", 10, 0.0)
+
+
+def test_a_sole_decoder_has_all_requests_and_no_prompts() -> None:
+    profiles = profiles_of(chat=(1.0, 0.5), code=(0.3, 0.1))
+    queue = TurnQueue(FirstComeFirstServed(), profiles)
+    assert queue.sole_decoder is None
+    first, second = (queue.add(number, "chat", 10, 0.0) for number in range(2))
+    queue.begin_decode(first)
+    assert queue.sole_decoder is None
+    queue.begin_decode(second)
+    assert queue.sole_decoder == "chat"
+    queue.begin_decode(queue.add(2, "code", 10, 0.0))
+    assert queue.sole_decoder is None
+
+
+def test_what_is_only_expected_is_charged_and_not_learned() -> None:
+    profiles = profiles_of(chat=(1.0, 0.5))
+    queue = TurnQueue(FirstComeFirstServed(), profiles)
+    request = queue.add(0, "chat", 10, 0.0)
+    queue.begin_decode(request)
+    before = profiles["chat"].decode_step.mean
+    for is_expected in (True, False):
+        turn = queue.choose(0.0, Room(1))
+        assert turn is not None
+        queue.charge(turn, 100.0, 100.0, is_expected=is_expected)
+        assert (profiles["chat"].decode_step.mean == before) is is_expected
+    assert request.charged_s == 200.0

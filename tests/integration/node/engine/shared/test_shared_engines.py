@@ -22,6 +22,7 @@ from ..kv_engines import Engine, Result, Way, accepted, delivered, engines, list
 
 LENGTHS = (1, 40, 127, 128, 129, 300)
 SMALL: dict[str, Any] = {"max_batched_tokens": 256, "max_requests": 4}  # steps have no room for all requests
+AHEAD: dict[str, Any] = {"async_scheduling": True}  # as on a GPU: on a CPU it gains nothing, but works
 LONG = 3 * BLOCK  # tokens of answers that take their time
 HEADS = {"one": (4, 2), "other": (3, 1)}  # layers and KV heads
 pytestmark = pytest.mark.timeout(300)
@@ -53,8 +54,9 @@ async def await_idle(engine: Engine, free: int) -> None:
     await engine.until(lambda: engine.stats is not None and engine.stats.running == 0 and engine.free == free)
 
 
+@pytest.mark.parametrize("settings", [SMALL, SMALL | AHEAD], ids=["steps", "ahead"])
 def test_two_models_asked_at_once_answer_as_alone(
-    engine_channels: list[int], random_model: Path, other_model: Path
+    engine_channels: list[int], random_model: Path, other_model: Path, settings: dict[str, Any]
 ) -> None:
     """Many requests of both, with more of each than a step has room for; then one leaves, comes back, and the other
     has gone on meanwhile."""
@@ -62,7 +64,7 @@ def test_two_models_asked_at_once_answer_as_alone(
     async def main() -> None:
         async with engines(engine_channels, random_model) as start:
             alone = {"one": await start(), "other": await start(model=str(other_model))}
-            shared = await start_shared(start, other_model, **SMALL)
+            shared = await start_shared(start, other_model, **settings)
             asked = [(name, prompt_of(length, seed)) for name in shared for length in LENGTHS for seed in range(2)]
             expected = {each: (await alone[each[0]].generate(each[1])).tokens for each in asked}
 
@@ -76,7 +78,7 @@ def test_two_models_asked_at_once_answer_as_alone(
             requests = [shared[name].submit(prompt) for name, prompt in asked]
             assert shared["other"].link is not None
             shared["other"].link.close()
-            back = await start(model=str(other_model), sharing=Sharing(service="other"), **SMALL)
+            back = await start(model=str(other_model), sharing=Sharing(service="other"), **settings)
             assert pid_of(back) == pid
             for each, request in zip(asked, requests, strict=True):
                 if each[0] == "one":
@@ -87,8 +89,9 @@ def test_two_models_asked_at_once_answer_as_alone(
     trio.run(main)
 
 
+@pytest.mark.parametrize("settings", [{}, AHEAD], ids=["steps", "ahead"])
 def test_requests_that_lose_their_kv_are_answered(
-    engine_channels: list[int], random_model: Path, other_model: Path
+    engine_channels: list[int], random_model: Path, other_model: Path, settings: dict[str, Any]
 ) -> None:
     """Memory for a third of the answers of both models: they are those of engines of their own, and every block is free
     again. When one model leaves, the other has all of the memory."""
@@ -96,7 +99,7 @@ def test_requests_that_lose_their_kv_are_answered(
     async def main() -> None:
         async with engines(engine_channels, random_model) as start:
             alone = {"one": await start(), "other": await start(model=str(other_model))}
-            shared = await start_shared(start, other_model, kv_cache_mib=8)
+            shared = await start_shared(start, other_model, kv_cache_mib=8, **settings)
             asked = [(name, prompt_of(60, seed)) for name in shared for seed in range(10)]
             expected = [alone[name].submit(prompt, count=LONG, deadline_s=280) for name, prompt in asked]
             requests = [shared[name].submit(prompt, count=LONG, deadline_s=280) for name, prompt in asked]
@@ -113,6 +116,26 @@ def test_requests_that_lose_their_kv_are_answered(
             assert shared["other"].link is not None
             shared["other"].link.close()
             await shared["one"].until(lambda: shared["one"].stats is not None and shared["one"].stats.kv_quota == 1.0)
+
+    trio.run(main)
+
+
+def test_a_lone_answer_goes_on_when_another_model_has_had_its_memory(
+    engine_channels: list[int], random_model: Path, other_model: Path
+) -> None:
+    """Its engine runs ahead, and has had no step without it when its KV goes, and when it is computed again."""
+
+    async def main() -> None:
+        async with engines(engine_channels, random_model) as start:
+            alone = await start()
+            shared = await start_shared(start, other_model, kv_cache_mib=3, **AHEAD)
+            long, short = shared["one"], shared["other"]
+            expected = alone.submit(prompt_of(60, 1), count=LONG, deadline_s=280)
+            request = long.submit(prompt_of(60, 1), count=LONG, deadline_s=280)
+            while request not in long.results or not long.results[request].finish:
+                await short.generate(prompt_of(400, 2))
+            assert (await ended(long, request)).tokens == (await ended(alone, expected)).tokens
+            assert sum(each.preemptions for each in long.iterations) > 0
 
     trio.run(main)
 
