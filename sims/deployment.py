@@ -76,7 +76,7 @@ class Deployment:
         self.number = number
         self.service: Service = run.service
         self.trace = run.trace
-        self._as_served = run.as_served
+        self._as_routed = run.as_routed
         self.plan = run.plan
         self.hosts: dict[str, ReplicaHost] = {}
         self.log = ServiceLog(run)
@@ -144,7 +144,7 @@ class Deployment:
             if self._held <= excluded:
                 raise
             route = find(excluded)
-        route = self._follow(route, row, tokens)
+        route = self._repeat_route(route, row, tokens)
         if known is not None and names:
             prefill = route.prefill or route.decode
             queued = int(router.loads.prefill_tokens[router.loads.index[prefill]])
@@ -157,9 +157,9 @@ class Deployment:
             self._count_own(row, gateway, route, tokens)
         return route
 
-    def _follow(self, route: Route, row: int | None, tokens: int) -> Route:
-        """Where the request went in the run that is followed, if there is one and the plan has these replicas."""
-        ends = self._as_served.get(row) if row is not None else None
+    def _repeat_route(self, route: Route, row: int | None, tokens: int) -> Route:
+        """Where the request went in the run that is repeated, if there is one and the plan has these replicas."""
+        ends = self._as_routed.get(row) if row is not None else None
         if ends is None:
             return route
         heads = {host.replica.head: name for name, host in self.hosts.items()}

@@ -31,15 +31,15 @@ class WorldError(ValueError):
 class ServiceRun:
     """One service: what is asked of it, and the plan that serves it. The trace's lengths and
     arrivals count, not those of `service.workload`. `later_slos`: the deadlines of requests that
-    arrive from a moment on, instead of the service's. `as_served`: by the row of the trace, the boxes that prefilled
-    and that decoded a request in a run that is followed (of a replica over several boxes, its head): it goes there
+    arrive from a moment on, instead of the service's. `as_routed`: by the row of the trace, the boxes that prefilled
+    and that decoded a request in a run that is repeated (of a replica over several boxes, its head): it goes there
     while the plan has them, and else where the policy sends it."""
 
     service: Service
     plan: Plan
     trace: Trace
     later_slos: tuple[tuple[float, Slo], ...] = ()
-    as_served: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    as_routed: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

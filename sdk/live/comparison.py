@@ -97,8 +97,8 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
 
     `estimated`: by formulas; `estimate_error`: steady over expected, less 1; `difference`: live over simulated, less 1;
     None where there is nothing to compare. `spread`: standard deviation over mean of the simulated runs. `counts`,
-    `is_estimated`: whether they are held against a tolerance. `followed`: simulated with each request on the nodes that
-    served it live."""
+    `is_estimated`: whether they are held against a tolerance. `as_routed`: simulated with each request on the nodes
+    that served it live."""
 
     name: str
     expected: float | None
@@ -111,7 +111,7 @@ class Figure(msgspec.Struct, frozen=True, kw_only=True):
     counts: bool
     is_estimated: bool
     estimated: float | None = None
-    followed: float | None = None
+    as_routed: float | None = None
 
 
 class LiveComparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +196,7 @@ def compare(
     steady: Mapping[str, float] | None = None,
     *,
     estimated: Mapping[str, float] | None = None,
-    followed: Mapping[str, float] | None = None,
+    as_routed: Mapping[str, float] | None = None,
     has_faults: bool = False,
 ) -> tuple[Figure, ...]:
     """All side by side; of the simulated runs the mean. Where something goes wrong, goodput alone counts: what single
@@ -219,7 +219,7 @@ def compare(
             counts=name.startswith("goodput") if has_faults else not name.startswith(SHOWN_ONLY),
             is_estimated=has_both and name in ESTIMATED,
             estimated=(estimated or {}).get(name),
-            followed=(followed or {}).get(name),
+            as_routed=(as_routed or {}).get(name),
         )
 
     return tuple(figure(name, value) for name, value in live.items())
@@ -246,7 +246,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
     say("simulating the same requests")
     run = trace, live.plans, live.happened
     simulated = network.run(*run)
-    estimated = expected = steady = followed = None
+    estimated = expected = steady = as_routed = None
     if not settings.schedule:
         say(f"simulating {STEADY_DRAWS} times {STEADY_REQUESTS} requests of the same kind")
         gbps, rtt_s = float(network.cluster.gbps[0, -1]), float(network.cluster.rtt_s[0, -1])
@@ -254,7 +254,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         if planned is not None:
             estimated, expected = (expected_figures(proposal, rate) for proposal in planned)
         steady = _steady_figures(network, traffic, rate, plan, rate if planned is None else planned.expected.max_rate)
-        followed = figures_of(_without_lead(network.run(*run, as_served=live.served), traffic.lead), plan.deadlines)
+        as_routed = figures_of(_without_lead(network.run(*run, as_routed=live.served), traffic.lead), plan.deadlines)
     seen, modelled = (_without_lead(outcomes, traffic.lead) for outcomes in (live.outcomes, simulated))
     predicted = network.predict(trace, live.plans[0][1], live.happened) if settings.schedule else None
     figures = compare(
@@ -266,7 +266,7 @@ def run_comparison(settings: LiveSettings, traffic: LiveTraffic, tolerance: floa
         expected,
         steady,
         estimated=estimated,
-        followed=followed,
+        as_routed=as_routed,
         has_faults=bool(settings.schedule),
     )
     cluster = network.cluster

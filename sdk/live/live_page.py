@@ -310,10 +310,10 @@ def _figure_row(part: PagePart, found: LiveComparison, figure: Figure) -> LiveFi
         long_over_expected=None if figure.estimate_error is None else 1.0 + figure.estimate_error,
         simulated=figure.simulated,
         simulated_spread=figure.spread,
-        as_routed=figure.followed,
+        as_routed=figure.as_routed,
         live=figure.live,
         live_over_simulated=1.0 + figure.difference,
-        live_over_as_routed=figure.live / figure.followed if figure.followed else None,
+        live_over_as_routed=figure.live / figure.as_routed if figure.as_routed else None,
     )
 
 
@@ -349,7 +349,7 @@ def _remarks(calm: Sequence[LiveComparison], faulty: LiveComparison) -> str:
     return f"""\
 - Live and simulated are within {TOLERANCE:.0%} in {len(near)} of {len(live)} figures (the 99th percentile is shown and
 not held against it: of so few requests it hangs on two or three); the furthest is {worst.name.replace("_", " ")} at
-{1.0 + worst.difference:.3f}.{_describe_followed(live)}
+{1.0 + worst.difference:.3f}.{_describe_as_routed(live)}
 - Expected and simulated are within {ESTIMATE_TOLERANCE:.0%} in {len(kept)} of {len(estimated)} figures: TTFT and TPOT
 at the 50th and 90th percentile, and attainment.{_describe_estimates(calm)}{_describe_tails(calm)}
 - With faults, goodput live is {1.0 + goodput.difference:.3f} of the simulated, which follows the plans that the
@@ -357,9 +357,9 @@ network made. Where the simulated coordinator makes the plans, too, it is {plann
 {goodput.live:.3f}.{_describe_messages(calm, faulty)}"""
 
 
-def _describe_followed(live: Sequence[Figure]) -> str:
+def _describe_as_routed(live: Sequence[Figure]) -> str:
     """How near the simulator is where each request is on the boxes that served it live."""
-    pairs = [(figure.live / figure.followed, figure.name) for figure in live if figure.followed]
+    pairs = [(figure.live / figure.as_routed, figure.name) for figure in live if figure.as_routed]
     if not pairs:
         return ""
     near = sum(abs(ratio - 1.0) <= TOLERANCE for ratio, _ in pairs)

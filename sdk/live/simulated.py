@@ -82,10 +82,10 @@ class SimulatedNetwork:
         plans: Sequence[tuple[float, Plan]],
         happened: Sequence[Happened] = (),
         replan: Replan | None = None,
-        as_served: Mapping[int, tuple[str, str]] | None = None,
+        as_routed: Mapping[int, tuple[str, str]] | None = None,
     ) -> Outcomes:
         """Serve the trace by the plans as they changed. Each node has the whole model, so it keeps its engine whatever
-        its phase. `as_served`: see `ServiceRun`."""
+        its phase. `as_routed`: see `ServiceRun`."""
         engine = SimEngineSettings(
             max_batched_tokens=self.max_batched_tokens, max_sequences=MAX_REQUESTS, block_tokens=BLOCK_TOKENS
         )
@@ -97,7 +97,7 @@ class SimulatedNetwork:
         )  # fmt: skip
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans
-        run = ServiceRun(service=self.service, plan=first, trace=trace, as_served=as_served or {})
+        run = ServiceRun(service=self.service, plan=first, trace=trace, as_routed=as_routed or {})
         changes = [*(PlanChange(at, 0, plan) for at, plan in later), *map(_change_of, happened)]
         found = simulate(self.cluster, [run], settings=settings, changes=changes, replan=replan).services[0].outcomes
         seen_s = self.client_s + CLIENT_MESSAGES * self.message_s  # later by what lies between client and gateway

@@ -106,14 +106,14 @@ class SharedRun:
 class SharedFigure(msgspec.Struct, frozen=True, kw_only=True):
     """Of one service, or of all. `simulated`: each request sent by gateways' code, mean of runs whose reports come at
     other moments, and whose boxes are in other orders; `spread`: standard deviation over mean of these; `fewest`: to
-    the box that has the fewest, `followed`: as it went live. Seconds, and times that requests take alone."""
+    the box that has the fewest, `as_routed`: as it went live. Seconds, and times that requests take alone."""
 
     service: str
     figure: str
     simulated: float
     spread: float
     fewest: float
-    followed: float
+    as_routed: float
     live: float
 
 
@@ -189,10 +189,10 @@ def _compare(
             simulated=float(mean),
             spread=float(deviation / mean),
             fewest=fewest,
-            followed=followed,
+            as_routed=as_routed,
             live=seen,
         )
-        for (service, figure), mean, deviation, fewest, followed, seen in rows
+        for (service, figure), mean, deviation, fewest, as_routed, seen in rows
     )
 
 

@@ -43,8 +43,8 @@ def build_section(found: SharedComparison) -> PageTable:
             live_over_simulated=each.live / each.simulated,
             simulated_spread=each.spread,
             simulated_fewest=each.fewest,
-            simulated_as_routed=each.followed,
-            live_over_as_routed=each.live / each.followed,
+            simulated_as_routed=each.as_routed,
+            live_over_as_routed=each.live / each.as_routed,
         )
         for each in found.figures
     ]
@@ -63,7 +63,7 @@ def describe_section(found: SharedComparison) -> str:
     """A remark: what of it agrees."""
     whole = [each for each in found.figures if each.service == ALL]
     own = {each.figure: each.live / each.simulated for each in whole}
-    routed = {each.figure: each.live / each.followed for each in whole}
+    routed = {each.figure: each.live / each.as_routed for each in whole}
     near = [name for name, ratio in own.items() if abs(ratio - 1.0) <= TOLERANCE]
     ratios = ", ".join(f"{name} {ratio:.3f}" for name, ratio in own.items())
     same = ", ".join(f"{name} {ratio:.3f}" for name, ratio in routed.items())

@@ -321,15 +321,15 @@ def test_a_request_is_simulated_on_the_nodes_that_served_it_live(monkeypatch: py
     network, plans = network_of(0.01), ((0.0, mixed_plan()),)
     apart = dict.fromkeys(range(len(TRACE)), ("p", "q"))
     own = network.run(TRACE, plans)
-    there = network.run(TRACE, plans, as_served=apart)
+    there = network.run(TRACE, plans, as_routed=apart)
     assert (there.e2e_s > own.e2e_s + 0.1)[TRACE.output > 1].all(), "KV goes over a slow link"
-    elsewhere = network.run(TRACE, plans, as_served=dict.fromkeys(apart, ("p", "r")))
+    elsewhere = network.run(TRACE, plans, as_routed=dict.fromkeys(apart, ("p", "r")))
     assert (elsewhere.e2e_s == own.e2e_s).all(), "the plan has no r"
     run_with(monkeypatch, replace(live(1.0), plans=plans, outcomes=there, served=apart))
     monkeypatch.setattr(comparison, "simulated_network", lambda *told: network)
     found = {each.name: each for each in run_comparison(SETTINGS, TRAFFIC, 0.05, lambda line: None).figures}
     e2e = found["e2e_mean_s"]
-    assert e2e.followed == pytest.approx(e2e.live)
+    assert e2e.as_routed == pytest.approx(e2e.live)
     assert e2e.difference > 0.05
 
 

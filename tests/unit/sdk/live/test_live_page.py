@@ -53,7 +53,7 @@ def shared_run(run: SharedRun | None = None, say: Say | None = None, *, ratio: f
     """Three services of which everything took `ratio` times as long as simulated, and 1.01 times as routed."""
     figures = tuple(
         SharedFigure(
-            service=ALL, figure=name, simulated=1.0, spread=0.01, fewest=1.1, followed=ratio / 1.01, live=ratio
+            service=ALL, figure=name, simulated=1.0, spread=0.01, fewest=1.1, as_routed=ratio / 1.01, live=ratio
         )
         for name in FIGURES
     )
@@ -65,8 +65,8 @@ def shared_run(run: SharedRun | None = None, say: Say | None = None, *, ratio: f
 
 def test_what_was_simulated_as_routed_stands_beside_the_live_figures() -> None:
     calm = comparison(
-        msgspec.structs.replace(figure("ttft_p90_s", 1.2), followed=1.18),
-        msgspec.structs.replace(figure("tpot_p90_s", 1.01), followed=1.10),
+        msgspec.structs.replace(figure("ttft_p90_s", 1.2), as_routed=1.18),
+        msgspec.structs.replace(figure("tpot_p90_s", 1.01), as_routed=1.10),
         figure("attainment", 0.99),
     )
     page = build_page([(CALM_PARTS[0], calm)], (FAULTY_PART, comparison(figure("goodput_requests_s", 0.97))))
