@@ -187,12 +187,18 @@ class GatewayWaitLimits:
     It was to say something every `news_s`; when it does not, it hangs, or has forgotten the request. And when half of
     the time that the request has, and 30 s, are over without a token, whatever it says, it may lie, and there is time
     yet for another one. `left_s`: that time; `news_s` is None of a gateway of an earlier release.
+
+    One that answers no pings may be back in a moment, and another one begins anew: for as long as the first token took,
+    or the request has taken so far, it is waited for. So a short silence does not have all of a gateway's prompts
+    computed again, and a long one costs at most twice that time.
     """
 
     def __init__(self, now: float, left_s: float, news_s: float | None) -> None:
         self._silence_s = inf if news_s is None else max(LEAST_SILENCE_S, MISSED_NEWS * news_s)
         self._without_tokens_s = max(LEAST_WITHOUT_TOKENS_S, WITHOUT_TOKENS_SHARE * left_s)
-        self._heard_at = self._got_on_at = now
+        self._heard_at = self._got_on_at = self._accepted_at = now
+        self._first_s: float | None = None  # until the first token
+        self._hung_until = inf
 
     def __repr__(self) -> str:
         return f"GatewayWaitLimits(give_up_at={self.give_up_at:.1f})"
@@ -200,16 +206,25 @@ class GatewayWaitLimits:
     @property
     def give_up_at(self) -> float:
         """When it has been silent for too long, if nothing comes before."""
-        return min(self._heard_at + self._silence_s, self._got_on_at + self._without_tokens_s)
+        return min(self._heard_at + self._silence_s, self._got_on_at + self._without_tokens_s, self._hung_until)
+
+    def note_hung(self, hung: bool, now: float) -> None:
+        """It answers no pings, or does again."""
+        so_far_s = now - self._accepted_at if self._first_s is None else self._first_s
+        self._hung_until = min(self._hung_until, now + so_far_s) if hung else inf
 
     def note(self, update: AnswerUpdate, now: float) -> None:
         """It has said something."""
-        self._heard_at = now
+        self._heard_at, self._hung_until = now, inf
         if update.tokens or update.text:
             self._got_on_at = now
+            if self._first_s is None:
+                self._first_s = now - self._accepted_at
 
     def explain(self, now: float) -> str:
         """Why it is given up, for people."""
+        if now >= self._hung_until:
+            return "it did not answer"
         if now >= self._heard_at + self._silence_s:
             return f"it said nothing for {now - self._heard_at:.0f} s"
         return f"it had no token for {now - self._got_on_at:.0f} s"

@@ -6,7 +6,7 @@ import math
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -60,6 +60,7 @@ from .errors import (
     RequestFailed,
     first_of,
 )
+from .inbox import GatewaySilent, Inbox
 from .requests import (
     Diverged,
     GatewayWaitLimits,
@@ -76,7 +77,6 @@ ACCEPT_TIMEOUT_S = 15.0  # a gateway accepts or refuses at once; tokenising a ve
 DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can
 LEAVE_S = 2.0
 OPENINGS = 64  # requests that wait to be accepted at once; gateways accept them in turn, and refuse too many of them
-LOOK_S = 1.0  # between two looks for another gateway than one that is silent
 HUNG_RETRY_S = 5.0  # a gateway that did not answer is asked again after so long, where no other is left
 BROKEN_RETRY_S = 2.0  # one whose connection broke; sooner: it is still taken for alive, and the try is wasted
 RETURN_S = 10.0  # after a gateway was lost, others may come back; longer: more answers go on, and errors come later
@@ -218,18 +218,6 @@ class _Loss:
 
 
 @final
-@dataclass(frozen=True, slots=True)
-class _Inbox:
-    """Where the chunks of one attempt go; None is the loss of its gateway. `opening` is the wait for its acceptance,
-    and cancelled when the gateway is hung; `others` are those that could be asked instead."""
-
-    gateway: PeerId
-    send: trio.MemorySendChannel[AnswerUpdate | None]
-    opening: trio.CancelScope
-    others: Callable[[], list[PeerId]]
-
-
-@final
 class Session:
     """Requests of one client. All methods run in the network's thread.
 
@@ -242,7 +230,7 @@ class Session:
         self._network = network
         self._timeout_s = timeout_s
         self._gateways = GatewayFinder(network)
-        self._inboxes: dict[str, _Inbox] = {}
+        self._inboxes: dict[str, Inbox] = {}
         self._openings = trio.CapacityLimiter(OPENINGS)
         network.on_notice(ANSWER, self._on_update)
         network.on_peer_lost(self._on_peer_lost)
@@ -321,12 +309,10 @@ class Session:
         deliver: Callable[[TextDelta], None],
         lost: Mapping[PeerId, _Loss],
     ) -> Generation:
-        send, receive = trio.open_memory_channel[AnswerUpdate | None](float("inf"))
-
         def others() -> list[PeerId]:
             return [peer for peer in self._gateways.rank(body.service) if peer != gateway and peer not in lost]
 
-        inbox = self._inboxes[body.request] = _Inbox(gateway, send, trio.CancelScope(), others)
+        inbox = self._inboxes[body.request] = Inbox(gateway, others)
         self._expect()
         running, accepted = True, None
         try:
@@ -340,15 +326,15 @@ class Session:
                 raise
             if accepted is None:  # the wait was cancelled
                 raise _GatewayLost("it did not answer", HUNG_RETRY_S)
-            limits = GatewayWaitLimits(trio.current_time(), body.deadline_s, accepted.news_s)
+            inbox.accept(GatewayWaitLimits(trio.current_time(), body.deadline_s, accepted.news_s))
             while True:
-                update = await _receive(receive, limits, inbox)
-                if update is None and inbox.opening.cancel_called:
-                    raise _GatewayLost("it did not answer", HUNG_RETRY_S)
+                try:
+                    update = await inbox.next()
+                except GatewaySilent as error:
+                    raise _GatewayLost(str(error), HUNG_RETRY_S) from error
                 if update is None:
                     running = False
                     raise _GatewayBroken("the connection to it broke", BROKEN_RETRY_S)
-                limits.note(update, trio.current_time())
                 delta = replay.take(update)
                 if delta is not None:
                     deliver(delta)
@@ -441,37 +427,21 @@ class Session:
     def _on_update(self, peer: PeerId, role: Role, update: AnswerUpdate) -> None:
         inbox = self._inboxes.get(update.request)
         if inbox is not None and inbox.gateway == peer:
-            inbox.send.send_nowait(update)
+            inbox.put(update)
 
     def _expect(self) -> None:
         self._network.expect("requests", self.asked)
 
     def _on_hung(self, peer: PeerId, hung: bool) -> None:
-        """A gateway does not answer: its requests go to another one, where there is one."""
-        for inbox in self._inboxes.values() if hung else ():
-            if inbox.gateway == peer and inbox.others():
-                inbox.opening.cancel()
-                inbox.send.send_nowait(None)
+        """A gateway does not answer, or does again."""
+        for inbox in self._inboxes.values():
+            if inbox.gateway == peer:
+                inbox.on_hung(hung, trio.current_time())
 
     def _on_peer_lost(self, peer: PeerId) -> None:
         for inbox in self._inboxes.values():
             if inbox.gateway == peer:
-                inbox.send.send_nowait(None)
-
-
-async def _receive(
-    receive: trio.MemoryReceiveChannel[AnswerUpdate | None], limits: GatewayWaitLimits, inbox: _Inbox
-) -> AnswerUpdate | None:
-    """What its gateway says next. Raises _GatewayLost when that takes too long, and another one could be asked."""
-    look_at = limits.give_up_at
-    while True:
-        with trio.move_on_at(look_at):
-            return await receive.receive()
-        with suppress(trio.WouldBlock):
-            return receive.receive_nowait()  # it has come while this process had no time
-        if inbox.others():
-            raise _GatewayLost(limits.explain(trio.current_time()), HUNG_RETRY_S)
-        look_at = trio.current_time() + LOOK_S
+                inbox.lose()
 
 
 def _finished(update: AnswerUpdate, replay: Replay) -> Generation:

@@ -67,6 +67,7 @@ class CarriedAnswer:
         self.headers: tuple[HttpHeader, ...] = ()
         self.upload = BodyOutlet()
         self.opening = trio.CancelScope()  # the wait for the box to take it
+        self.asked_at = trio.current_time()
         self.is_lost = False
         self._body = BodyInlet()
         self._notify = notify
@@ -143,6 +144,7 @@ class HttpAsking:
         self._nursery = nursery
         self._boxes: Boxes = boxes or GatewayFinder(network)
         self._answers: dict[str, CarriedAnswer] = {}
+        self._hung: set[PeerId] = set()  # boxes that answer no pings
         self._turns = trio.CapacityLimiter(EXCHANGES)
         network.on_notice(methods.HTTP_ANSWER, self._on_answer)
         network.on_peer_lost(self._on_peer_lost)
@@ -281,15 +283,24 @@ class HttpAsking:
             answer.on_answer(said)
 
     def _on_peer_lost(self, peer: PeerId) -> None:
+        self._hung.discard(peer)
         for answer in self._answers.values():
             if answer.box == peer:
                 answer.lose("the connection to it broke")
 
     def _on_hung(self, peer: PeerId, hung: bool) -> None:
-        """A box does not answer: what it has not begun to say, another one is asked for."""
+        """A box answers no pings: what it has not begun to say, another one is asked for."""
+        (self._hung.add if hung else self._hung.discard)(peer)
         for answer in self._answers.values() if hung else ():
-            if answer.box == peer and not answer.status and any(other != peer for other in self._boxes.rank(None)):
-                answer.lose("it does not answer")
+            if answer.box == peer and not answer.status:
+                self._nursery.start_soon(self._leave_hung, answer)
+
+    async def _leave_hung(self, answer: CarriedAnswer) -> None:
+        """After as long as it has taken so far, which another box would take, too: it may be back in a moment."""
+        await trio.sleep(trio.current_time() - answer.asked_at)
+        has_others = any(other != answer.box for other in self._boxes.rank(None))
+        if answer.box in self._hung and not answer.status and has_others:
+            answer.lose("it does not answer")
 
 
 def _status_of(error: RemoteError) -> int:

@@ -410,6 +410,29 @@ def test_a_box_that_hangs_is_left_for_another_one() -> None:
     in_virtual_time(main)
 
 
+def test_a_box_that_hangs_for_a_moment_is_not_left() -> None:
+    """For as long as it has taken so far: another one would take that, too."""
+
+    async def main() -> None:
+        async with http_world(wait_long, echo) as world:
+            first, second = world.boxes
+            browser = world.connect()
+            await browser.send("POST", CHAT, b"{}")
+            await until(lambda: first.seen)
+            await trio.sleep(10.0)
+            world.asking._on_hung(first.peer, True)
+            await trio.sleep(8.0)
+            world.asking._on_hung(first.peer, False)
+            await trio.sleep(8.0)
+            assert not second.seen
+            world.asking._on_hung(first.peer, True)
+            began = trio.current_time()
+            assert json.loads((await browser.read()).body)["box"] == second.peer
+            assert trio.current_time() - began == pytest.approx(26.0, abs=1.0)
+
+    in_virtual_time(main)
+
+
 def test_a_box_that_hangs_before_it_has_taken_a_request_is_left_too() -> None:
     async def main() -> None:
         async with http_world(echo, echo) as world:
