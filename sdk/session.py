@@ -328,10 +328,7 @@ class Session:
                 raise _GatewayLost("it did not answer", HUNG_RETRY_S)
             inbox.accept(GatewayWaitLimits(trio.current_time(), body.deadline_s, accepted.news_s))
             while True:
-                try:
-                    update = await inbox.next()
-                except GatewaySilent as error:
-                    raise _GatewayLost(str(error), HUNG_RETRY_S) from error
+                update = await _hear(inbox)
                 if update is None:
                     running = False
                     raise _GatewayBroken("the connection to it broke", BROKEN_RETRY_S)
@@ -442,6 +439,14 @@ class Session:
         for inbox in self._inboxes.values():
             if inbox.gateway == peer:
                 inbox.lose()
+
+
+async def _hear(inbox: Inbox) -> AnswerUpdate | None:
+    """See `Inbox.next`. Raises _GatewayLost."""
+    try:
+        return await inbox.next()
+    except GatewaySilent as error:
+        raise _GatewayLost(str(error), HUNG_RETRY_S) from error
 
 
 def _finished(update: AnswerUpdate, replay: Replay) -> Generation:
