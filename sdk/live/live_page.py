@@ -104,9 +104,9 @@ class PagePart:
 
 CALM_PARTS: Final = (
     PagePart(workload="conversation", slo="3x", slowed=6, requests=240, rate=0.35),
-    PagePart(workload="conversation", slo="5x", slowed=16, requests=200, rate=0.35),
+    PagePart(workload="conversation", slo="5x", slowed=16, requests=300, rate=0.35),
     PagePart(workload="coding", slo="3x", slowed=18, requests=240, rate=0.5, model=SMALL_MODEL),
-    PagePart(workload="coding", slo="5x", slowed=48, requests=200, rate=0.44, model=SMALL_MODEL),
+    PagePart(workload="coding", slo="5x", slowed=48, requests=400, rate=0.44, model=SMALL_MODEL),
 )
 FAULTY_PART: Final = PagePart(
     workload="conversation", slo="2x", slowed=6, requests=240, rate=0.7, schedule=SCHEDULE,

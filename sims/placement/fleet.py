@@ -161,7 +161,9 @@ class Fleet:
         return FleetRequest(number, row, int(self._traces[number].output[row]), sequence)
 
 
-def host_group(problem: PlacementProblem, group: GpuGroup, order: str) -> FleetEngine:
+def host_group(
+    problem: PlacementProblem, group: GpuGroup, order: str, settings: SimEngineSettings = ENGINE
+) -> FleetEngine:
     """A group's engine: of one service by vLLM's rules, of several by a turn order. Profiles are those of the problem's
     period."""
     kind, names = problem.boxes[group.box].kind, {each: problem.services[each].name for each in group.services}
@@ -169,9 +171,9 @@ def host_group(problem: PlacementProblem, group: GpuGroup, order: str) -> FleetE
     if len(names) == 1:
         (service,) = names
         tokens = int(room // problem.services[service].model.kv_bytes_per_token)
-        return FleetEngine(Engine(problem.times(kind, group.tp, service), ENGINE, kv_tokens=tokens), names)
+        return FleetEngine(Engine(problem.times(kind, group.tp, service), settings, kv_tokens=tokens), names)
     hosted = {name: _host(problem, group, service) for service, name in names.items()}
-    return FleetEngine(SharedEngine(hosted, TURN_ORDERS[order], ENGINE, kv_bytes=int(room)), names)
+    return FleetEngine(SharedEngine(hosted, TURN_ORDERS[order], settings, kv_bytes=int(room)), names)
 
 
 def _host(problem: PlacementProblem, group: GpuGroup, service: int) -> SharedService:

@@ -9,8 +9,10 @@ services; the same requests are then served by `Fleet`, whose engines take turns
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final, NamedTuple
 
@@ -25,7 +27,7 @@ from ....coordinator.placement.values import GpuGroup, PlacementBox, PlacementPr
 from ....coordinator.planning.model.cluster_file import card_link_gbps
 from ....coordinator.sharing.orders import DOUBLING_BUDGET
 from ....node.engine.emulated.model import emulated_model, parse_cards
-from ....sims.placement.fleet import Fleet, host_group, period_of
+from ....sims.placement.fleet import ENGINE, Fleet, host_group, period_of
 from ....sims.placement.routing import REPORT_S, AsRouted, FewestRequests, FleetRouting, GatewayRouting
 from ....sims.records import Outcomes, Trace
 from ...client import AsyncClient
@@ -36,6 +38,7 @@ from ..network import TOO_SLOW, Say, ask, measure_cores, replay
 WAIT_S: Final = 180.0
 POLL_S: Final = 1.0
 SETTLE_S: Final = 5.0
+PLANS_S: Final = 20.0  # between two looks at the plans
 WARM_UP: Final = 3  # requests for each node of a service, at once
 LONE: Final = 9  # requests, one after the other, that tell what messages take
 SHORT: Final = (64, 4)  # tokens of both
@@ -67,11 +70,11 @@ class SharedRun:
         AskedModel("opt-6.7b", 0.2, 128, 64),
     )
     pairs: Sequence[tuple[int, int]] = ((0, 1), (0, 2), (1, 2), (0, 1), (0, 2), (0, 1), (0, 2), (1, 2))
-    cards: str = "1xA40/12"
+    cards: str = "1xA40/24"
     kv_cache_mib: int = 8192
-    rate: float = 0.25
-    seconds: float = 1080.0
-    lead: float = 60.0
+    rate: float = 0.13
+    seconds: float = 1200.0
+    lead: float = 90.0
     spread: float = 0.5
     seed: int = 0
 
@@ -118,13 +121,15 @@ class SharedFigure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """All of a run. `message_s`: what lies between client and engine, beside steps, of a request."""
+    """All of a run. `message_s`: what lies between client and engine, beside steps, of a request. `step_tokens`: what
+    the plans have a step compute at most."""
 
     requests: int
     boxes: int
     cards: str
     rate: float
     message_s: float
+    step_tokens: int = 0  # 0: not told, of runs before it was
     cores: float
     own_cores: float
     late: int
@@ -134,12 +139,14 @@ class SharedComparison(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LiveShared:
-    """What the client saw, by service. `where`: the box of each request, by its service and row."""
+    """What the client saw, by service. `where`: the box of each request, by its service and row. `step_tokens`: as in
+    most plans that were seen."""
 
     outcomes: Mapping[int, Outcomes]
     where: Mapping[tuple[int, int], int]
     retried: int
     message_s: float
+    step_tokens: int
     late: int
     cores: float
     own_cores: float
@@ -157,6 +164,7 @@ def run_shared_comparison(run: SharedRun, say: Say) -> SharedComparison:
         cards=run.cards,
         rate=run.rate,
         message_s=live.message_s,
+        step_tokens=live.step_tokens,
         cores=live.cores,
         own_cores=live.own_cores,
         late=live.late,
@@ -169,7 +177,7 @@ def _compare(
     run: SharedRun, problem: PlacementProblem, traces: Mapping[int, Trace], live: LiveShared
 ) -> tuple[SharedFigure, ...]:
     def simulate(routing: FleetRouting) -> list[float]:
-        return summarize(run, problem, serve(run, problem, traces, routing), live.message_s)
+        return summarize(run, problem, serve(run, problem, traces, routing, live.step_tokens), live.message_s)
 
     ways = [GatewayRouting(first_s=REPORT_S * each / SIMULATED, seed=each) for each in range(SIMULATED)]
     own = np.array([simulate(each) for each in ways])
@@ -197,12 +205,16 @@ def _compare(
 
 
 def serve(
-    run: SharedRun, problem: PlacementProblem, traces: Mapping[int, Trace], routing: FleetRouting
+    run: SharedRun,
+    problem: PlacementProblem,
+    traces: Mapping[int, Trace],
+    routing: FleetRouting,
+    step_tokens: int = ENGINE.max_batched_tokens,
 ) -> dict[int, Outcomes]:
     """By the simulator."""
-    fleet = Fleet(traces, routing)
+    fleet, settings = Fleet(traces, routing), replace(ENGINE, max_batched_tokens=step_tokens)
     for number, pair in enumerate(run.pairs):
-        fleet.add(number, host_group(problem, GpuGroup(number, 1, tuple(sorted(pair))), DOUBLING_BUDGET))
+        fleet.add(number, host_group(problem, GpuGroup(number, 1, tuple(sorted(pair))), DOUBLING_BUDGET, settings))
     return fleet.run()
 
 
@@ -238,6 +250,7 @@ async def _run_live(run: SharedRun, traces: Mapping[int, Trace], problem: Placem
             message_s = await _measure_messages(client, run, problem)
             say(f"messages take {message_s * 1e3:.1f} ms; {sum(map(len, traces.values()))} requests")
             outcomes, where, retried = dict[int, Outcomes](), dict[tuple[int, int], int](), 0
+            step_tokens = Counter[int]()
 
             async def ask_service(number: int) -> None:
                 nonlocal retried
@@ -248,14 +261,32 @@ async def _run_live(run: SharedRun, traces: Mapping[int, Trace], problem: Placem
                 check_boxes(run, where)
 
             with measure_cores(box) as cores:
-                async with trio.open_nursery() as nursery:
+                async with _counting_step_tokens(client, step_tokens), trio.open_nursery() as nursery:
                     for number in traces:
                         nursery.start_soon(ask_service, number)
         late = box.engine_logs().count(TOO_SLOW)
         return LiveShared(
-            outcomes=outcomes, where=where, retried=retried, message_s=message_s, late=late, cores=cores[0],
-            own_cores=cores[1],
+            outcomes=outcomes, where=where, retried=retried, message_s=message_s,
+            step_tokens=step_tokens.most_common(1)[0][0], late=late, cores=cores[0], own_cores=cores[1],
         )  # fmt: skip
+
+
+@asynccontextmanager
+async def _counting_step_tokens(client: AsyncClient, found: Counter[int]) -> AsyncIterator[None]:
+    """By how many replicas have them in the plans that are looked at now and then."""
+
+    async def look() -> None:
+        while True:
+            status = await client.status()
+            plans = [plan for plan in (status.plan, *status.other_plans) if plan is not None]
+            limits = (replica.step_tokens for plan in plans for replica in plan.replicas)
+            found.update(limit or ENGINE.max_batched_tokens for limit in limits)
+            await trio.sleep(PLANS_S)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        yield
+        nursery.cancel_scope.cancel()
 
 
 async def _join(box: DemoBox, run: SharedRun, number: int, token: str) -> None:

@@ -48,12 +48,13 @@ def build_section(found: SharedComparison) -> PageTable:
         )
         for each in found.figures
     ]
+    steps = f", and steps compute {found.step_tokens:,} tokens at most, by the plans" if found.step_tokens else ""
     run = (
         f"{found.boxes} boxes of {found.cards}, each with the engines of two of three services in one process, which "
         f"step one at a time; {found.requests} requests, {found.rate:g} a second in all, Poisson; messages take "
-        f"{found.message_s * 1e3:.1f} ms of a request. {found.cores:.1f} cores were busy, {found.own_cores:.1f} of "
-        "them with the run. Means; TTFT and TPOT in seconds, normalized latency in times of the service's requests "
-        "alone."
+        f"{found.message_s * 1e3:.1f} ms of a request{steps}. {found.cores:.1f} cores were busy, "
+        f"{found.own_cores:.1f} of them with the run. Means; TTFT and TPOT in seconds, normalized latency in times of "
+        "the service's requests alone."
     )
     text = "\n\n".join(fill(each, 100, break_on_hyphens=False) for each in (run, COLUMNS))
     return PageTable("Three services that share boxes", rows, text)

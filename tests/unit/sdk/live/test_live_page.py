@@ -59,7 +59,7 @@ def shared_run(run: SharedRun | None = None, say: Say | None = None, *, ratio: f
     )
     return SharedComparison(
         requests=270, boxes=8, cards="1xA40/4", rate=0.9, message_s=0.02, cores=1.2, own_cores=0.8, late=3, retried=0,
-        figures=figures,
+        figures=figures, step_tokens=512,
     )  # fmt: skip
 
 

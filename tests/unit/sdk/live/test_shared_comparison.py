@@ -18,12 +18,12 @@ RUN = replace(
 )
 
 
-def together(*arrivals: float) -> dict[int, Trace]:
+def together(*arrivals: float, prompt: int = 20) -> dict[int, Trace]:
     """Requests of both services at these moments."""
     count = len(arrivals)
-    alike = np.full(count, 20)
+    prompts, outputs = np.full(count, prompt), np.full(count, 20)
     trace = Trace(
-        ids=np.arange(count), arrival_s=np.array(arrivals), prompt=alike, output=alike, lengths="l", arrivals="a"
+        ids=np.arange(count), arrival_s=np.array(arrivals), prompt=prompts, output=outputs, lengths="l", arrivals="a"
     )
     return {0: trace, 1: trace}
 
@@ -31,7 +31,7 @@ def together(*arrivals: float) -> dict[int, Trace]:
 def test_requests_are_as_many_as_each_service_is_asked_for_and_the_same_every_time() -> None:
     run = SharedRun()
     traces = run.traces()
-    assert [len(trace) for trace in traces.values()] == [135, 81, 54]
+    assert [len(trace) for trace in traces.values()] == [78, 47, 31]
     assert all(
         (trace.arrival_s == again.arrival_s).all()
         for trace, again in zip(traces.values(), run.traces().values(), strict=True)
@@ -49,6 +49,18 @@ def test_a_request_is_simulated_where_it_went_live() -> None:
     late = summarize(RUN, problem, serve(RUN, problem, traces, FewestRequests()), 0.5)
     assert late[1] == pytest.approx(apart[1] + 0.5), "messages come before the first token"
     assert late[2] == pytest.approx(apart[2])
+
+
+def test_steps_are_those_of_the_plans() -> None:
+    """A prompt that fits none takes several, and reads the weights in each."""
+    traces = together(0.0, prompt=800)
+    problem = RUN.problem(traces)
+    once, twice = (
+        summarize(RUN, problem, serve(RUN, problem, traces, AsRouted({(0, 0): 0, (1, 0): 1}), tokens), 0.0)
+        for tokens in (1024, 512)
+    )
+    assert twice[1] > 1.05 * once[1]
+    assert twice[2] == pytest.approx(once[2])
 
 
 def test_boxes_are_told_by_what_their_engine_process_has() -> None:
