@@ -20,7 +20,7 @@ from ..node.models.errors import PromptError
 from ..node.observing.ages import describe_gone
 from ..node.requests.acceptance import check
 from ..node.requests.gateway_choice import GatewayCandidate
-from .errors import InvalidRequest
+from .errors import DeadlineExceeded, InvalidRequest, RequestFailed
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -174,6 +174,30 @@ def read_logprobs(top: TopTokens | None) -> tuple[TokenLogprobs, ...]:
     return tuple(rows)
 
 
+class GatewayLost(Exception):
+    """This gateway cannot answer, another one may; or it itself, after `retry_after_s`. The text says why."""
+
+    def __init__(self, text: str, retry_after_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+
+
+class GatewayRefuses(GatewayLost):
+    """It has answered, and has nothing of the request."""
+
+
+class GatewayLeaves(GatewayRefuses):
+    """It does not serve it now. If that is in the catalogue it may do so later, and so may others."""
+
+
+class GatewayBroken(GatewayLost):
+    """The connection to it has ended. It may have been started anew: it is tried once more."""
+
+
+class GatewayUnreachable(GatewayLost):
+    """The request did not get there. A path may be broken for a moment: it is tried once more."""
+
+
 LEAST_SILENCE_S: Final = 10.0
 MISSED_NEWS: Final = 4.0  # times that a gateway may fail to say something
 LEAST_WITHOUT_TOKENS_S: Final = 30.0
@@ -273,6 +297,23 @@ class Replay:
         self.tokens += delta.tokens
         self.text += delta.text
         return delta if delta.text or delta.tokens else None
+
+
+def finish_answer(update: AnswerUpdate, replay: Replay) -> Generation:
+    """Whole, by its last update. Raises DeadlineExceeded or RequestFailed."""
+    if update.finish == "error":
+        if update.error.startswith("deadline"):
+            raise DeadlineExceeded(update.error)
+        raise RequestFailed(update.error or "the network gave the request up without a reason")
+    return Generation(
+        replay.text,
+        tuple(replay.tokens),
+        update.finish or "",
+        update.figures,
+        logprobs=tuple(replay.logprobs),
+        prompt_logprobs=replay.prompt_logprobs,
+        stop_reason=update.stop_reason,
+    )
 
 
 def check_service(candidates: Sequence[GatewayCandidate], service: str | None) -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import final
 
@@ -60,9 +61,13 @@ from .errors import (
     RequestFailed,
     first_of,
 )
-from .inbox import GatewaySilent, Inbox
 from .requests import (
     Diverged,
+    GatewayBroken,
+    GatewayLeaves,
+    GatewayLost,
+    GatewayRefuses,
+    GatewayUnreachable,
     GatewayWaitLimits,
     Generation,
     Replay,
@@ -70,6 +75,7 @@ from .requests import (
     add_attempts,
     check_service,
     describe_unserved,
+    finish_answer,
     new_request_id,
 )
 
@@ -77,6 +83,7 @@ ACCEPT_TIMEOUT_S = 15.0  # a gateway accepts or refuses at once; tokenising a ve
 DEADLINE_GRACE_S = 2.0  # the gateway says more about a missed deadline than the client can
 LEAVE_S = 2.0
 OPENINGS = 64  # requests that wait to be accepted at once; gateways accept them in turn, and refuse too many of them
+LOOK_S = 1.0  # between two looks for another gateway than one that is silent
 HUNG_RETRY_S = 5.0  # a gateway that did not answer is asked again after so long, where no other is left
 BROKEN_RETRY_S = 2.0  # one whose connection broke; sooner: it is still taken for alive, and the try is wasted
 RETURN_S = 10.0  # after a gateway was lost, others may come back; longer: more answers go on, and errors come later
@@ -182,30 +189,6 @@ def connection_error(error: NetworkError) -> ClientError:
     return (AccessRefused if isinstance(error, Refused) else ConnectionFailed)(str(error))
 
 
-class _GatewayLost(Exception):
-    """This gateway cannot answer, another one may; or it itself, after `retry_after_s`. The text says why."""
-
-    def __init__(self, text: str, retry_after_s: float | None = None) -> None:
-        super().__init__(text)
-        self.retry_after_s = retry_after_s
-
-
-class _GatewayRefuses(_GatewayLost):
-    """It has answered, and has nothing of the request."""
-
-
-class _GatewayLeaves(_GatewayRefuses):
-    """It does not serve it now. If that is in the catalogue it may do so later, and so may others."""
-
-
-class _GatewayBroken(_GatewayLost):
-    """The connection to it has ended. It may have been started anew: it is tried once more."""
-
-
-class _GatewayUnreachable(_GatewayLost):
-    """The request did not get there. A path may be broken for a moment: it is tried once more."""
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class _Loss:
@@ -215,6 +198,72 @@ class _Loss:
     retry_at: float
     at: float
     answered: bool
+
+
+class _News(Enum):
+    """What is no update."""
+
+    LOST = "the gateway is gone"
+    LOOK = "the limits have changed"
+
+
+@final
+class _Inbox:
+    """Of one attempt at a request. `opening` is the wait for its acceptance, and cancelled when the gateway hangs;
+    `others` are those that could be asked instead."""
+
+    def __init__(self, gateway: PeerId, others: Callable[[], list[PeerId]]) -> None:
+        self.gateway = gateway
+        self.opening = trio.CancelScope()
+        self._others = others
+        self._limits: GatewayWaitLimits | None = None
+        self._send, self._receive = trio.open_memory_channel[AnswerUpdate | _News](float("inf"))
+
+    def __repr__(self) -> str:
+        return f"<_Inbox {self.gateway} {self._limits}>"
+
+    def accept(self, limits: GatewayWaitLimits) -> None:
+        """The gateway has taken the request, and is waited for by these from now on."""
+        self._limits = limits
+
+    def put(self, update: AnswerUpdate) -> None:
+        """It has said this."""
+        self._send.send_nowait(update)
+
+    def lose(self) -> None:
+        """The connection to it is gone."""
+        self._send.send_nowait(_News.LOST)
+
+    def on_hung(self, hung: bool, now: float) -> None:
+        """It does not answer, or does again."""
+        if self._limits is not None:
+            self._limits.note_hung(hung, now)
+            self._send.send_nowait(_News.LOOK)
+        elif hung and self._others():
+            self.opening.cancel()
+
+    async def next(self) -> AnswerUpdate | None:
+        """What it says next; None: the connection to it is gone. Raises GatewayLost after too long a silence."""
+        assert self._limits is not None, "it was accepted"
+        look_at = self._limits.give_up_at
+        while True:
+            said: AnswerUpdate | _News = _News.LOOK
+            with trio.move_on_at(look_at):
+                said = await self._receive.receive()
+            if said is _News.LOOK and self._receive.statistics().current_buffer_used:
+                said = self._receive.receive_nowait()  # it has come while this process had no time
+            now = trio.current_time()
+            match said:
+                case AnswerUpdate():
+                    self._limits.note(said, now)
+                    return said
+                case _News.LOST:
+                    return None
+            look_at = self._limits.give_up_at
+            if now >= look_at:
+                if self._others():
+                    raise GatewayLost(self._limits.explain(now), HUNG_RETRY_S)
+                look_at = now + LOOK_S
 
 
 @final
@@ -230,7 +279,7 @@ class Session:
         self._network = network
         self._timeout_s = timeout_s
         self._gateways = GatewayFinder(network)
-        self._inboxes: dict[str, Inbox] = {}
+        self._inboxes: dict[str, _Inbox] = {}
         self._openings = trio.CapacityLimiter(OPENINGS)
         network.on_notice(ANSWER, self._on_update)
         network.on_peer_lost(self._on_peer_lost)
@@ -289,13 +338,13 @@ class Session:
                 except Diverged:
                     told = f"gateway {name_of(gateway)} answers otherwise than the lost one began; ask again"
                     raise RequestFailed(f"{told} ({_reasons(lost)})") from None
-                except _GatewayLost as error:
-                    answered = isinstance(error, _GatewayRefuses)
+                except GatewayLost as error:
+                    answered = isinstance(error, GatewayRefuses)
                     if not answered:
                         earlier.append(f"gateway {name_of(gateway)} was lost: {error}")
-                    may_be_back = isinstance(error, _GatewayUnreachable | _GatewayBroken)
+                    may_be_back = isinstance(error, GatewayUnreachable | GatewayBroken)
                     wait_s = None if may_be_back and gateway in lost else error.retry_after_s
-                    if wait_s is None and moves and (may_be_back or isinstance(error, _GatewayLeaves)):
+                    if wait_s is None and moves and (may_be_back or isinstance(error, GatewayLeaves)):
                         wait_s = RETURN_S
                     now = trio.current_time()
                     lost[gateway] = _Loss(str(error), math.inf if wait_s is None else now + wait_s, now, answered)
@@ -312,7 +361,7 @@ class Session:
         def others() -> list[PeerId]:
             return [peer for peer in self._gateways.rank(body.service) if peer != gateway and peer not in lost]
 
-        inbox = self._inboxes[body.request] = Inbox(gateway, others)
+        inbox = self._inboxes[body.request] = _Inbox(gateway, others)
         self._expect()
         running, accepted = True, None
         try:
@@ -321,23 +370,23 @@ class Session:
                     with inbox.opening:
                         accepted = await self._open(gateway, body, replay)
                         replay.service = accepted.service
-            except (_GatewayRefuses, ClientError):
+            except (GatewayRefuses, ClientError):
                 running = False
                 raise
             if accepted is None:  # the wait was cancelled
-                raise _GatewayLost("it did not answer", HUNG_RETRY_S)
+                raise GatewayLost("it did not answer", HUNG_RETRY_S)
             inbox.accept(GatewayWaitLimits(trio.current_time(), body.deadline_s, accepted.news_s))
             while True:
-                update = await _hear(inbox)
+                update = await inbox.next()
                 if update is None:
                     running = False
-                    raise _GatewayBroken("the connection to it broke", BROKEN_RETRY_S)
+                    raise GatewayBroken("the connection to it broke", BROKEN_RETRY_S)
                 delta = replay.take(update)
                 if delta is not None:
                     deliver(delta)
                 if update.finish is not None:
                     running = False
-                    return _finished(update, replay)
+                    return finish_answer(update, replay)
         finally:
             del self._inboxes[body.request]
             self._expect()
@@ -359,13 +408,13 @@ class Session:
             return await self._network.request(gateway, GENERATE, body, ACCEPT_TIMEOUT_S)
         except RemoteError as error:
             if error.code in ELSEWHERE:
-                refuses = _GatewayLeaves if error.code in LEAVING else _GatewayRefuses
+                refuses = GatewayLeaves if error.code in LEAVING else GatewayRefuses
                 raise refuses(error.message, error.retry_after_s) from error
             if error.code == "invalid":
                 raise InvalidRequest(error.message) from error
             raise RequestFailed(f"gateway {name_of(gateway)} refuses: {error.message}") from error
         except NetworkError as error:
-            raise _GatewayUnreachable(str(error), HUNG_RETRY_S) from error
+            raise GatewayUnreachable(str(error), HUNG_RETRY_S) from error
 
     def _stop(self, gateway: PeerId, request: str) -> None:
         try:
@@ -439,30 +488,6 @@ class Session:
         for inbox in self._inboxes.values():
             if inbox.gateway == peer:
                 inbox.lose()
-
-
-async def _hear(inbox: Inbox) -> AnswerUpdate | None:
-    """See `Inbox.next`. Raises _GatewayLost."""
-    try:
-        return await inbox.next()
-    except GatewaySilent as error:
-        raise _GatewayLost(str(error), HUNG_RETRY_S) from error
-
-
-def _finished(update: AnswerUpdate, replay: Replay) -> Generation:
-    if update.finish == "error":
-        if update.error.startswith("deadline"):
-            raise DeadlineExceeded(update.error)
-        raise RequestFailed(update.error or "the network gave the request up without a reason")
-    return Generation(
-        replay.text,
-        tuple(replay.tokens),
-        update.finish or "",
-        update.figures,
-        logprobs=tuple(replay.logprobs),
-        prompt_logprobs=replay.prompt_logprobs,
-        stop_reason=update.stop_reason,
-    )
 
 
 def _nearness(candidate: GatewayCandidate) -> tuple[float, str]:

@@ -199,6 +199,12 @@ def in_virtual_time(function: Callable[[], Awaitable[None]]) -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
+async def let_pass(seconds: float) -> None:
+    """Virtual ones."""
+    with trio.move_on_after(seconds):
+        await trio.sleep_forever()
+
+
 async def whole(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
     """Everything, as it should be."""
     for number, word in enumerate(WORDS, start=1):

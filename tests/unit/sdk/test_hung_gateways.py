@@ -8,7 +8,7 @@ import trio
 from p2pserve.bootstrap import PeerId
 from p2pserve.node.messages import Generate, Generating
 
-from .client_world import COMPLETE, WORDS, Gateway, in_virtual_time, request, whole, world
+from .client_world import COMPLETE, WORDS, Gateway, in_virtual_time, let_pass, request, whole, world
 
 FIRST_S = 6.0  # until the first token
 LAST_S = 60.0  # until the others
@@ -18,9 +18,9 @@ async def slow(gateway: Gateway, client: PeerId, body: Generate) -> Generating:
     """The first word after FIRST_S, the others after LAST_S."""
 
     async def speak() -> None:
-        await trio.sleep(FIRST_S)
+        await let_pass(FIRST_S)
         gateway.say(client, body, WORDS[0], 1)
-        await trio.sleep(LAST_S - FIRST_S)
+        await let_pass(LAST_S - FIRST_S)
         for number, word in list(enumerate(WORDS, start=1))[1:]:
             gateway.say(client, body, word, number)
         gateway.say(client, body, "", finish="length")
@@ -48,10 +48,10 @@ def test_a_gateway_that_hangs_is_waited_for_as_long_as_its_first_token_took(
             began = trio.current_time()
 
             async def hang() -> None:
-                await trio.sleep_until(began + hung_at + 0.01)  # it has taken the request
+                await let_pass(hung_at + 0.01)  # it has taken the request
                 session._on_hung(peer, True)
                 if answers_at is not None:
-                    await trio.sleep_until(began + answers_at)
+                    await let_pass(answers_at - hung_at)
                     session._on_hung(peer, False)
 
             nursery.start_soon(hang)
@@ -73,7 +73,7 @@ def test_one_that_says_something_does_not_hang() -> None:
             peer = made.gateways[0].network.peer_id
 
             async def hang() -> None:
-                await trio.sleep(FIRST_S - 1.0)
+                await let_pass(FIRST_S - 1.0)
                 session._on_hung(peer, True)
 
             nursery.start_soon(hang)

@@ -26,6 +26,7 @@ from .client_world import (
     Script,
     World,
     in_virtual_time,
+    let_pass,
     other_words,
     refuses,
     request,
@@ -136,12 +137,6 @@ def test_when_every_gateway_has_failed_all_are_named() -> None:
                 assert name_of(gateway.network.peer_id) in str(caught.value)
 
     in_virtual_time(main)
-
-
-async def let_pass(seconds: float) -> None:
-    """Virtual ones."""
-    with trio.move_on_after(seconds):
-        await trio.sleep_forever()
 
 
 async def heal_after(made: World, seconds: float) -> None:
