@@ -270,8 +270,8 @@ def choose_neighbours(
     members: Iterable[GatewayCandidate], hosts: Mapping[PeerId, str], own: Iterable[str]
 ) -> list[PeerId]:
     """Whom to ask about the way to this box, the nearest first; `hosts`: what members announce, `own`: this box's.
-    Those on this box, or behind the same router, are asked where there are no others alone: what lies between is not
-    what others have to pass."""
+    Those on this box, or behind the same router, are asked only where there are no others: they do not come by the way
+    that others have to take."""
     here = {plain_ip(host) for host in own} - {None}
     ranked = sorted(members, key=lambda each: each.rtt_s if each.rtt_s is not None else inf)
     elsewhere = [each.peer for each in ranked if plain_ip(hosts[each.peer]) not in here]
