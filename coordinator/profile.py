@@ -12,11 +12,14 @@ sum, and L their mean.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from .bounds import Count, Figure, Seconds
+
+LEAST_TOKEN_S: Final = 1e-9
+"""No token of a prompt takes less, whatever a profile says."""
 
 
 class StepSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -100,6 +103,10 @@ class ReplicaProfile(msgspec.Struct, frozen=True, kw_only=True):
     prefill: PhaseCost
     decode: PhaseCost
     kv_tokens: Count = 0
+
+    def prefill_tokens_s(self, stages: int) -> float:
+        """Tokens of prompts that it computes in a second, each of its stages its layers of another prompt."""
+        return stages / max(LEAST_TOKEN_S, self.prefill.prompt_token_s)
 
     def batch_s(self, requests: float, prompt: float, output: float) -> tuple[float, float]:
         """Seconds in which a batch of equal requests is prefilled, and decoded (equations 3 and

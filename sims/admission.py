@@ -7,10 +7,12 @@ its first token on, since no tokens are told before its end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Final, final
 
 import numpy as np
 
+from ..coordinator.profile import ReplicaProfile
 from ..coordinator.requests.admission import (
     DEFAULT_RULES,
     AdmissionSettings,
@@ -20,13 +22,16 @@ from ..coordinator.requests.admission import (
     PriorityClass,
     find_refusal,
 )
+from ..coordinator.requests.engine_room import EngineRoom, sum_rooms
 from ..coordinator.requests.fair_queue import FairQueue, OverQuota, QueueClass, Quota, ServiceRoom
 from ..coordinator.requests.retry_times import RetrySettings
 from .deployment import Deployment
 from .scenario import SimAdmission, SimSettings
-from .serving import SimRequest
+from .serving import ReplicaHost, SimRequest
 
 CLIENT: Final = "all"
+LEAST_WAIT_S: Final = 1e-3
+"""Between two looks at who is next; on the network every token of an answer is an occasion."""
 
 AT_DEADLINE: Final = AdmissionSettings(
     rules={
@@ -49,7 +54,8 @@ class AdmissionQueues:
         admission = settings.admission
         self._deployments = deployments
         self._admission = admission
-        self._knows_all = not settings.report_s  # gateways route as one
+        # Else there are none, or all gateways route as one.
+        self._hears_others = bool(settings.report_s) and len(settings.gateways) > 1
         self._classes = {
             kind: QueueClass(kind, rules.weight, rules.cost, rules.queue_share)
             for kind, rules in admission.rules.rules.items()
@@ -58,6 +64,7 @@ class AdmissionQueues:
         self._quota = Quota(requests=most, size=1 << 60, all_requests=most, all_size=1 << 60)
         self._queues: dict[tuple[int, int | None], FairQueue[SimRequest]] = {}
         self._parts: dict[tuple[int, int | None], ClassParts] = {}
+        self._looks_at: dict[tuple[int, int | None], float] = {}
         self._kinds = [draw_classes(len(deployment.trace), admission, settings.seed) for deployment in deployments]
 
     def admit(self, request: SimRequest, now: float) -> bool:
@@ -106,6 +113,17 @@ class AdmissionQueues:
         """Whose turn it is at the gateway of this request."""
         return self._queue_of(request).take(self._room(request.service, request.gateway, now), now)
 
+    def next_look_at(self, request: SimRequest, now: float) -> float | None:
+        """When somebody at the gateway of this request may have a turn though nothing else happens; None: not so, or
+        that has been said before."""
+        key = request.service, request.gateway
+        in_s = self._queue_of(request).take_in_s(self._room(*key, now), now)
+        at = now + max(LEAST_WAIT_S, in_s)
+        if in_s == inf or now < self._looks_at.get(key, now) <= at:
+            return None
+        self._looks_at[key] = at
+        return at
+
     def _queue_of(self, request: SimRequest) -> FairQueue[SimRequest]:
         key = request.service, request.gateway
         if key not in self._queues:
@@ -114,26 +132,26 @@ class AdmissionQueues:
 
     def _room(self, service: int, gateway: int | None, now: float) -> ServiceRoom:
         """What the service's replicas run at once, less what other gateways have there as far as it has been told."""
-        deployment = self._deployments[service]
-        usable = deployment.usable_hosts()
-        decoding = [host for host in usable if host.replica.decodes] or usable
-        prefilling = [host for host in usable if host.replica.prefills] or usable
-        rate = sum(len(host.replica.stages) / host.prefill_line.token_s for host in prefilling)
-        told = {} if self._knows_all else deployment.prefill_tokens_told(now)
-        waiting = [
-            told.get(host.replica.id, 0) * host.prefill_line.token_s / len(host.replica.stages) for host in prefilling
+        deployment, admission = self._deployments[service], self._admission
+        others = deployment.work_of_others(gateway, now) if self._hears_others else {}
+        rooms = [
+            _room_of(host, deployment.profile(host), *others.get(host.replica.id, (0, 0)))
+            for host in deployment.usable_hosts()
         ]
-        others = 0 if self._knows_all else deployment.count_others(gateway, now)
-        return ServiceRoom(
-            requests=max(1, sum(host.engine.settings.max_sequences for host in decoding) - others),
-            size=max(1, sum(host.engine.blocks * host.engine.settings.block_tokens for host in decoding)),
-            unstarted=self._admission.queued_s * rate,
-            share=self._admission.share,
-            mixed=sum(host.replica.prefills and host.replica.decodes for host in usable),
-            replicas=max(1, sum(len(host.replica.stages) for host in prefilling)),
-            rate=rate,
-            backlog_s=min(waiting, default=0.0),
-        )
+        return sum_rooms(rooms, queued_s=admission.queued_s, share=admission.share)
+
+
+def _room_of(host: ReplicaHost, profile: ReplicaProfile, others_requests: int, others_tokens: int) -> EngineRoom:
+    engine, replica = host.engine, host.replica
+    return EngineRoom(
+        prefills=replica.prefills,
+        decodes=replica.decodes,
+        stages=len(replica.stages),
+        places=engine.settings.max_sequences - others_requests,
+        kv_tokens=engine.blocks * engine.settings.block_tokens,
+        prefill_tokens_s=profile.prefill_tokens_s(len(replica.stages)),
+        waiting_tokens=others_tokens,
+    )
 
 
 def draw_classes(count: int, admission: SimAdmission, seed: int) -> list[PriorityClass]:

@@ -199,7 +199,7 @@ class Deployment:
         sources = list_sources(self.plan, route, named, excluded=excluded, loads=router.loads, prompt_tokens=tokens)
         if not sources:
             return None
-        token_s = self._profile(self.hosts[route.decode]).prefill.prompt_token_s
+        token_s = self.profile(self.hosts[route.decode]).prefill.prompt_token_s
         return known.choose_fetch(
             tokens, route.decode, named, sources=sources, token_s=token_s, links=self._kv_links, share=share, now=now
         )
@@ -241,15 +241,14 @@ class Deployment:
         hosts = list(self.hosts.values())
         return [h for h in hosts if missing.isdisjoint((h.replica.id, *h.replica.peers))] or hosts
 
-    def prefill_tokens_told(self, now: float) -> dict[str, int]:
-        """Of prompts that replicas have yet to compute, as they have told last, by their ids."""
+    def work_of_others(self, gateway: int | None, now: float) -> dict[str, tuple[int, int]]:
+        """By replica, as they have told last: requests of other gateways, and tokens of prompts that have yet to be
+        computed, this gateway's among them."""
         self._hear_reports(now)
-        return {name: report.prefill_tokens for name, report in self._reports.items()}
-
-    def count_others(self, gateway: int | None, now: float) -> int:
-        """Requests of other gateways, as replicas have told last."""
-        self._hear_reports(now)
-        return sum(max(0, report.outstanding - report.had[gateway]) for report in self._reports.values())
+        return {
+            name: (max(0, report.outstanding - report.had[gateway]), report.prefill_tokens)
+            for name, report in self._reports.items()
+        }
 
     def _prefixes_at(self, gateway: int | None, now: float) -> PrefixKnowledge | None:
         """What this gateway knows of prefix caches; it hears of them as often as of loads. None: they are not routed
@@ -320,9 +319,9 @@ class Deployment:
     def _note_profile(self, router: Router, host: ReplicaHost) -> None:
         profiles = router.loads.profiles
         if router.needs_profiles and profiles[router.loads.index[host.replica.id]] is None:
-            profiles[router.loads.index[host.replica.id]] = self._profile(host)
+            profiles[router.loads.index[host.replica.id]] = self.profile(host)
 
-    def _profile(self, host: ReplicaHost) -> ReplicaProfile:
+    def profile(self, host: ReplicaHost) -> ReplicaProfile:
         """As found by a sweep before it has traffic."""
         found = self._profiles.get(host.number)
         if found is None:

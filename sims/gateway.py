@@ -94,13 +94,23 @@ class SimGateway:
 
     def _give_turns(self, request: SimRequest, now: float) -> None:
         """At the gateway of this request, to those that wait there."""
-        while self._admission is not None and (following := self._admission.take(request, now)) is not None:
+        admission = self._admission
+        if admission is None:
+            return
+        while (following := admission.take(request, now)) is not None:
             self._carry_out(following, following.machine.network_changed(now), now)
+        if (at := admission.next_look_at(request, now)) is not None:
+            self._later(at, partial(self._give_turns, request))
 
-    def _note_start(self, request: SimRequest, at: float, now: float) -> None:
-        """Its answer begins at this moment."""
+    def _note_start(self, request: SimRequest, replica: ReplicaHost, at: float, now: float) -> None:
+        """Its answer begins on this replica at this moment."""
         self._deployments[request.service].note_first_token(request, at)
         if self._admission is not None and not request.count:
+            self._do_at(now + self._places.message_s(request.gateway, replica), partial(self._start, request), now)
+
+    def _start(self, request: SimRequest, now: float) -> None:
+        """Its gateway hears that its answer has begun."""
+        if self._admission is not None and not request.is_over:
             self._admission.start(request, now)
             self._give_turns(request, now)
 
@@ -122,7 +132,7 @@ class SimGateway:
             elif signal.kind is SignalKind.FIRST_TOKEN:
                 assignment.first_at = signal.at
                 assignment.end_prefill()
-                self._note_start(assignment.request, signal.at, now)
+                self._note_start(assignment.request, replica, signal.at, now)
             elif assignment.split is None:
                 continue
             elif signal.kind is SignalKind.HAS_ROOM:
@@ -394,7 +404,7 @@ class SimGateway:
             first = range(assignment.start, assignment.start + 1)
             said = partial(request.machine.first_token, opening.attempt, first, None)
             assignment.first_heard_at = now + self._places.message_s(request.gateway, replica)
-            self._note_start(request, now, now)
+            self._note_start(request, replica, now, now)
             self._hear(request, replica, said, now)
         self._kv_transfers.end_prefill(assignment.split.transfer, now)
         if self._kv_transfers.may_be_late:

@@ -299,13 +299,9 @@ class FairQueue(Generic[Key]):
 
     def take(self, room: ServiceRoom, now: float) -> Key | None:
         """The request whose turn it is, if there is room for it: it is served from now on."""
-        next_: _ClientAccount[Key] | None = None
-        for account in self._accounts.values():  # ties go to who has been here longest
-            is_behind = next_ is None or account.counter < next_.counter
-            if is_behind and account.waiting and not self._has_its_share(account, room):
-                next_ = account
+        next_ = self._find_next(room)
         # Nobody overtakes who is next: a large request would wait for ever for room that small ones take.
-        if next_ is None or not self._fits(next_, room, now):
+        if next_ is None or self._wait_s(next_, room, now) > 0.0:
             return None
         entry = next_.pop()
         self._note_waiting(-1, entry.size, now)
@@ -322,6 +318,11 @@ class FairQueue(Generic[Key]):
         self._starting += 1
         self._unstarted += entry.size
         return entry.key
+
+    def take_in_s(self, room: ServiceRoom, now: float) -> float:
+        """Seconds until `take` may find somebody though nothing else happens; infinite: not by that."""
+        next_ = self._find_next(room)
+        return inf if next_ is None else self._wait_s(next_, room, now)
 
     def start(self, key: Key, now: float) -> None:
         """A served request is past its beginning: what holds up others has been done."""
@@ -392,6 +393,15 @@ class FairQueue(Generic[Key]):
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
+    def _find_next(self, room: ServiceRoom) -> _ClientAccount[Key] | None:
+        """Whose request is next; nobody's, where none waits or all have their shares."""
+        next_: _ClientAccount[Key] | None = None
+        for account in self._accounts.values():  # ties go to who has been here longest
+            is_behind = next_ is None or account.counter < next_.counter
+            if is_behind and account.waiting and not self._has_its_share(account, room):
+                next_ = account
+        return next_
+
     def _has_its_share(self, account: _ClientAccount[Key], room: ServiceRoom) -> bool:
         """Whether what is left free is for others. Who has nothing is served as long as there is room at all."""
         return account.served > 0 and (
@@ -399,21 +409,27 @@ class FairQueue(Generic[Key]):
             or account.served_size >= room.share * (room.size - self._served_size)
         )
 
-    def _fits(self, account: _ClientAccount[Key], room: ServiceRoom, now: float) -> bool:
-        """Whether there is room for a client's next request; an empty room takes any."""
+    def _wait_s(self, account: _ClientAccount[Key], room: ServiceRoom, now: float) -> float:
+        """Until there may be room for a client's next request though nothing else happens: 0 where there is, infinite
+        where that will not do. An empty room takes any."""
         if not self._served:
-            return True
+            return 0.0
         size = account.next_line().entries[0].size
         if self._served >= room.requests or self._served_size + size > room.size:
-            return False
+            return inf
         if not account.served:  # it need not wait until others' work has begun
-            return True
+            return 0.0
         is_alone = account.served == self._served
-        pauses = [] if is_alone else [begun for until, begun in account.pauses if until > now]
-        starting, unstarted = self._starting + len(pauses), self._unstarted + sum(pauses)
+        pauses = [] if is_alone else [pause for pause in account.pauses if pause[0] > now]
+        starting, unstarted = self._starting + len(pauses), self._unstarted + sum(begun for _, begun in pauses)
         if starting < room.replicas or unstarted + size <= room.unstarted:
-            return True
-        return not pauses and starting < 2 * room.replicas and self._left(room, now) <= room.unstarted
+            return 0.0
+        if pauses:
+            return min(until for until, _ in pauses) - now
+        over = self._left(room, now) - room.unstarted
+        if starting >= 2 * room.replicas or (over > 0.0 and not room.rate > 0.0):
+            return inf
+        return over / room.rate if over > 0.0 else 0.0
 
     def _stop_starting(self, entry: _Entry[Key]) -> None:
         if entry.is_starting:

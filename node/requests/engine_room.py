@@ -1,17 +1,16 @@
-"""How much work a gateway gives to engines at once, by what they have told. No I/O, no clock.
-
-What is more than they can run waits at the gateway, where clients take turns; in an engine it would be first come,
-first served.
-"""
+"""How much work a gateway gives to engines at once, by what their nodes have told. No I/O, no clock."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from ...bootstrap import PeerId
 from ...coordinator import Replica
 from ...coordinator.costs.model_shape import ModelShape
+from ...coordinator.requests.engine_room import EngineRoom, sum_rooms
 from ...coordinator.requests.fair_queue import ServiceRoom
+from ...coordinator.routing.interface import Load
 from ..messages import EngineAdvert
 from ..settings import ClientLimits
 from ..view import NetworkView
@@ -20,38 +19,36 @@ UNTOLD_REQUESTS: Final = 64  # that an engine runs at once which does not tell, 
 EFFICIENCY: Final = 0.5  # of a prefill, of the products that an engine has measured
 
 
-def measure_room(view: NetworkView, service: str, limits: ClientLimits) -> ServiceRoom | None:
-    """What the usable replicas of the plan run at once, less what other gateways have there: requests, tokens of KV,
-    and tokens of prompts that they compute within `limits.queued_s`. None where there is no usable replica."""
+def measure_room(
+    view: NetworkView, service: str, limits: ClientLimits, rates: Mapping[str, float]
+) -> ServiceRoom | None:
+    """What the usable replicas of the plan run at once, less what other gateways have there; None where there is none
+    of them. `rates`: tokens of prompts that replicas compute in a second, by their ids, where their own steps or their
+    hardware's say it; of others what their engines have measured has to do."""
     plan = view.plan_of(service)
     if plan is None:
         return None
-    usable = [
-        (replica, engine)
+    loads = {load.replica: load for load in view.loads({})}
+    rooms = [
+        _read_room(
+            replica, engine, loads[replica.head], rates.get(replica.id) or prefill_tokens_s(view, replica, engine)
+        )
         for replica in plan.replicas
         if view.serving(replica, service) and (engine := view.adverts[PeerId(replica.head)].engine) is not None
     ]
-    if not usable:
-        return None
-    loads = {load.replica: load for load in view.loads({})}
-    decoding = [(replica, engine) for replica, engine in usable if replica.decodes] or usable
-    prefilling = [(replica, engine) for replica, engine in usable if replica.prefills] or usable
-    places = (max(0, (e.max_requests or UNTOLD_REQUESTS) - loads[replica.head].outstanding) for replica, e in decoding)
-    rates = [prefill_tokens_s(view, replica, engine) for replica, engine in prefilling]
-    # Prompts of services that share its GPUs are computed between its own, about as fast.
-    waiting = [loads[r.head].prefill_tokens + loads[r.head].beside.prefill_tokens for r, _ in prefilling]
-    backlogs = [tokens / each for tokens, each in zip(waiting, rates, strict=True) if each]
-    rate = sum(rates)
-    return ServiceRoom(
-        # At least one: it would be wrong to wait for ever for gateways that tell more than is true.
-        requests=max(1, sum(places)),
-        size=max(1, sum(engine.kv_tokens for _, engine in decoding)),
-        unstarted=limits.queued_s * rate,
-        share=limits.share,
-        mixed=sum(replica.prefills and replica.decodes for replica, _ in usable),
-        replicas=sum(len(replica.stages) for replica, _ in prefilling),  # each stage computes another prompt
-        rate=rate,
-        backlog_s=min(backlogs, default=0.0),
+    return sum_rooms(rooms, queued_s=limits.queued_s, share=limits.share) if rooms else None
+
+
+def _read_room(replica: Replica, engine: EngineAdvert, load: Load, rate: float) -> EngineRoom:
+    return EngineRoom(
+        prefills=replica.prefills,
+        decodes=replica.decodes,
+        stages=len(replica.stages),
+        places=(engine.max_requests or UNTOLD_REQUESTS) - load.outstanding,
+        kv_tokens=engine.kv_tokens,
+        prefill_tokens_s=rate,
+        # Prompts of services that share its GPUs are computed between its own, about as fast.
+        waiting_tokens=load.prefill_tokens + load.beside.prefill_tokens,
     )
 
 

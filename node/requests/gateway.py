@@ -21,7 +21,7 @@ from ...bootstrap import PeerId, RemoteError, Role
 from ...bootstrap.methods import Messenger
 from ...coordinator import Demand, DemandMeter, Plan, RoutingSettings
 from ...coordinator.requests.admission import ClassParts, Expected, PriorityClass, find_refusal
-from ...coordinator.requests.fair_queue import FairQueue, OverQuota, QueueClass, Quota
+from ...coordinator.requests.fair_queue import FairQueue, OverQuota, QueueClass, Quota, ServiceRoom
 from ...coordinator.requests.machine import RequestMachine
 from ...coordinator.requests.values import EndRequest, RequestSettings
 from .. import messages
@@ -102,9 +102,7 @@ class Gateway:
             for kind, rules in limits.admission.rules.items()
         }
         self._queue: FairQueue[tuple[PeerId, str]] = FairQueue("requests", "tokens", quota, limits.retry)
-        self._room = measure_room(
-            view, model.service, limits
-        )  # None: no engine is ready, so there is nothing to queue for
+        self._room = self._measure_room()  # None: no engine is ready, so there is nothing to queue for
         self._silent: set[PeerId] = set()  # they do not answer
         self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
@@ -347,12 +345,15 @@ class Gateway:
             driver = self._requests[key]
             driver.step(driver.request.machine.network_changed)
 
+    def _measure_room(self) -> ServiceRoom | None:
+        return measure_room(self._view, self._model.service, self._limits, self._routes.find_prefill_rates())
+
     # ---- the network ----------------------------------------------------------------------------------------
 
     def network_changed(self) -> None:
         """The view has other adverts, or another plan."""
         self._view.weigh_reports(self.queues)
-        self._room = measure_room(self._view, self._model.service, self._limits)
+        self._room = self._measure_room()
         self._give_turns()
         for driver in list(self._requests.values()):
             driver.step(driver.request.machine.network_changed)

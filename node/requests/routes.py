@@ -98,6 +98,19 @@ class RouteFinder:
         self._note_sent(route, plan, wanted.tokens)
         return route
 
+    def find_prefill_rates(self) -> dict[str, float]:
+        """Tokens of prompts that replicas compute in a second, all of their stages together, by their ids; of those
+        whose profiles are known."""
+        plan = self._view.plan_of(self.service)
+        if plan is None:
+            return {}
+        profiles = self._update_profiles(plan, self._follow(plan))
+        return {
+            replica.id: profile.prefill_tokens_s(len(replica.stages))
+            for replica, profile in zip(plan.replicas, profiles, strict=True)
+            if profile is not None
+        }
+
     def _choose_fetch(
         self,
         wanted: FindRoute,
@@ -147,16 +160,14 @@ class RouteFinder:
         stalled = self._stalls.held([replica.head for replica in plan.replicas], now)
         ending = {replica.head for replica in plan.replicas if view.ends_within(replica, needed_s)}
         unsure = self.hung | stalled | ending
-        if self._router is None or self._router.plan is not plan:
-            self._router = Router(plan, self._settings, earlier=self._router, rng=self._rng)
-            self._profiles = ReplicaProfiles(plan)
-        self._router.report(view.loads(self._queues()), view.gateways_like(self._demand(), self.service))
+        router = self._follow(plan)
+        router.report(view.loads(self._queues()), view.gateways_like(self._demand(), self.service))
         prices = (sum(view.usd_per_hour(peer) for peer in replica.peers) for replica in plan.replicas)
-        self._router.loads.usd_per_hour[:] = list(prices)
-        if self._router.needs_profiles:
-            self._update_profiles(plan, self._router)
+        router.loads.usd_per_hour[:] = list(prices)
+        if router.needs_profiles:
+            self._update_profiles(plan, router)
         route = partial(
-            self._router.route,
+            router.route,
             wanted.tokens,
             now=now,
             request=request,
@@ -174,6 +185,13 @@ class RouteFinder:
             return route(exclude=unusable), avoided
         except NoRoute as error:
             raise self._explain(error, faults, plan, now) from None
+
+    def _follow(self, plan: Plan) -> Router:
+        """The router of this plan, which goes on from that of the plan before."""
+        if self._router is None or self._router.plan is not plan:
+            self._router = Router(plan, self._settings, earlier=self._router, rng=self._rng)
+            self._profiles = ReplicaProfiles(plan)
+        return self._router
 
     def _update_profiles(self, plan: Plan, router: Router) -> list[ReplicaProfile | None]:
         """How fast the replicas are, in the plan's order."""

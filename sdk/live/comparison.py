@@ -352,7 +352,7 @@ def _steady_figures(
         found = {name: fmean(run[name] for run in runs) for name in runs[0]}
         return found | {"attainment": share * found["attainment"]}
 
-    from_all = replace(network, gateways=(), told_limits=False)
+    from_all = replace(network, gateways=(), told_limits=False, holds_back=False)
     shares = dict.fromkeys((1.0, min(1.0, (carried or rate) / rate)))
     return max(map(simulate_share, shares), key=lambda found: found["goodput_requests_s"])
 

@@ -36,6 +36,7 @@ from ...sims.scenario import (
     PlanChange,
     Replan,
     ServiceRun,
+    SimAdmission,
     SimSettings,
     roofline_model,
 )
@@ -66,6 +67,7 @@ class SimulatedNetwork:
     message_s: float = 0.0  # that the processes at both ends of a message take
     client_s: float = 0.0  # the round trip from the clients to their gateways
     told_limits: bool = True  # clients ask for so many tokens, and emulated engines end no answer sooner
+    holds_back: bool = True  # what engines would let wait, waits at gateways
 
     def with_messages(self, more_s: float) -> SimulatedNetwork:
         """With messages that take so much longer; shorter where it is negative, and no less than no time."""
@@ -94,6 +96,7 @@ class SimulatedNetwork:
         settings = SimSettings(
             engine=engine, gateways=gateways, message_s=self.message_s, kv_wait_limit=WaitLimitSettings().gain,
             routing=RoutingSettings(), report_s=REPORT_S if self.gateways else 0.0, told_limits=self.told_limits,
+            admission=SimAdmission() if self.holds_back else None,
         )  # fmt: skip
         settings = settings_with_network_times(settings, len(boxes), killed=not self.is_silent)
         (_, first), *later = plans
