@@ -36,11 +36,11 @@ CAPACITY = 9.0  # requests/s, about
 
 
 @cache
-def cluster() -> Cluster:
+def cluster(rtt_s: float = 0.002) -> Cluster:
     size = len(BOXES)
     return Cluster(
         boxes=tuple(Box(id=name, gpu=gpu_table().find("A40-48GB"), gpus=1) for name in BOXES),
-        gbps=np.full((size, size), 10.0), rtt_s=np.full((size, size), 0.002) * (1 - np.eye(size)),
+        gbps=np.full((size, size), 10.0), rtt_s=np.full((size, size), rtt_s) * (1 - np.eye(size)),
         usd_per_gb=np.zeros((size, size)),
     )  # fmt: skip
 
@@ -51,6 +51,8 @@ def run_at(
     *,
     seconds: float = 60.0,
     gateways: Sequence[str] = (),
+    replicas: Sequence[str] = BOXES,
+    rtt_s: float = 0.002,
     arrival_s: NDArray[np.float64] | None = None,
     **more: object,
 ) -> ServiceOutcome:
@@ -63,14 +65,16 @@ def run_at(
     )  # fmt: skip
     workload = Workload(name="equal", prompts=np.array([PROMPT]), outputs=np.array([OUTPUT]), rate=load * CAPACITY)
     service = Service(name="s", model=MODEL, workload=workload, slo=Slo(ttft_s=TTFT_S, tpot_s=inf, e2e_s=inf))
-    replicas = tuple(
-        Replica(id=name, phase=Phase.MIXED, stages=(Stage(peer=name, tp=1, first_layer=0, last_layer=MODEL.layers),))
-        for name in BOXES
-    )
-    pairings = tuple(Pairing(prefill=name, decode=name, weight=1.0 / len(BOXES)) for name in BOXES)
-    plan = Plan(epoch=1, version=1, service="s", replicas=replicas, pairings=pairings, codec="raw", why=())
+    stages = {name: (Stage(peer=name, tp=1, first_layer=0, last_layer=MODEL.layers),) for name in replicas}
+    plan = Plan(
+        epoch=1, version=1, service="s", codec="raw", why=(),
+        replicas=tuple(Replica(id=name, phase=Phase.MIXED, stages=stages[name]) for name in replicas),
+        pairings=tuple(Pairing(prefill=name, decode=name, weight=1.0 / len(replicas)) for name in replicas),
+    )  # fmt: skip
     settings = SimSettings(admission=admission, gateways=tuple(gateways), report_s=1.0 if len(gateways) > 1 else 0.0)
-    return simulate(cluster(), [Run(service=service, plan=plan, trace=trace)], settings=settings, **more).services[0]  # type: ignore[arg-type]
+    return simulate(cluster(rtt_s), [Run(service=service, plan=plan, trace=trace)], settings=settings, **more).services[
+        0
+    ]  # type: ignore[arg-type]
 
 
 def in_time(found: ServiceOutcome) -> float:
@@ -123,6 +127,20 @@ def test_what_others_have_at_engines_is_told_also_while_nothing_is_admitted() ->
     late = found.outcomes.trace.arrival_s > seconds / 2.0
     assert found.not_admitted[~late].any()
     assert not found.not_admitted[late].any()
+
+
+def test_who_waits_at_a_gateway_is_at_an_engine_before_that_is_idle() -> None:
+    """Two prompts at once for one engine that is a fifth of a second away: the second one is sent on its way when a
+    tenth of a second of the first should be left, though no message says so."""
+    near, far = (
+        run_at(
+            0.5, SimAdmission(queued_s=0.1), gateways=("a",), replicas=("b",), rtt_s=rtt_s, arrival_s=np.zeros(2)
+        ).outcomes.ttft_s
+        for rtt_s in (0.0, 0.2)
+    )
+    prefill_s = near[0]
+    assert far[0] == pytest.approx(prefill_s + 0.2)
+    assert far[1] - far[0] == pytest.approx(prefill_s, rel=0.1)
 
 
 def test_the_same_run_twice_is_the_same() -> None:

@@ -468,3 +468,45 @@ def test_a_queue_remembers_few_clients_that_are_gone() -> None:
         queue.remove(Key(client, 0), 0.0)
         queue.check_integrity()
     assert "1 clients" in repr(queue)
+
+
+# ---- turns that come with time -----------------------------------------------------------------------------
+
+
+def test_a_turn_comes_once_what_starts_should_be_nearly_done_and_that_moment_is_known_before() -> None:
+    """20 tokens, 10 of them at most left, 5 a second: after two seconds."""
+    queue, room = queue_of(), room_of(unstarted=10.0, rate=5.0, replicas=1)
+    assert queue.take_in_s(room, 0.0) == inf, "nobody waits"
+    fill(queue, "a", 3, size=20)
+    assert queue.take_in_s(room, 0.0) == 0.0
+    assert queue.take(room, 0.0) == Key("a", 0)
+    assert queue.take(room, 1.0) is None
+    assert queue.take_in_s(room, 1.0) == pytest.approx(1.0)
+    assert queue.take(room, 2.0) == Key("a", 1)
+    assert queue.take_in_s(room, 100.0) == inf, "a replica has one that starts and one that waits for it"
+    assert queue.take(room, 100.0) is None
+    queue.start(Key("a", 0), 100.0)
+    assert queue.take_in_s(room, 100.0) == 0.0
+
+
+def test_no_turn_comes_with_time_where_the_rate_is_unknown_or_there_is_no_place() -> None:
+    for room in (room_of(unstarted=10.0), room_of(requests=1, unstarted=10.0, rate=5.0), room_of(size=30.0, rate=5.0)):
+        queue = queue_of()
+        fill(queue, "a", 2, size=20)
+        assert queue.take(room, 0.0) == Key("a", 0)
+        assert queue.take_in_s(room, 0.0) == inf
+        assert queue.take(room, 1e6) is None
+
+
+def test_a_turn_that_waits_for_a_pause_comes_when_that_ends() -> None:
+    """Beside another client's request, a prompt that took 3 s is followed by as long a pause on the one replica."""
+    queue, room = queue_of(), room_of(mixed=1, replicas=1, rate=5.0)
+    room = room._replace(unstarted=0.0)
+    fill(queue, "a", 2)
+    fill(queue, "b", 1)
+    assert take_all(queue, room) == [Key("a", 0), Key("b", 0)]
+    queue.start(Key("b", 0), 1.0)
+    queue.start(Key("a", 0), 3.0)
+    assert queue.take_in_s(room, 4.0) == pytest.approx(2.0)
+    assert queue.take(room, 5.9) is None
+    assert queue.take(room, 6.0) == Key("a", 1)

@@ -158,3 +158,13 @@ def test_prompts_of_services_that_share_its_gpus_keep_a_replica_from_being_free(
     room = measure_room(view, SERVICE, LIMITS, {})
     assert room is not None
     assert room.backlog_s == pytest.approx(4000 * 0.5 / PREFILLED)
+
+
+def test_a_replica_is_as_fast_as_its_profile_says_where_there_is_one() -> None:
+    view = view_of(plan_of(one=Phase.MIXED, two=Phase.MIXED), one=advert(), two=advert())
+    alone = measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {})
+    room = measure_room(view, SERVICE, LIMITS, {"one": 100.0})
+    assert room is not None
+    assert alone is not None
+    assert room.rate == pytest.approx(100.0 + alone.rate)
+    assert room.unstarted == pytest.approx(LIMITS.queued_s * room.rate)

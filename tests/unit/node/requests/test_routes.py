@@ -152,6 +152,21 @@ def test_a_first_token_is_expected_after_the_prompts_of_services_that_share_the_
     assert expected.first_token_s == pytest.approx((3000 + WANTED.tokens) / rate)
 
 
+def test_replicas_prefill_at_the_rate_of_their_own_steps_or_of_their_hardware() -> None:
+    cost = PhaseFit(cost=PhaseCost(token_s=1e-3, length_s=1e-3, step_s=0.1), samples=100, error=0.0)
+    fitted = msgspec.structs.replace(advert(), profile=LatencyProfile(prefill=cost))
+    view = NetworkView(adverts={ONE: fitted, TWO: advert()}, plans=by_service(plan_of(ONE, TWO)))
+    routes = finder(view)
+    rates = routes.find_prefill_rates()
+    assert rates[ONE] == pytest.approx(500.0)
+    assert rates[TWO] > rates[ONE]
+    view.plans[SERVICE] = plan_of(TWO)
+    assert routes.find_prefill_rates() == {TWO: pytest.approx(rates[TWO])}
+    assert routes.find(WANTED, 0.0).decode == TWO
+    del view.plans[SERVICE]
+    assert routes.find_prefill_rates() == {}
+
+
 def test_nothing_is_expected_of_a_box_that_has_measured_nothing() -> None:
     unmeasured = msgspec.structs.replace(advert(), engine=EngineAdvert(state="ready", kv_tokens=10_000))
     view = NetworkView(adverts={ONE: unmeasured}, plans=by_service(plan_of(ONE)))

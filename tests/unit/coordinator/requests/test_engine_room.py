@@ -1,0 +1,41 @@
+"""What the engines of a service run at once, all together."""
+
+import pytest
+
+from p2pserve.coordinator.requests.engine_room import EngineRoom, sum_rooms
+
+
+def engine(*, prefills: bool = True, decodes: bool = True, **told: float) -> EngineRoom:
+    figures = {"stages": 1, "places": 10, "kv_tokens": 1000, "prefill_tokens_s": 100.0, "waiting_tokens": 0, **told}
+    return EngineRoom(prefills=prefills, decodes=decodes, **figures)  # type: ignore[arg-type]
+
+
+def test_each_phase_counts_for_what_it_does() -> None:
+    engines = [
+        engine(decodes=False, prefill_tokens_s=400.0),
+        engine(prefills=False, places=5),
+        engine(stages=2, places=3, prefill_tokens_s=50.0),
+    ]
+    room = sum_rooms(engines, queued_s=0.5, share=7.0)
+    assert (room.requests, room.size, room.share) == (8, 2000, 7.0)
+    assert (room.replicas, room.mixed) == (3, 1)
+    assert (room.rate, room.unstarted) == (450.0, 225.0)
+
+
+@pytest.mark.parametrize("phase", ["prefills", "decodes"])
+def test_where_a_phase_is_missing_the_others_do_it(phase: str) -> None:
+    room = sum_rooms([engine(**{phase: False}), engine(**{phase: False})], queued_s=1.0, share=1.0)  # type: ignore[arg-type]
+    assert (room.requests, room.size, room.replicas, room.rate) == (20, 2000, 2, 200.0)
+
+
+def test_places_that_one_replica_lacks_are_not_taken_from_another_and_one_is_always_left() -> None:
+    assert sum_rooms([engine(places=-50), engine(places=4)], queued_s=1.0, share=1.0).requests == 4
+    assert sum_rooms([engine(places=-50)], queued_s=1.0, share=1.0).requests == 1
+
+
+def test_the_backlog_is_that_of_the_replica_that_is_free_first_of_those_whose_speed_is_known() -> None:
+    engines = [engine(waiting_tokens=300), engine(waiting_tokens=800, prefill_tokens_s=400.0)]
+    assert sum_rooms(engines, queued_s=1.0, share=1.0).backlog_s == 2.0
+    unknown = engine(waiting_tokens=1, prefill_tokens_s=0.0)
+    assert sum_rooms([*engines, unknown], queued_s=1.0, share=1.0).backlog_s == 2.0
+    assert sum_rooms([unknown], queued_s=1.0, share=1.0).backlog_s == 0.0
