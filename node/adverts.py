@@ -203,14 +203,17 @@ class AdvertBook:
 @final
 class Advertising:
     """Tells all members the advert that `make` makes, when it has changed: at once for news, else once an interval. Of
-    a node whose box several services share, requests that come and go are told sooner: gateways of the others know
-    nothing of them, and queues there are short or long by one of them."""
+    a node whose box several services share, requests that come and go are told sooner, one that comes at once after a
+    quiet while: gateways of the others know nothing of them, queues there are short or long by one of them, and two
+    services may each take the same box for an idle one."""
 
     def __init__(self, make: Callable[[], Advert], publish: Callable[[Advert], object], tuning: NodeTuning) -> None:
         self._make = make
         self._publish = publish
         self._tuning = tuning
         self._news = trio.Event()
+        self._told_at = -inf
+        self._is_shared = False
 
     def __repr__(self) -> str:
         return f"<Advertising news={self._news.is_set()}>"
@@ -219,20 +222,25 @@ class Advertising:
         """There is news."""
         self._news.set()
 
+    def note_request(self) -> None:
+        """A request has come, and counts from now on."""
+        if self._is_shared and trio.current_time() - self._told_at >= self._tuning.load_interval_s:
+            self.hurry()
+
     async def run(self) -> None:
         """For as long as the node is there."""
         told: Advert | None = None
-        told_at, interval_s = -inf, self._tuning.advert_interval_s
+        interval_s = self._tuning.advert_interval_s
         while True:
             advert, now, is_news = self._make(), trio.current_time(), self._news.is_set()
             if is_news:
                 self._news = trio.Event()
-            is_due = is_news or now - told_at >= interval_s or _count_requests(advert) != _count_requests(told)
+            is_due = is_news or now - self._told_at >= interval_s or _count_requests(advert) != _count_requests(told)
             if advert != told and is_due:
-                told, told_at = advert, now
+                told, self._told_at = advert, now
                 self._publish(advert)
-            is_shared = bool(_told_beside(advert)) and advert.stats is not None
-            with trio.move_on_after(min(interval_s, self._tuning.load_interval_s) if is_shared else interval_s):
+            self._is_shared = bool(_told_beside(advert)) and advert.stats is not None
+            with trio.move_on_after(min(interval_s, self._tuning.load_interval_s) if self._is_shared else interval_s):
                 await self._news.wait()
 
 

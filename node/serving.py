@@ -123,6 +123,8 @@ class Serving:
         nursery.start_soon(self.api.run)
         self.host.worker.learner.on_change = self._on_speed
         self._is_used = trio.Event()
+        self.on_request: Callable[[], None] = lambda: None
+        """Hears that there is one more, for this node's clients or its engine."""
         self.gateway.on_request = self.host.worker.on_request = self._note_request
         nursery.start_soon(self._expect_answers, network, settings.tuning)
 
@@ -236,6 +238,7 @@ class Serving:
 
     def _note_request(self) -> None:
         self._is_used.set()
+        self.on_request()
 
     async def _expect_answers(self, network: Network, tuning: NodeTuning) -> None:
         """Keep the network told of whom requests wait for, and see whether the own engine gets on."""

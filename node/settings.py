@@ -113,7 +113,7 @@ class NodeTuning:
 
     # What is told to all members, and how often. More often: others act on fresher figures, and gossip grows with it.
     advert_interval_s: float = 1.0  # between adverts without news; news goes out at once
-    load_interval_s: float = 0.25  # between those that tell of requests, of a node whose box several services share
+    load_interval_s: float = 0.25  # at least, between those that tell of requests, of a node whose box services share
     links_interval_s: float = 2.0  # between tables of links, of a node with at most
     links_nodes: int = 8  # other nodes; in proportion longer with more: what each of them hears stays the same
     probe_interval_s: float = 1.0  # between two looks for a link to measure; shorter: news is measured sooner

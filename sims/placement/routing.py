@@ -8,6 +8,7 @@ Gateways hear of the requests of other services by reports, as nodes send them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Final, Protocol, final
 
 import numpy as np
@@ -21,6 +22,10 @@ from .engines import FleetEngine, FleetRequest, FleetState
 
 REPORT_S: Final = 0.25
 """Of nodes whose box several services share: `NodeTuning.load_interval_s`."""
+
+HEARD_S: Final = 0.05
+"""Until the other gateways know of a request that comes after a quiet while, which is told at once:
+`NodeTuning.watch_interval_s`."""
 
 
 class FleetRouting(Protocol):
@@ -69,8 +74,9 @@ class AsRouted(FewestRequests):
 @final
 class GatewayRouting:
     """The network's own code, with one gateway for each service. It knows of its requests at once, and of those of
-    other services by the latest report, of `first_s` or `report_s` later each. Of boxes that are as good the first is
-    taken: each service has an order of its own, drawn by `seed`, as a box has another node for each."""
+    other services by the latest report: of `first_s` or `report_s` later each, or of a request that came when nothing
+    had been told for as long (`Advertising`). Of boxes that are as good the first is taken: each service has an order
+    of its own, drawn by `seed`, as a box has another node for each."""
 
     def __init__(
         self,
@@ -88,15 +94,22 @@ class GatewayRouting:
         self._routers: dict[int, Router] = {}
         self._profiles: dict[tuple[int, int], ReplicaProfile] = {}  # by engine and service
         self._reported: dict[int, Mapping[int, WorkBeside]] = {}  # by engine, of its services
+        self._told_at: dict[int, float] = {}  # by engine, when that had changed
+        self._hurried: dict[int, tuple[float, Mapping[int, WorkBeside]]] = {}  # by engine, what is heard from when on
 
     def look(self, fleet: FleetState, now: float) -> None:
         """See `FleetRouting`."""
         if now >= self._report_at:
+            told_at = self._report_at
             self._report_at += self._report_s * (1 + (now - self._report_at) // self._report_s)
-            self._reported = {id_: fleet.count_work(id_) for id_ in fleet.engines}
+            found = {id_: fleet.count_work(id_) for id_ in fleet.engines}
+            self._told_at |= {id_: told_at for id_, work in found.items() if work != self._reported.get(id_, {})}
+            self._reported = found
+            self._hurried.clear()
 
     def choose(self, fleet: FleetState, request: FleetRequest, hosts: Sequence[int], now: float) -> int:
         """See `FleetRouting`."""
+        self._hear(now)
         service, names = request.service, {id_: self._name(request.service, id_) for id_ in hosts}
         router = self._router(fleet, service)
         router.loads.forget()
@@ -109,11 +122,27 @@ class GatewayRouting:
         absent = frozenset(router.loads.ids) - frozenset(names.values())
         prompt = request.sequence.known
         route = router.route(prompt, absent, now=now, request=f"{service}.{request.row}")
-        return next(id_ for id_, name in names.items() if name == route.decode)
+        chosen = next(id_ for id_, name in names.items() if name == route.decode)
+        self._note_request(fleet, chosen, request, now)
+        return chosen
 
     def end(self, request: FleetRequest) -> None:
         """See `FleetRouting`."""
         self._routers[request.service].end_request(f"{request.service}.{request.row}", request.output)
+
+    def _hear(self, now: float) -> None:
+        for id_ in [id_ for id_, (at, _) in self._hurried.items() if at <= now]:
+            self._reported = {**self._reported, id_: self._hurried.pop(id_)[1]}
+
+    def _note_request(self, fleet: FleetState, id_: int, request: FleetRequest, now: float) -> None:
+        """It comes to this engine, which says so unless it has told something just now."""
+        if now - self._told_at.get(id_, -inf) < self._report_s:
+            return
+        work = dict(fleet.count_work(id_))
+        requests, tokens = work.get(request.service, WorkBeside())
+        work[request.service] = WorkBeside(requests + 1, tokens + request.sequence.known)
+        self._hurried[id_] = now + HEARD_S, work
+        self._told_at[id_] = now
 
     def _name(self, service: int, id_: int) -> str:
         """Of a service's node on a box: routes are tried in the order of these."""

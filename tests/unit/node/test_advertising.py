@@ -62,6 +62,27 @@ def test_requests_that_come_are_told_sooner_where_services_share_a_box(beside: t
     trio.run(main, clock=MockClock(autojump_threshold=0.0))
 
 
+@pytest.mark.parametrize(("beside", "times"), [(NOBODY, [0.0, 1.0]), (TWO, [0.0, 0.6, 0.85])])
+def test_a_request_that_comes_to_a_shared_box_after_a_quiet_while_is_told_at_once_and_more_of_them_soon(
+    beside: tuple[str, ...], times: list[float]
+) -> None:
+    async def main() -> None:
+        node = Node(beside)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.advertising.run)
+            await pass_s(0.6)
+            for running in (1, 2, 3):
+                node.show(running)
+                node.advertising.note_request()
+                await pass_s(0.05)
+            await pass_s(0.5)
+            assert node.times == times
+            assert node.told[-1][1] == node.advert
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0.0))
+
+
 @pytest.mark.parametrize("beside", [NOBODY, TWO])
 def test_other_figures_wait_for_the_interval_and_what_has_not_changed_is_not_told(
     beside: tuple[str, ...],

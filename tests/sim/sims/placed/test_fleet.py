@@ -11,6 +11,7 @@ from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.placement.replay import PeriodReplay
 from p2pserve.coordinator.placement.search import search_placement
 from p2pserve.coordinator.placement.values import GpuGroup, Groups, PlacementBox, PlacementProblem, PlacementService
+from p2pserve.sims.placement import routing
 from p2pserve.sims.placement.engines import FleetRequest, FleetState
 from p2pserve.sims.placement.fleet import Fleet, host_group, period_of, serve_groups
 from p2pserve.sims.placement.replacing import Replacing, ReplacingSettings
@@ -172,25 +173,46 @@ def _join(one: Trace, two: Trace) -> Trace:
     )
 
 
-def test_gateways_that_hear_of_other_services_answer_sooner_than_the_fewest_requests() -> None:
+def test_gateways_that_hear_of_other_services_answer_sooner_than_deaf_ones_or_the_fewest_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The same requests on the same engines, sent by the network's own code."""
     traces = _traces([1.0, 6.0, 6.0], 60.0)
     problem = _problem(traces)
     groups = [GpuGroup(box, 1, pair) for box in (0, 1) for pair in ((0, 1), (0, 2), (1, 2))]
 
-    def serve(routing: FleetRouting) -> float:
-        fleet = Fleet(traces, routing)
+    def serve(way: FleetRouting) -> float:
+        fleet = Fleet(traces, way)
         for number, group in enumerate(groups):
             fleet.add(number, host_group(problem, group, "db"))
         served = fleet.run()
         assert all(outcomes.completed.all() for outcomes in served.values())
         return _normalized(problem, served)
 
-    fewest, fresh, late = (
-        serve(routing) for routing in (FewestRequests(), GatewayRouting(), GatewayRouting(report_s=5.0))
-    )
-    assert fresh < fewest
-    assert fresh <= late
+    fewest, hearing = serve(FewestRequests()), serve(GatewayRouting())
+    monkeypatch.setattr(routing, "HEARD_S", inf)
+    deaf = serve(GatewayRouting(first_s=inf))
+    assert hearing < 0.8 * fewest
+    assert hearing < 0.8 * deaf
+
+
+def test_a_request_to_a_box_that_was_quiet_is_known_to_other_services_at_once() -> None:
+    """Of two boxes with the same two services: what comes to the one keeps the other service's away from it, though
+    nobody reports for a long time."""
+    traces = {
+        number: Trace(
+            ids=np.arange(1), arrival_s=np.array([at]), prompt=np.array([900]), output=np.array([20]), lengths="",
+            arrivals="",
+        )
+        for number, at in enumerate((0.0, 0.1))
+    }  # fmt: skip
+    problem = _problem(traces)
+    for seed in range(4):
+        fleet = Fleet(traces, GatewayRouting(report_s=60.0, first_s=60.0, seed=seed))
+        for box in range(2):
+            fleet.add(box, host_group(problem, GpuGroup(box, 1, (0, 1)), "db"))
+        fleet.run()
+        assert all(engine.engine.counts.steps for engine in fleet.engines.values())
 
 
 def test_requests_go_where_they_went_before_while_that_engine_is_there() -> None:
