@@ -138,7 +138,9 @@ class AdmissionQueues:
             _room_of(host, deployment.profile(host), *others.get(host.replica.id, (0, 0)))
             for host in deployment.usable_hosts()
         ]
-        return sum_rooms(rooms, queued_s=admission.queued_s, share=admission.share)
+        return sum_rooms(
+            rooms, queued_s=admission.queued_s, share=admission.share, prefills_anywhere=deployment.prefills_anywhere
+        )
 
 
 def _room_of(host: ReplicaHost, profile: ReplicaProfile, others_requests: int, others_tokens: int) -> EngineRoom:

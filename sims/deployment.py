@@ -220,6 +220,11 @@ class Deployment:
             known.note_first_token(request.row, at)
 
     @property
+    def prefills_anywhere(self) -> bool:
+        """Whether the policy has any replica prefill."""
+        return self._routers[None].policy.prefills_anywhere
+
+    @property
     def lends_replicas(self) -> bool:
         """Whether the policy has replicas do what the plan's phases do not give them."""
         return self._routers[None].policy.lends_replicas

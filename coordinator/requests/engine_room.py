@@ -29,11 +29,13 @@ class EngineRoom(NamedTuple):
     waiting_tokens: int
 
 
-def sum_rooms(engines: Sequence[EngineRoom], *, queued_s: float, share: float) -> ServiceRoom:
+def sum_rooms(
+    engines: Sequence[EngineRoom], *, queued_s: float, share: float, prefills_anywhere: bool = False
+) -> ServiceRoom:
     """What they run at once: requests, tokens of KV, and tokens of prompts that they compute within `queued_s`. Where
-    none is for a phase, all are. `share`: see `ServiceRoom`."""
+    none is for a phase, all are. `share`: see `ServiceRoom`. `prefills_anywhere`: of the policy (`RoutingPolicy`)."""
     decoding = [each for each in engines if each.decodes] or engines
-    prefilling = [each for each in engines if each.prefills] or engines
+    prefilling = [each for each in engines if each.prefills or prefills_anywhere] or engines
     rate = sum(each.prefill_tokens_s for each in prefilling)
     backlogs = [each.waiting_tokens / each.prefill_tokens_s for each in prefilling if each.prefill_tokens_s]
     return ServiceRoom(

@@ -62,9 +62,9 @@ class ServiceRoom(NamedTuple):
 
     `share`: how many times what is left free of requests and size a client may have. `unstarted`: the size of what is
     served and has not started. On each of the `replicas` on which requests start, one of any size may, and a second one
-    may wait for it once no more than `unstarted` should be left of those that do, at `rate` per second in all. On
-    `mixed` of them a request that starts holds up others. `backlog_s`: of what other queues have given them, on the one
-    that is free first.
+    may wait for it once no more than `unstarted` should be left of those that do, at `rate` per second in all; others
+    come to these where what is left has room for them as well. On `mixed` of them a request that starts holds up
+    others. `backlog_s`: of what other queues have given them, on the one that is free first.
     """
 
     requests: int
@@ -96,6 +96,10 @@ STARTS: Final = 16
 
 STARTS_S: Final = 2.0
 """Seconds in which what was seen of them fades, while there are no others."""
+
+MOST_UNSTARTED: Final = 8.0
+"""So many times what should be left may really be, where engines are slower than they say. More: they are kept busy by
+short prompts beside long ones; less: who comes next waits for less."""
 
 ANY_RATE: Final = 1e12
 """For a rate that is not known: nobody is refused for it."""
@@ -427,9 +431,13 @@ class FairQueue(Generic[Key]):
         if pauses:
             return min(until for until, _ in pauses) - now
         over = self._left(room, now) - room.unstarted
-        if starting >= 2 * room.replicas or (over > 0.0 and not room.rate > 0.0):
-            return inf
-        return over / room.rate if over > 0.0 else 0.0
+        if starting >= 2 * room.replicas:  # of short ones that make up for a long one, or fill its steps
+            if unstarted + size > MOST_UNSTARTED * room.unstarted:
+                return inf
+            over += min(size, room.unstarted)
+        if over <= 0.0:
+            return 0.0
+        return over / room.rate if room.rate > 0.0 else inf
 
     def _stop_starting(self, entry: _Entry[Key]) -> None:
         if entry.is_starting:

@@ -20,11 +20,12 @@ EFFICIENCY: Final = 0.5  # of a prefill, of the products that an engine has meas
 
 
 def measure_room(
-    view: NetworkView, service: str, limits: ClientLimits, rates: Mapping[str, float]
+    view: NetworkView, service: str, limits: ClientLimits, rates: Mapping[str, float], *, prefills_anywhere: bool
 ) -> ServiceRoom | None:
     """What the usable replicas of the plan run at once, less what other gateways have there; None where there is none
     of them. `rates`: tokens of prompts that replicas compute in a second, by their ids, where their own steps or their
-    hardware's say it; of others what their engines have measured has to do."""
+    hardware's say it; of others what their engines have measured has to do.
+    `prefills_anywhere`: see `RoutingPolicy`."""
     plan = view.plan_of(service)
     if plan is None:
         return None
@@ -36,7 +37,9 @@ def measure_room(
         for replica in plan.replicas
         if view.serving(replica, service) and (engine := view.adverts[PeerId(replica.head)].engine) is not None
     ]
-    return sum_rooms(rooms, queued_s=limits.queued_s, share=limits.share) if rooms else None
+    if not rooms:
+        return None
+    return sum_rooms(rooms, queued_s=limits.queued_s, share=limits.share, prefills_anywhere=prefills_anywhere)
 
 
 def _read_room(replica: Replica, engine: EngineAdvert, load: Load, rate: float) -> EngineRoom:

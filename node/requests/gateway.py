@@ -346,7 +346,8 @@ class Gateway:
             driver.step(driver.request.machine.network_changed)
 
     def _measure_room(self) -> ServiceRoom | None:
-        return measure_room(self._view, self._model.service, self._limits, self._routes.find_prefill_rates())
+        rates, anywhere = self._routes.find_prefill_rates(), self._routes.prefills_anywhere
+        return measure_room(self._view, self._model.service, self._limits, rates, prefills_anywhere=anywhere)
 
     # ---- the network ----------------------------------------------------------------------------------------
 

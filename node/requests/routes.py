@@ -98,6 +98,11 @@ class RouteFinder:
         self._note_sent(route, plan, wanted.tokens)
         return route
 
+    @property
+    def prefills_anywhere(self) -> bool:
+        """Whether the policy has any replica prefill."""
+        return self._router is not None and self._router.policy.prefills_anywhere
+
     def find_prefill_rates(self) -> dict[str, float]:
         """Tokens of prompts that replicas compute in a second, all of their stages together, by their ids; of those
         whose profiles are known."""

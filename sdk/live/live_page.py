@@ -260,8 +260,9 @@ a client saw.
 moments (*simulated spread*: standard deviation over mean of these runs). *As routed* has each request on the boxes
 that served it live: what is left are engines, links and queues.
 
-Gateways route by `{policy}`. In the simulated run they know how long each answer may be, as live: clients ask for as
-many tokens as they get. Of what is expected and *simulated long* they know nothing but the lengths of earlier answers.
+Gateways route by `{policy}`. In the simulated run they hold back what engines would let wait, and know how long each
+answer may be, as live: clients ask for as many tokens as they get. Of what is expected and *simulated long* they give
+engines all at once, and know nothing but the lengths of earlier answers.
 
 Percentiles are means of the requests around them (Harrell and Davis): of some 200 requests the 90th percentile is one
 alone, and with one request on another box it is the next, which may be far."""
