@@ -72,9 +72,8 @@ def run_at(
         pairings=tuple(Pairing(prefill=name, decode=name, weight=1.0 / len(replicas)) for name in replicas),
     )  # fmt: skip
     settings = SimSettings(admission=admission, gateways=tuple(gateways), report_s=1.0 if len(gateways) > 1 else 0.0)
-    return simulate(cluster(rtt_s), [Run(service=service, plan=plan, trace=trace)], settings=settings, **more).services[
-        0
-    ]  # type: ignore[arg-type]
+    run = Run(service=service, plan=plan, trace=trace)
+    return simulate(cluster(rtt_s), [run], settings=settings, **more).services[0]  # type: ignore[arg-type]
 
 
 def in_time(found: ServiceOutcome) -> float:

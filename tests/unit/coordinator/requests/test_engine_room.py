@@ -24,7 +24,7 @@ def test_each_phase_counts_for_what_it_does() -> None:
 
 @pytest.mark.parametrize("phase", ["prefills", "decodes"])
 def test_where_a_phase_is_missing_the_others_do_it(phase: str) -> None:
-    room = sum_rooms([engine(**{phase: False}), engine(**{phase: False})], queued_s=1.0, share=1.0)  # type: ignore[arg-type]
+    room = sum_rooms([engine(**{phase: False}), engine(**{phase: False})], queued_s=1.0, share=1.0)
     assert (room.requests, room.size, room.replicas, room.rate) == (20, 2000, 2, 200.0)
 
 

@@ -91,5 +91,5 @@ def test_the_simulated_requests_come_to_the_gateway_that_took_most(monkeypatch: 
         network.run(TRACE, [(0.0, plan())])
     assert [(settings.gateways, settings.report_s) for settings in told[-2:]] == [(("p", "q"), 0.0), (("q",), 1.0)]
     assert all(settings.admission is not None for settings in told), "gateways hold back what engines would let wait"
-    replace(network, holds_back=False).run(TRACE, [(0.0, plan())])
+    replace(network_of(5.0), holds_back=False).run(TRACE, [(0.0, plan())])
     assert told[-1].admission is None
