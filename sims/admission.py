@@ -7,6 +7,7 @@ its first token on, since no tokens are told before its end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from typing import Final, final
 
@@ -43,6 +44,12 @@ AT_DEADLINE: Final = AdmissionSettings(
     }
 )  # fmt: skip
 """Who would miss the plan's deadline for the first token is refused; batch requests may take ten times as long."""
+
+HELD_BACK: Final = SimAdmission(
+    rules=AdmissionSettings(rules={kind: replace(rules, least_s=1e9) for kind, rules in DEFAULT_RULES.items()}),
+    queue_requests=1 << 20, deadline_s=1e9,
+)  # fmt: skip
+"""Requests wait at gateways for engines as on the network, for as long as it takes: none is refused."""
 
 
 @final

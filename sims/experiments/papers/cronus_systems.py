@@ -24,7 +24,7 @@ from ...engine.engine import Engine
 from ...engine.sequence import Sequence as EngineSequence
 from ...engine.values import SignalKind, SimEngineSettings, StepRecord
 from ...records import Trace
-from ...scenario import ServiceRun, SimSettings
+from ...scenario import ServiceRun, SimAdmission, SimSettings
 from ...world import simulate
 from ..setting import lengths
 
@@ -174,8 +174,10 @@ def run_pipeline(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> 
     return _simulate(pair, trace, plan, "plan")
 
 
-def run_whole(pair: PairOfCards, trace: Trace, sizes: StepSizes, policy: str) -> ServedTrace:
-    """Both cards serve whole requests, each given to one of them by `policy` when it comes."""
+def run_whole(
+    pair: PairOfCards, trace: Trace, sizes: StepSizes, policy: str, admission: SimAdmission | None = None
+) -> ServedTrace:
+    """Both cards serve whole requests, each given to one of them by `policy` when it comes, or when its turn does."""
     layers = model_shape(pair.model).layers
     replicas = tuple(
         Replica(
@@ -190,7 +192,7 @@ def run_whole(pair: PairOfCards, trace: Trace, sizes: StepSizes, policy: str) ->
         Pairing(prefill=replica.id, decode=replica.id, weight=weight / sum(WEIGHTS))
         for replica, weight in zip(replicas, WEIGHTS, strict=True)
     )
-    return _simulate(pair, trace, _plan(replicas, *pairings), policy)
+    return _simulate(pair, trace, _plan(replicas, *pairings), policy, admission=admission)
 
 
 def run_data_parallel(pair: PairOfCards, trace: Trace, sizes: StepSizes = PAPERS) -> ServedTrace:
@@ -270,7 +272,15 @@ def kv_tokens_on(name: str, model: str) -> int:
 
 
 def run_split(
-    pair: PairOfCards, trace: Trace, sizes: StepSizes, *, first: str, second: str, policy: str, is_whole: bool = False
+    pair: PairOfCards,
+    trace: Trace,
+    sizes: StepSizes,
+    *,
+    first: str,
+    second: str,
+    policy: str,
+    is_whole: bool = False,
+    admission: SimAdmission | None = None,
 ) -> ServedTrace:
     """One card prefills, the other decodes; `policy` may do otherwise. `is_whole`: as that of `StepSizes`."""
     layers = model_shape(pair.model).layers
@@ -287,14 +297,22 @@ def run_split(
         )
     )
     plan = _plan(replicas, Pairing(prefill="prefill", decode="decode", weight=1.0))
-    return _simulate(pair, trace, plan, policy, is_whole=is_whole)
+    return _simulate(pair, trace, plan, policy, is_whole=is_whole, admission=admission)
 
 
 def _plan(replicas: tuple[Replica, ...], *pairings: Pairing) -> Plan:
     return Plan(epoch=0, version=1, service="conversation", replicas=replicas, pairings=pairings, codec="raw", why=())
 
 
-def _simulate(pair: PairOfCards, trace: Trace, plan: Plan, policy: str, *, is_whole: bool = False) -> ServedTrace:
+def _simulate(
+    pair: PairOfCards,
+    trace: Trace,
+    plan: Plan,
+    policy: str,
+    *,
+    is_whole: bool = False,
+    admission: SimAdmission | None = None,
+) -> ServedTrace:
     result = simulate(
         _cluster(pair),
         [ServiceRun(service=_service(model_shape(pair.model)), plan=plan, trace=trace)],
@@ -303,6 +321,7 @@ def _simulate(pair: PairOfCards, trace: Trace, plan: Plan, policy: str, *, is_wh
                 max_batched_tokens=WHOLE_STEP_TOKENS, max_sequences=SEQUENCES, chunked_prefill=not is_whole
             ),
             routing=RoutingSettings(policy=policy),
+            admission=admission,
             first_token_at_decode=True,
         ),
         record=True,

@@ -22,7 +22,7 @@ from ....coordinator.routing.interface import RoutingSettings
 from ...engine.values import SimEngineSettings
 from ...records import Trace
 from ...results.outcomes import SimResult
-from ...scenario import ReplicaModel, ServiceRun, SimSettings
+from ...scenario import ReplicaModel, ServiceRun, SimAdmission, SimSettings
 from ...world import simulate
 
 V100: Final = "V100-SXM2-32GB"
@@ -122,6 +122,7 @@ def run_system(
     seed: int = 0,
     gateways: int = 0,
     options: EngineOptions = PAPER,
+    admission: SimAdmission | None = None,
 ) -> SimResult:
     """All requests on the system's instances, arriving at `rate` as Poisson has it, or at once."""
     boxes, replicas, models = [], [], {}
@@ -161,6 +162,7 @@ def run_system(
         ),
         routing=RoutingSettings(policy=policy, length_predictor=options.predictor), seed=seed,
         gateways=tuple(f"gateway{number}" for number in range(gateways)), report_s=1.0 if gateways else 0.0,
+        admission=admission,
     )  # fmt: skip
     size = len(boxes)
     cluster = Cluster(

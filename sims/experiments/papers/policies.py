@@ -10,8 +10,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ....coordinator.routing.interface import RoutingSettings
+from ...admission import HELD_BACK
 from ...policies import HETERO, LEAST_TOKENS, PLAN, ROUND_ROBIN, WEIGHTED_ROUND_ROBIN
 from ...records import Outcomes
+from ...scenario import SimAdmission
 from ..page import Page, PageTable, ResultRow
 from ..setting import Scope
 from ..splitwise import equal_options
@@ -167,7 +169,8 @@ def run_pools(seconds: float) -> list[PolicySetting]:
             figures = {}
             for name in (ROUND_ROBIN, PLAN, SPLITWISE, DEFAULT):
                 system = EqualSystem(prompt, token, name, gateways)
-                figures[name] = _read_outcomes(equal_options.run_system(system, trace).outcomes)
+                served = equal_options.run_system(system, trace, _admission_of(name))
+                figures[name] = _read_outcomes(served.outcomes)
             machines = EqualSystem(prompt, token, DEFAULT, gateways).machines
             deployment = f"{machines}, {gateways} gateways" if gateways else machines
             found.append(PolicySetting("Splitwise", deployment, _load(rate), figures))
@@ -221,8 +224,15 @@ def _count_near(over_best: Iterable[float]) -> int:
     return sum(each <= NEAR for each in over_best)
 
 
+def _admission_of(policy: str) -> SimAdmission | None:
+    """The default is what the network does, whose gateways hold back what engines would let wait."""
+    return HELD_BACK if policy == DEFAULT else None
+
+
 def _run_instances(system: ServingSystem, count: int, policy: str, rate: float) -> PolicyFigures:
-    result = run_instances(system, draw_lengths(count, 0), policy=policy, rate=rate, options=CHUNKED)
+    result = run_instances(
+        system, draw_lengths(count, 0), policy=policy, rate=rate, options=CHUNKED, admission=_admission_of(policy)
+    )
     return _read_outcomes(result.services[0].outcomes, tokens_s(result))
 
 
@@ -234,12 +244,14 @@ def _run_shapes(pair: PairOfCards, sizes: StepSizes, count: int, rate: float) ->
     }
     found = {
         shape: {
-            name: _read_trace(run_split(pair, trace, sizes, first=first, second=second, policy=name))
+            name: _read_trace(
+                run_split(pair, trace, sizes, first=first, second=second, policy=name, admission=_admission_of(name))
+            )
             for name in (PLAN, CRONUS, DEFAULT)
         }
         for shape, (first, second) in split.items()
     }
-    whole = {name: _read_trace(run_whole(pair, trace, sizes, name)) for name in WHOLE}
+    whole = {name: _read_trace(run_whole(pair, trace, sizes, name, _admission_of(name))) for name in WHOLE}
     whole[FRONTEND] = _read_trace(run_data_parallel(pair, trace, sizes))
     return {**found, "whole requests": whole}
 

@@ -24,7 +24,7 @@ from ...engine.values import SimEngineSettings
 from ...policies import PLAN, ROUND_ROBIN
 from ...records import Outcomes, Trace
 from ...results.outcomes import ServiceOutcome
-from ...scenario import SimSettings
+from ...scenario import SimAdmission, SimSettings
 from ...splitwise.metrics import PERCENTILES, LoneRequests, missed_slos, slowdowns_over, summary
 from ...workloads import azure, draw
 from ..page import ResultRow
@@ -129,12 +129,12 @@ def draw_requests(rate: float, seconds: float) -> Trace:
     return draw(azure(WORKLOAD).lengths, rate=rate, rng=np.random.default_rng([17, 0]), seconds=seconds)
 
 
-def run_system(system: EqualSystem, trace: Trace) -> ServiceOutcome:
+def run_system(system: EqualSystem, trace: Trace, admission: SimAdmission | None = None) -> ServiceOutcome:
     """What becomes of the requests."""
     problem = _problem()
     settings = SimSettings(
         engine=ENGINE, layer_sync_s=H100.sync_s, layerwise_from=H100.layerwise_from,
-        routing=RoutingSettings(policy=system.routing),
+        routing=RoutingSettings(policy=system.routing), admission=admission,
         gateways=tuple(box.id for box in problem.cluster.boxes[: system.gateways]),
         report_s=1.0 if system.gateways else 0.0,
     )  # fmt: skip
