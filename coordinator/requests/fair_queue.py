@@ -237,6 +237,11 @@ class FairQueue(Generic[Key]):
         """Whether its turn has come."""
         return self._entries[key].is_served
 
+    @property
+    def waiting(self) -> int:
+        """Requests whose turns have not come."""
+        return self._waiting
+
     def is_starting(self, key: Key) -> bool:
         """Whether its turn has come, and it is not past its beginning."""
         return self._entries[key].is_starting

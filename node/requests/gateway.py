@@ -102,7 +102,8 @@ class Gateway:
             for kind, rules in limits.admission.rules.items()
         }
         self._queue: FairQueue[tuple[PeerId, str]] = FairQueue("requests", "tokens", quota, limits.retry)
-        self._room = self._measure_room()  # None: no engine is ready, so there is nothing to queue for
+        self._measured: ServiceRoom | None = None
+        self._is_measured = False  # since the network has changed
         self._silent: set[PeerId] = set()  # they do not answer
         self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
@@ -341,20 +342,30 @@ class Gateway:
     def _give_turns(self) -> None:
         """Give requests to engines for as long as there is room."""
         now = trio.current_time()
-        while self._room is not None and (key := self._queue.take(self._room, now)) is not None:
+        while self._queue.waiting and (room := self._room) is not None:
+            if (key := self._queue.take(room, now)) is None:
+                return
             driver = self._requests[key]
             driver.step(driver.request.machine.network_changed)
 
-    def _measure_room(self) -> ServiceRoom | None:
-        rates, anywhere = self._routes.find_prefill_rates(), self._routes.prefills_anywhere
-        return measure_room(self._view, self._model.service, self._limits, rates, prefills_anywhere=anywhere)
+    @property
+    def _room(self) -> ServiceRoom | None:
+        """None: no engine is ready, so there is nothing to queue for. Measured when it is asked for, as the network
+        changes many times a second, with requests or without."""
+        if not self._is_measured:
+            rates, anywhere = self._routes.find_prefill_rates(), self._routes.prefills_anywhere
+            self._measured = measure_room(
+                self._view, self._model.service, self._limits, rates, prefills_anywhere=anywhere
+            )
+            self._is_measured = True
+        return self._measured
 
     # ---- the network ----------------------------------------------------------------------------------------
 
     def network_changed(self) -> None:
         """The view has other adverts, or another plan."""
         self._view.weigh_reports(self.queues)
-        self._room = self._measure_room()
+        self._is_measured = False
         self._give_turns()
         for driver in list(self._requests.values()):
             driver.step(driver.request.machine.network_changed)
