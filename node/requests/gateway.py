@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import final
+from typing import Final, final
 from zlib import crc32
 
 import trio
@@ -44,6 +44,9 @@ from .refusals import RefusalCounts
 from .request_log import RequestLog
 from .routes import RouteFinder
 from .tokenizing import TOKEN_BYTES, Tokenizing
+
+LEAST_LOOK_S: Final = 0.01
+"""Between two looks at who is next, beside those that tokens and reports are the occasion of."""
 
 
 @final
@@ -104,6 +107,7 @@ class Gateway:
         self._queue: FairQueue[tuple[PeerId, str]] = FairQueue("requests", "tokens", quota, limits.retry)
         self._measured: ServiceRoom | None = None
         self._is_measured = False  # since the network has changed
+        self._looks_at = -inf  # who waits: the next time, or the last
         self._silent: set[PeerId] = set()  # they do not answer
         self._stuck: set[PeerId] = set()  # they say that their replicas do not get on
         self._draining = False
@@ -344,9 +348,22 @@ class Gateway:
         now = trio.current_time()
         while self._queue.waiting and (room := self._room) is not None:
             if (key := self._queue.take(room, now)) is None:
+                self._look_again(now, self._queue.take_in_s(room, now))
                 return
             driver = self._requests[key]
             driver.step(driver.request.machine.network_changed)
+
+    def _look_again(self, now: float, in_s: float) -> None:
+        """When engines should be nearly done, though nobody has said so yet: their message takes as long as the next
+        prompt's way to them, and they would be idle meanwhile."""
+        at = now + max(LEAST_LOOK_S, in_s)
+        if at < inf and not now < self._looks_at <= at:
+            self._looks_at = at
+            self._nursery.start_soon(self._give_turns_at, at)
+
+    async def _give_turns_at(self, at: float) -> None:
+        await trio.sleep_until(at)
+        self._give_turns()
 
     @property
     def _room(self) -> ServiceRoom | None:

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 import trio.testing
 
 from p2pserve.bootstrap import PeerId, RemoteError, Role
+from p2pserve.coordinator import LatencyProfile, PhaseCost, PhaseFit
 from p2pserve.coordinator.requests.fair_queue import OverQuota
 from p2pserve.coordinator.requests.values import RequestSettings
 from p2pserve.node import messages
@@ -326,5 +328,29 @@ def test_an_engine_that_fails_does_not_lose_its_requests_their_turns() -> None:
             await world.settle()
             assert len(world.ended) == 6
             assert world.tokens(names[-1]) == ANSWER[:12]
+
+    virtually(main)
+
+
+def test_a_turn_comes_when_an_engine_should_be_nearly_done_though_nothing_is_heard_of_it() -> None:
+    """So its next prompt is there when it is: the engine computes 2 tokens of a prompt in a tenth of a second."""
+    seconds = len(PROMPT_TOKENS) / 20
+
+    async def main() -> None:
+        limits = ClientLimits(queued_s=seconds)
+        async with open_world(D, limits=limits) as world:
+            cost = PhaseFit(cost=PhaseCost(token_s=0.05), samples=100, error=0.0)
+            world.view.adverts[D] = msgspec.structs.replace(world.view.adverts[D], profile=LatencyProfile(prefill=cost))
+            world.gateway.network_changed()
+            world.faults[D] = ["hang:0"] * 3
+            for _ in range(3):
+                await world.ask()
+            await elapse(2 * LATENCY_S)
+            assert decoding(world) == 2, "one that starts, and one that waits for it"
+            await elapse(2 * seconds - 0.1)
+            assert decoding(world) == 2
+            await elapse(0.2)
+            assert decoding(world) == 3
+            world.gateway.peer_lost(CLIENT)
 
     virtually(main)
