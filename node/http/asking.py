@@ -115,9 +115,9 @@ class CarriedAnswer:
         if said.failed:
             self.lose(said.failed)
 
-    def lose(self, reason: str) -> None:
-        """No more will come."""
-        self.is_lost = True
+    def lose(self, reason: str, *, is_gone: bool = True) -> None:
+        """No more will come, or no more is waited for of a box that may be there: it is told so."""
+        self.is_lost = is_gone
         self._failure = self._failure or reason
         self.upload.end()
         self.opening.cancel()
@@ -300,7 +300,7 @@ class HttpAsking:
         await trio.sleep(trio.current_time() - answer.asked_at)
         has_others = any(other != answer.box for other in self._boxes.rank(None))
         if answer.box in self._hung and not answer.status and has_others:
-            answer.lose("it does not answer")
+            answer.lose("it does not answer", is_gone=False)
 
 
 def _status_of(error: RemoteError) -> int:
