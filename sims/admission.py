@@ -146,7 +146,7 @@ class AdmissionQueues:
             for host in deployment.usable_hosts()
         ]
         return sum_rooms(
-            rooms, queued_s=admission.queued_s, share=admission.share, prefills_anywhere=deployment.prefills_anywhere
+            rooms, queued_s=admission.queued_s, share=admission.share, mixes_phases=deployment.mixes_phases
         )
 
 

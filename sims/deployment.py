@@ -220,9 +220,9 @@ class Deployment:
             known.note_first_token(request.row, at)
 
     @property
-    def prefills_anywhere(self) -> bool:
-        """Whether the policy has any replica prefill."""
-        return self._routers[None].policy.prefills_anywhere
+    def mixes_phases(self) -> bool:
+        """Whether the policy has any replica prefill and decode."""
+        return self._routers[None].policy.mixes_phases
 
     @property
     def lends_replicas(self) -> bool:

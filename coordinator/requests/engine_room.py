@@ -30,12 +30,13 @@ class EngineRoom(NamedTuple):
 
 
 def sum_rooms(
-    engines: Sequence[EngineRoom], *, queued_s: float, share: float, prefills_anywhere: bool = False
+    engines: Sequence[EngineRoom], *, queued_s: float, share: float, mixes_phases: bool = False
 ) -> ServiceRoom:
     """What they run at once: requests, tokens of KV, and tokens of prompts that they compute within `queued_s`. Where
-    none is for a phase, all are. `share`: see `ServiceRoom`. `prefills_anywhere`: of the policy (`RoutingPolicy`)."""
-    decoding = [each for each in engines if each.decodes] or engines
-    prefilling = [each for each in engines if each.prefills or prefills_anywhere] or engines
+    none is for a phase, all are; so they are where the policy `mixes_phases` (`RoutingPolicy`). `share`: see
+    `ServiceRoom`."""
+    decoding = [each for each in engines if each.decodes or mixes_phases] or engines
+    prefilling = [each for each in engines if each.prefills or mixes_phases] or engines
     rate = sum(each.prefill_tokens_s for each in prefilling)
     backlogs = [each.waiting_tokens / each.prefill_tokens_s for each in prefilling if each.prefill_tokens_s]
     return ServiceRoom(

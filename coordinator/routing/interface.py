@@ -218,9 +218,9 @@ class RoutingPolicy(ABC):
     needs_profiles: ClassVar[bool] = False
     """Whether `loads.profiles` is to be kept up to date for it."""
 
-    prefills_anywhere: ClassVar[bool] = False
-    """Whether replicas that the plan has for decoding prefill as well, requests or parts of them, so that gateways are
-    not to hold requests back for the others alone (`coordinator/requests/engine_room.py`)."""
+    mixes_phases: ClassVar[bool] = False
+    """Whether any replica may prefill and decode, whatever the plan has it for, so that gateways are not to hold
+    requests back for those of a phase alone (`coordinator/requests/engine_room.py`)."""
 
     lends_replicas: ClassVar[bool] = False
     """Whether replicas do work that the plan's phases do not give them, so that the coordinator is

@@ -208,7 +208,7 @@ class PredictedTimes(RoutingPolicy):
     is not known counts as slow as the slowest."""
 
     needs_profiles: ClassVar[bool] = True
-    prefills_anywhere: ClassVar[bool] = True
+    mixes_phases: ClassVar[bool] = True
 
     def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
         self._plan = plan

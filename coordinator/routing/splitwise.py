@@ -108,7 +108,7 @@ class SplitwisePools(RoutingPolicy):
     hear the same reports, and would all send to that one until the next."""
 
     lends_replicas: ClassVar[bool] = True
-    prefills_anywhere: ClassVar[bool] = True
+    mixes_phases: ClassVar[bool] = True
 
     def __init__(self, plan: Plan, settings: RoutingSettings) -> None:
         self._plan = plan

@@ -370,9 +370,9 @@ class Gateway:
         """None: no engine is ready, so there is nothing to queue for. Measured when it is asked for, as the network
         changes many times a second, with requests or without."""
         if not self._is_measured:
-            rates, anywhere = self._routes.find_prefill_rates(), self._routes.prefills_anywhere
+            rates, mixes_phases = self._routes.find_prefill_rates(), self._routes.mixes_phases
             self._measured = measure_room(
-                self._view, self._model.service, self._limits, rates, prefills_anywhere=anywhere
+                self._view, self._model.service, self._limits, rates, mixes_phases=mixes_phases
             )
             self._is_measured = True
         return self._measured

@@ -99,9 +99,9 @@ class RouteFinder:
         return route
 
     @property
-    def prefills_anywhere(self) -> bool:
-        """Whether the policy has any replica prefill."""
-        return self._router is not None and self._router.policy.prefills_anywhere
+    def mixes_phases(self) -> bool:
+        """Whether the policy has any replica prefill and decode."""
+        return self._router is not None and self._router.policy.mixes_phases
 
     def find_prefill_rates(self) -> dict[str, float]:
         """Tokens of prompts that replicas compute in a second, all of their stages together, by their ids; of those

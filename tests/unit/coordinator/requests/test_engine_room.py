@@ -28,13 +28,14 @@ def test_where_a_phase_is_missing_the_others_do_it(phase: str) -> None:
     assert (room.requests, room.size, room.replicas, room.rate) == (20, 2000, 2, 200.0)
 
 
-def test_prompts_that_are_computed_on_any_replica_have_room_on_all() -> None:
-    """Requests and KV have as much as before, and answers are held up where the plan says so."""
+def test_requests_that_may_run_on_any_replica_have_room_on_all() -> None:
+    """Answers are held up where the plan says so."""
     engines = [engine(decodes=False), engine(prefills=False, stages=2, prefill_tokens_s=300.0, waiting_tokens=30)]
     by_plan = sum_rooms(engines, queued_s=1.0, share=1.0)
-    room = sum_rooms(engines, queued_s=1.0, share=1.0, prefills_anywhere=True)
+    room = sum_rooms(engines, queued_s=1.0, share=1.0, mixes_phases=True)
     assert (by_plan.rate, by_plan.replicas) == (100.0, 1)
-    assert room == by_plan._replace(rate=400.0, unstarted=400.0, replicas=3)
+    assert (by_plan.requests, by_plan.size) == (10, 1000)
+    assert room == by_plan._replace(requests=20, size=2000, rate=400.0, unstarted=400.0, replicas=3)
 
 
 def test_places_that_one_replica_lacks_are_not_taken_from_another_and_one_is_always_left() -> None:

@@ -60,11 +60,11 @@ def view_of(plan: Plan | None, **adverts: Advert) -> NetworkView:
     ],
 )
 def test_without_a_replica_that_serves_there_is_no_room_to_speak_of(view: NetworkView) -> None:
-    assert measure_room(view, SERVICE, LIMITS, {}, prefills_anywhere=False) is None
+    assert measure_room(view, SERVICE, LIMITS, {}, mixes_phases=False) is None
 
 
 def test_a_mixed_replica_counts_for_both() -> None:
-    room = measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, prefills_anywhere=False)
+    room = measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
     assert room is not None
     assert (room.requests, room.size, room.share) == (16, 1000, 7.0)
     assert room.unstarted == pytest.approx(PREFILLED)
@@ -78,7 +78,7 @@ def test_replicas_of_a_phase_count_for_that() -> None:
         SERVICE,
         LIMITS,
         {},
-        prefills_anywhere=False,
+        mixes_phases=False,
     )
     assert room is not None
     assert (room.requests, room.size) == (21, 2000)
@@ -88,10 +88,10 @@ def test_replicas_of_a_phase_count_for_that() -> None:
 
 def test_where_only_one_phase_is_left_its_replicas_do_everything() -> None:
     plan = plan_of(one=Phase.PREFILL, two=Phase.DECODE)
-    alone = measure_room(view_of(plan, one=advert(requests=4)), SERVICE, LIMITS, {}, prefills_anywhere=False)
+    alone = measure_room(view_of(plan, one=advert(requests=4)), SERVICE, LIMITS, {}, mixes_phases=False)
     assert alone is not None
     assert alone.requests == 4
-    other = measure_room(view_of(plan, two=advert()), SERVICE, LIMITS, {}, prefills_anywhere=False)
+    other = measure_room(view_of(plan, two=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
     assert other is not None
     assert other.unstarted == pytest.approx(PREFILLED)
 
@@ -100,14 +100,14 @@ def test_what_other_gateways_have_there_is_not_room() -> None:
     for waiting, left in ((5, 11), (16, 1), (1000, 1)):
         view = view_of(plan_of(one=Phase.MIXED), one=advert(waiting=waiting))
         view.weigh_reports({})
-        room = measure_room(view, SERVICE, LIMITS, {}, prefills_anywhere=False)
+        room = measure_room(view, SERVICE, LIMITS, {}, mixes_phases=False)
         assert room is not None
         assert room.requests == left
 
 
 def test_an_engine_of_an_earlier_release_does_not_tell_its_places() -> None:
     room = measure_room(
-        view_of(plan_of(one=Phase.MIXED), one=advert(requests=0)), SERVICE, LIMITS, {}, prefills_anywhere=False
+        view_of(plan_of(one=Phase.MIXED), one=advert(requests=0)), SERVICE, LIMITS, {}, mixes_phases=False
     )
     assert room is not None
     assert room.requests == UNTOLD_REQUESTS
@@ -121,7 +121,7 @@ def test_the_stages_of_a_replica_compute_together() -> None:
     here = advert()
     assert here.engine is not None
     head = msgspec.structs.replace(here, engine=msgspec.structs.replace(here.engine, stages=stages))
-    room = measure_room(view_of(plan, one=head, two=advert()), SERVICE, LIMITS, {}, prefills_anywhere=False)
+    room = measure_room(view_of(plan, one=head, two=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
     assert room is not None
     assert room.requests == 16
     assert room.unstarted == pytest.approx(2 * PREFILLED)
@@ -135,7 +135,7 @@ def test_a_pipeline_starts_a_prompt_for_each_of_its_stages() -> None:
     head = advert()
     assert head.engine is not None
     head = msgspec.structs.replace(head, engine=msgspec.structs.replace(head.engine, stages=stages))
-    room = measure_room(view_of(plan, one=head, two=advert()), SERVICE, LIMITS, {}, prefills_anywhere=False)
+    room = measure_room(view_of(plan, one=head, two=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
     assert room is not None
     assert (room.mixed, room.replicas) == (1, 2)
 
@@ -147,12 +147,12 @@ def test_what_other_gateways_have_prompts_computed_is_told_of_the_replica_that_i
 
     view = view_of(plan_of(one=Phase.MIXED, two=Phase.MIXED), one=busy(4000), two=busy(1000))
     view.weigh_reports({})
-    room = measure_room(view, SERVICE, LIMITS, {}, prefills_anywhere=False)
+    room = measure_room(view, SERVICE, LIMITS, {}, mixes_phases=False)
     assert room is not None
     assert room.backlog_s == pytest.approx(1000 * 0.5 / PREFILLED)
     assert room.start_s(100) == pytest.approx(100 * 0.5 / PREFILLED)
     assert (
-        measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, prefills_anywhere=False)
+        measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
         is not None
     )
 
@@ -164,15 +164,15 @@ def test_prompts_of_services_that_share_its_gpus_keep_a_replica_from_being_free(
 
     view = view_of(plan_of(one=Phase.MIXED), one=sharing(1000), two=sharing(3000))
     view.weigh_reports({})
-    room = measure_room(view, SERVICE, LIMITS, {}, prefills_anywhere=False)
+    room = measure_room(view, SERVICE, LIMITS, {}, mixes_phases=False)
     assert room is not None
     assert room.backlog_s == pytest.approx(4000 * 0.5 / PREFILLED)
 
 
 def test_a_replica_is_as_fast_as_its_profile_says_where_there_is_one() -> None:
     view = view_of(plan_of(one=Phase.MIXED, two=Phase.MIXED), one=advert(), two=advert())
-    alone = measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, prefills_anywhere=False)
-    room = measure_room(view, SERVICE, LIMITS, {"one": 100.0}, prefills_anywhere=False)
+    alone = measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
+    room = measure_room(view, SERVICE, LIMITS, {"one": 100.0}, mixes_phases=False)
     assert room is not None
     assert alone is not None
     assert room.rate == pytest.approx(100.0 + alone.rate)
