@@ -126,7 +126,7 @@ class AdmissionQueues:
         key = request.service, request.gateway
         in_s = self._queue_of(request).take_in_s(self._room(*key, now), now)
         at = now + max(LEAST_WAIT_S, in_s)
-        if in_s == inf or now < self._looks_at.get(key, now) <= at:
+        if in_s == inf or now < self._looks_at.get(key, now) <= at + LEAST_WAIT_S:
             return None
         self._looks_at[key] = at
         return at

@@ -357,7 +357,7 @@ class Gateway:
         """When engines should be nearly done, though nobody has said so yet: their message takes as long as the next
         prompt's way to them, and they would be idle meanwhile."""
         at = now + max(LEAST_LOOK_S, in_s)
-        if at < inf and not now < self._looks_at <= at:
+        if at < inf and not now < self._looks_at <= at + LEAST_LOOK_S:
             self._looks_at = at
             self._nursery.start_soon(self._give_turns_at, at)
 
