@@ -146,8 +146,9 @@ class AdmissionQueues:
             for host in deployment.usable_hosts()
         ]
         return sum_rooms(
-            rooms, queued_s=admission.queued_s, share=admission.share, mixes_phases=deployment.mixes_phases
-        )
+            rooms, queued_s=admission.queued_s, share=admission.share, ttft_s=deployment.plan.deadlines.ttft_s,
+            mixes_phases=deployment.mixes_phases,
+        )  # fmt: skip
 
 
 def _room_of(host: ReplicaHost, profile: ReplicaProfile, others_requests: int, others_tokens: int) -> EngineRoom:

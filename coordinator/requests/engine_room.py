@@ -7,9 +7,16 @@ first served.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from .fair_queue import ServiceRoom
+
+MOST_QUEUED: Final = 8.0
+"""So many times what should be left to prefill may really be, where engines are slower than they say. More: short
+prompts fill their steps beside long ones; less: who comes next waits for less."""
+
+DEADLINE_PART: Final = 0.25
+"""And of the deadline for the first token no more than this. More: what is too late is seen later, and refused then."""
 
 
 class EngineRoom(NamedTuple):
@@ -30,13 +37,19 @@ class EngineRoom(NamedTuple):
 
 
 def sum_rooms(
-    engines: Sequence[EngineRoom], *, queued_s: float, share: float, mixes_phases: bool = False
+    engines: Sequence[EngineRoom], *, queued_s: float, share: float, ttft_s: float = 0.0, mixes_phases: bool = False
 ) -> ServiceRoom:
-    """What they run at once: requests, tokens of KV, and tokens of prompts that they compute within `queued_s`. Where
-    none is for a phase, all are; so they are where the policy `mixes_phases` (`RoutingPolicy`). `share`: see
-    `ServiceRoom`."""
-    decoding = [each for each in engines if each.decodes or mixes_phases] or engines
-    prefilling = [each for each in engines if each.prefills or mixes_phases] or engines
+    """What they run at once: requests, tokens of KV, and tokens of prompts that they compute within `queued_s`.
+
+    `ttft_s`: the plan's deadline for the first token; 0: none. Without one, all are for both phases where the policy
+    `mixes_phases` (`RoutingPolicy`); with one, what goes to replicas that decode makes answers late that were in time.
+    Where none is for a phase, all are. `share`: see `ServiceRoom`."""
+    is_mixed = mixes_phases and not ttft_s > 0.0
+    decoding = [each for each in engines if each.decodes or is_mixed] or engines
+    prefilling = [each for each in engines if each.prefills or is_mixed] or engines
+    most_s = MOST_QUEUED * queued_s
+    if ttft_s > 0.0:
+        most_s = max(queued_s, min(most_s, DEADLINE_PART * ttft_s))
     rate = sum(each.prefill_tokens_s for each in prefilling)
     backlogs = [each.waiting_tokens / each.prefill_tokens_s for each in prefilling if each.prefill_tokens_s]
     return ServiceRoom(
@@ -44,6 +57,7 @@ def sum_rooms(
         requests=max(1, sum(max(0, each.places) for each in decoding)),
         size=max(1, sum(each.kv_tokens for each in decoding)),
         unstarted=queued_s * rate,
+        most_unstarted=most_s * rate,
         share=share,
         mixed=sum(each.prefills and each.decodes for each in engines),
         replicas=max(1, sum(each.stages for each in prefilling)),  # each stage computes another prompt

@@ -63,8 +63,9 @@ class ServiceRoom(NamedTuple):
     `share`: how many times what is left free of requests and size a client may have. `unstarted`: the size of what is
     served and has not started. On each of the `replicas` on which requests start, one of any size may, and a second one
     may wait for it once no more than `unstarted` should be left of those that do, at `rate` per second in all; others
-    come to these where what is left has room for them as well. On `mixed` of them a request that starts holds up
-    others. `backlog_s`: of what other queues have given them, on the one that is free first.
+    come to these where what is left has room for them as well, up to `most_unstarted` of all. On `mixed` of them a
+    request that starts holds up others. `backlog_s`: of what other queues have given them, on the one that is free
+    first.
     """
 
     requests: int
@@ -75,6 +76,7 @@ class ServiceRoom(NamedTuple):
     replicas: int = 1
     rate: float = 0.0
     backlog_s: float = 0.0
+    most_unstarted: float = 0.0
 
     def start_s(self, size: int) -> float:
         """How long a request of this size takes to start on one of the replicas, where that is known; else 0."""
@@ -96,10 +98,6 @@ STARTS: Final = 16
 
 STARTS_S: Final = 2.0
 """Seconds in which what was seen of them fades, while there are no others."""
-
-MOST_UNSTARTED: Final = 8.0
-"""So many times what should be left may really be, where engines are slower than they say. More: they are kept busy by
-short prompts beside long ones; less: who comes next waits for less."""
 
 ANY_RATE: Final = 1e12
 """For a rate that is not known: nobody is refused for it."""
@@ -437,7 +435,7 @@ class FairQueue(Generic[Key]):
             return min(until for until, _ in pauses) - now
         over = self._left(room, now) - room.unstarted
         if starting >= 2 * room.replicas:  # of short ones that make up for a long one, or fill its steps
-            if unstarted + size > MOST_UNSTARTED * room.unstarted:
+            if unstarted + size > room.most_unstarted:
                 return inf
             over += min(size, room.unstarted)
         if over <= 0.0:

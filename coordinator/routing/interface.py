@@ -219,8 +219,8 @@ class RoutingPolicy(ABC):
     """Whether `loads.profiles` is to be kept up to date for it."""
 
     mixes_phases: ClassVar[bool] = False
-    """Whether any replica may prefill and decode, whatever the plan has it for, so that gateways are not to hold
-    requests back for those of a phase alone (`coordinator/requests/engine_room.py`)."""
+    """Whether any replica may prefill and decode, whatever the plan has it for, so that gateways without deadlines are
+    not to hold requests back for those of a phase alone (`coordinator/requests/engine_room.py`)."""
 
     lends_replicas: ClassVar[bool] = False
     """Whether replicas do work that the plan's phases do not give them, so that the coordinator is

@@ -39,7 +39,9 @@ def measure_room(
     ]
     if not rooms:
         return None
-    return sum_rooms(rooms, queued_s=limits.queued_s, share=limits.share, mixes_phases=mixes_phases)
+    return sum_rooms(
+        rooms, queued_s=limits.queued_s, share=limits.share, ttft_s=plan.deadlines.ttft_s, mixes_phases=mixes_phases
+    )
 
 
 def _read_room(replica: Replica, engine: EngineAdvert, load: Load, rate: float) -> EngineRoom:

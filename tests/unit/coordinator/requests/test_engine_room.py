@@ -35,7 +35,20 @@ def test_requests_that_may_run_on_any_replica_have_room_on_all() -> None:
     room = sum_rooms(engines, queued_s=1.0, share=1.0, mixes_phases=True)
     assert (by_plan.rate, by_plan.replicas) == (100.0, 1)
     assert (by_plan.requests, by_plan.size) == (10, 1000)
-    assert room == by_plan._replace(requests=20, size=2000, rate=400.0, unstarted=400.0, replicas=3)
+    assert room == by_plan._replace(
+        requests=20, size=2000, rate=400.0, unstarted=400.0, most_unstarted=3200.0, replicas=3
+    )
+
+
+@pytest.mark.parametrize(("ttft_s", "most"), [(0.0, 800.0), (100.0, 800.0), (12.0, 300.0), (1.0, 100.0)])
+def test_with_a_deadline_phases_are_the_plans_and_no_more_of_it_waits_at_engines_than_a_part(
+    ttft_s: float, most: float
+) -> None:
+    engines = [engine(decodes=False), engine(prefills=False)]
+    room = sum_rooms(engines, queued_s=1.0, share=1.0, ttft_s=ttft_s, mixes_phases=True)
+    count = 1 if ttft_s else 2
+    assert (room.replicas, room.requests, room.unstarted) == (count, 10 * count, 100.0 * count)
+    assert room.most_unstarted == most * count
 
 
 def test_places_that_one_replica_lacks_are_not_taken_from_another_and_one_is_always_left() -> None:

@@ -4,15 +4,13 @@ from math import inf
 
 import pytest
 
-from p2pserve.coordinator.requests.fair_queue import MOST_UNSTARTED
-
 from .test_fair_queue import Key, fill, queue_of, room_of, take_all
 
 
 def test_a_turn_comes_once_what_starts_should_be_nearly_done_and_that_moment_is_known_before() -> None:
     """20 tokens, 10 of them at most left, 5 a second: after two seconds. The third one is large, and comes when nothing
     should be left: after 30 tokens more."""
-    queue, room = queue_of(), room_of(unstarted=10.0, rate=5.0, replicas=1)
+    queue, room = queue_of(), room_of(unstarted=10.0, rate=5.0, replicas=1, most_unstarted=80.0)
     assert queue.take_in_s(room, 0.0) == inf, "nobody waits"
     fill(queue, "a", 3, size=20)
     assert queue.take_in_s(room, 0.0) == 0.0
@@ -28,14 +26,14 @@ def test_a_turn_comes_once_what_starts_should_be_nearly_done_and_that_moment_is_
 
 
 def test_short_requests_come_beside_one_that_is_long_while_little_of_all_should_be_left() -> None:
-    """They fill its steps. Where engines are slower than they say, it is eight times as much, and no more."""
-    queue, room = queue_of(), room_of(unstarted=10.0, rate=1e3, replicas=1)
+    """They fill its steps. Where engines are slower than they say, there is a bound."""
+    queue, room = queue_of(), room_of(unstarted=10.0, rate=1e3, replicas=1, most_unstarted=80.0)
     fill(queue, "a", 1, size=30)
     assert queue.take(room, 0.0) == Key("a", 0)
     for number in range(1, 100):
         queue.add("a", Key("a", number), 2, 0.0)
     taken = [key for at in range(1, 300) for key in take_all(queue, room, at / 10)]
-    assert sum(2 for _ in taken) == MOST_UNSTARTED * room.unstarted - 30
+    assert sum(2 for _ in taken) == room.most_unstarted - 30
     assert queue.take_in_s(room, 30.0) == inf
     queue.start(Key("a", 0), 30.0)
     assert take_all(queue, room, 30.1)
