@@ -18,8 +18,12 @@ import msgspec
 
 from .bounds import Count, Figure, Seconds
 
-LEAST_TOKEN_S: Final = 1e-9
-"""No token of a prompt takes less, whatever a profile says."""
+USUAL_PROMPT: Final = 1024
+"""Tokens of a prompt by which a replica's rate is told. Fits to short ones may have all of their time in `step_s`, and
+nothing in what grows with their length."""
+
+LEAST_STEP_S: Final = 1e-6
+"""No step takes less, whatever a profile says."""
 
 
 class StepSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
@@ -105,8 +109,8 @@ class ReplicaProfile(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: Count = 0
 
     def prefill_tokens_s(self, stages: int) -> float:
-        """Tokens of prompts that it computes in a second, each of its stages its layers of another prompt."""
-        return stages / max(LEAST_TOKEN_S, self.prefill.prompt_token_s)
+        """Tokens of usual prompts that it computes in a second, each of its stages its layers of another one."""
+        return stages * USUAL_PROMPT / max(LEAST_STEP_S, self.prefill.seconds(1.0, USUAL_PROMPT))
 
     def batch_s(self, requests: float, prompt: float, output: float) -> tuple[float, float]:
         """Seconds in which a batch of equal requests is prefilled, and decoded (equations 3 and

@@ -223,7 +223,7 @@ class Advertising:
         self._news.set()
 
     def note_request(self) -> None:
-        """A request has come, and counts from now on."""
+        """The engine has one more request."""
         if self._is_shared and trio.current_time() - self._told_at >= self._tuning.load_interval_s:
             self.hurry()
 

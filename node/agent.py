@@ -255,7 +255,7 @@ class Node:
             self._on_drain_order(True, None)
         self.price = PriceTag(settings.usd_per_hour, self._on_price)
         if serving is not None:
-            serving.on_request = self._advertising.note_request
+            serving.on_work = self._advertising.note_request
             serving.gateway.on_member_stalled = self._planning.note_stalled
             serving.api.answers |= NodeAnswers(joined, self.showing).by_name()
         prober = Prober(

@@ -123,9 +123,9 @@ class Serving:
         nursery.start_soon(self.api.run)
         self.host.worker.learner.on_change = self._on_speed
         self._is_used = trio.Event()
-        self.on_request: Callable[[], None] = lambda: None
-        """Hears that there is one more, for this node's clients or its engine."""
-        self.gateway.on_request = self.host.worker.on_request = self._note_request
+        self.on_work: Callable[[], None] = lambda: None
+        """Hears that its engine has one more request."""
+        self.gateway.on_request, self.host.worker.on_request = self._note_request, self._note_work
         nursery.start_soon(self._expect_answers, network, settings.tuning)
 
     def __repr__(self) -> str:
@@ -238,7 +238,10 @@ class Serving:
 
     def _note_request(self) -> None:
         self._is_used.set()
-        self.on_request()
+
+    def _note_work(self) -> None:
+        self._is_used.set()
+        self.on_work()
 
     async def _expect_answers(self, network: Network, tuning: NodeTuning) -> None:
         """Keep the network told of whom requests wait for, and see whether the own engine gets on."""

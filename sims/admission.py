@@ -59,7 +59,7 @@ class AdmissionQueues:
     def __init__(self, deployments: Sequence[Deployment], settings: SimSettings) -> None:
         assert settings.admission is not None, "queues are for admission"
         admission = settings.admission
-        self._deployments = deployments
+        self._deployments, self._settings = deployments, settings
         self._admission = admission
         # Else there are none, or all gateways route as one.
         self._hears_others = bool(settings.report_s) and len(settings.gateways) > 1
@@ -83,7 +83,7 @@ class AdmissionQueues:
     def _admit(self, request: SimRequest, now: float) -> bool:
         deployment, queue = self._deployments[request.service], self._queue_of(request)
         kind = self._kinds[request.service][request.row]
-        room, ttft_s = self._room(request.service, request.gateway, now), deployment.service.slo.ttft_s
+        room, ttft_s = self._room(request.service, request.gateway, now), deployment.plan.deadlines.ttft_s
         start_s = room.backlog_s + queue.start_in_s(CLIENT, request.prompt, now, room.rate, self._classes[kind])
         prefill_s, left_s = max(room.start_s(request.prompt), queue.mean_start_s(now)), self._admission.deadline_s
         parts = self._parts.setdefault((request.service, request.gateway), ClassParts(self._admission.rules))
@@ -120,6 +120,10 @@ class AdmissionQueues:
         """Whose turn it is at the gateway of this request."""
         return self._queue_of(request).take(self._room(request.service, request.gateway, now), now)
 
+    def is_waiting(self, request: SimRequest) -> bool:
+        """Whether somebody waits at the gateway of this request."""
+        return self._queue_of(request).waiting > 0
+
     def next_look_at(self, request: SimRequest, now: float) -> float | None:
         """When somebody at the gateway of this request may have a turn though nothing else happens; None: not so, or
         that has been said before."""
@@ -147,7 +151,7 @@ class AdmissionQueues:
         ]
         return sum_rooms(
             rooms, queued_s=admission.queued_s, share=admission.share, ttft_s=deployment.plan.deadlines.ttft_s,
-            mixes_phases=deployment.mixes_phases,
+            mixes_phases=deployment.mixes_phases, gateways=len(self._settings.gateways) if self._hears_others else 1.0,
         )  # fmt: skip
 
 

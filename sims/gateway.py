@@ -95,7 +95,7 @@ class SimGateway:
     def _give_turns(self, request: SimRequest, now: float) -> None:
         """At the gateway of this request, to those that wait there."""
         admission = self._admission
-        if admission is None:
+        if admission is None or not admission.is_waiting(request):
             return
         while (following := admission.take(request, now)) is not None:
             self._carry_out(following, following.machine.network_changed(now), now)

@@ -7,6 +7,7 @@ first served.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Final, NamedTuple
 
 from .fair_queue import ServiceRoom
@@ -37,19 +38,25 @@ class EngineRoom(NamedTuple):
 
 
 def sum_rooms(
-    engines: Sequence[EngineRoom], *, queued_s: float, share: float, ttft_s: float = 0.0, mixes_phases: bool = False
+    engines: Sequence[EngineRoom],
+    *,
+    queued_s: float,
+    share: float,
+    ttft_s: float = 0.0,
+    mixes_phases: bool = False,
+    gateways: float = 1.0,
 ) -> ServiceRoom:
     """What they run at once: requests, tokens of KV, and tokens of prompts that they compute within `queued_s`.
 
     `ttft_s`: the plan's deadline for the first token; 0: none. Without one, all are for both phases where the policy
     `mixes_phases` (`RoutingPolicy`); with one, what goes to replicas that decode makes answers late that were in time.
-    Where none is for a phase, all are. `share`: see `ServiceRoom`."""
+    Where none is for a phase, all are. `gateways`: how many times the requests of this one all have. `share`: see
+    `ServiceRoom`."""
     is_mixed = mixes_phases and not ttft_s > 0.0
     decoding = [each for each in engines if each.decodes or is_mixed] or engines
     prefilling = [each for each in engines if each.prefills or is_mixed] or engines
-    most_s = MOST_QUEUED * queued_s
-    if ttft_s > 0.0:
-        most_s = max(queued_s, min(most_s, DEADLINE_PART * ttft_s))
+    most_s = min(MOST_QUEUED * queued_s, DEADLINE_PART * ttft_s if ttft_s > 0.0 else inf)
+    most_s = max(queued_s, most_s / max(1.0, gateways))  # each lets so much wait there
     rate = sum(each.prefill_tokens_s for each in prefilling)
     backlogs = [each.waiting_tokens / each.prefill_tokens_s for each in prefilling if each.prefill_tokens_s]
     return ServiceRoom(
@@ -59,7 +66,7 @@ def sum_rooms(
         unstarted=queued_s * rate,
         most_unstarted=most_s * rate,
         share=share,
-        mixed=sum(each.prefills and each.decodes for each in engines),
+        mixed=sum(is_mixed or (each.prefills and each.decodes) for each in engines),
         replicas=max(1, sum(each.stages for each in prefilling)),  # each stage computes another prompt
         rate=rate,
         backlog_s=min(backlogs, default=0.0),

@@ -10,7 +10,7 @@ from typing import Final, TypeGuard, final
 
 from ..calibration import told_costs
 from ..capacity import BoxView, Links
-from ..costs.gpus import GpuSpec, Specs, gpu_table
+from ..costs.gpus import GpuError, GpuSpec, Specs, gpu_table
 from ..costs.model_shape import ModelShape
 from ..costs.profiled_times import FURTHEST
 from ..costs.replica import Hop, ReplicaError, StageHardware, replica_times
@@ -73,15 +73,15 @@ def profile_replica(
     is_current = len(replica.stages) == 1 or head.stages == replica.stages
     told = told_costs(head.profile if is_current else None)
     kv_tokens = head.kv_tokens if is_current else 0
-    stages = tuple(
-        StageHardware(_card(box, stage.tp), stage.tp, stage.layers, box.card_link_gbps)
-        for box, stage in zip(known, replica.stages, strict=True)
-    )
     try:
+        stages = tuple(
+            StageHardware(_card(box, stage.tp), stage.tp, stage.layers, box.card_link_gbps)
+            for box, stage in zip(known, replica.stages, strict=True)
+        )
         prior = _profile_model(head.model, stages, _hops(replica, links) if len(stages) > 1 else ())
         # Links may not have been measured yet: nothing is too fast for them.
         fastest = _profile_model(head.model, stages, (NO_HOP,) * len(stages)) if len(stages) > 1 else prior
-    except (ReplicaError, ArithmeticError):
+    except (GpuError, ReplicaError, ArithmeticError):
         return None
     return ReplicaProfile(
         prefill=told.prefill if _is_credible(told.prefill, fastest.prefill) else prior.prefill,

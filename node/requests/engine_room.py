@@ -20,12 +20,18 @@ EFFICIENCY: Final = 0.5  # of a prefill, of the products that an engine has meas
 
 
 def measure_room(
-    view: NetworkView, service: str, limits: ClientLimits, rates: Mapping[str, float], *, mixes_phases: bool
+    view: NetworkView,
+    service: str,
+    limits: ClientLimits,
+    rates: Mapping[str, float],
+    *,
+    mixes_phases: bool,
+    gateways: float = 1.0,
 ) -> ServiceRoom | None:
     """What the usable replicas of the plan run at once, less what other gateways have there; None where there is none
     of them. `rates`: tokens of prompts that replicas compute in a second, by their ids, where their own steps or their
     hardware's say it; of others what their engines have measured has to do.
-    `mixes_phases`: see `RoutingPolicy`."""
+    `mixes_phases`: see `RoutingPolicy`; `gateways`: how many times this one's requests all gateways have."""
     plan = view.plan_of(service)
     if plan is None:
         return None
@@ -40,8 +46,9 @@ def measure_room(
     if not rooms:
         return None
     return sum_rooms(
-        rooms, queued_s=limits.queued_s, share=limits.share, ttft_s=plan.deadlines.ttft_s, mixes_phases=mixes_phases
-    )
+        rooms, queued_s=limits.queued_s, share=limits.share, ttft_s=plan.deadlines.ttft_s, mixes_phases=mixes_phases,
+        gateways=gateways,
+    )  # fmt: skip
 
 
 def _read_room(replica: Replica, engine: EngineAdvert, load: Load, rate: float) -> EngineRoom:

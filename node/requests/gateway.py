@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import Final, final
+from typing import final
 from zlib import crc32
 
 import trio
@@ -45,7 +45,7 @@ from .request_log import RequestLog
 from .routes import RouteFinder
 from .tokenizing import TOKEN_BYTES, Tokenizing
 
-LEAST_LOOK_S: Final = 0.01
+LEAST_LOOK_S, MOST_LOOK_S = 0.01, 1.0
 """Between two looks at who is next, beside those that tokens and reports are the occasion of."""
 
 
@@ -356,8 +356,8 @@ class Gateway:
     def _look_again(self, now: float, in_s: float) -> None:
         """When engines should be nearly done, though nobody has said so yet: their message takes as long as the next
         prompt's way to them, and they would be idle meanwhile."""
-        at = now + max(LEAST_LOOK_S, in_s)
-        if at < inf and not now < self._looks_at <= at + LEAST_LOOK_S:
+        at = now + min(max(LEAST_LOOK_S, in_s), MOST_LOOK_S)
+        if in_s < inf and not now < self._looks_at <= at + LEAST_LOOK_S:
             self._looks_at = at
             self._nursery.start_soon(self._give_turns_at, at)
 
@@ -370,10 +370,11 @@ class Gateway:
         """None: no engine is ready, so there is nothing to queue for. Measured when it is asked for, as the network
         changes many times a second, with requests or without."""
         if not self._is_measured:
-            rates, mixes_phases = self._routes.find_prefill_rates(), self._routes.mixes_phases
+            view, service, routes = self._view, self._model.service, self._routes
             self._measured = measure_room(
-                self._view, self._model.service, self._limits, rates, mixes_phases=mixes_phases
-            )
+                view, service, self._limits, routes.find_prefill_rates(), mixes_phases=routes.mixes_phases,
+                gateways=view.gateways_like(self.demand, service),
+            )  # fmt: skip
             self._is_measured = True
         return self._measured
 

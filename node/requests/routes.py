@@ -166,7 +166,7 @@ class RouteFinder:
         ending = {replica.head for replica in plan.replicas if view.ends_within(replica, needed_s)}
         unsure = self.hung | stalled | ending
         router = self._follow(plan)
-        router.report(view.loads(self._queues()), view.gateways_like(self._demand(), self.service))
+        self._report(router)
         prices = (sum(view.usd_per_hour(peer) for peer in replica.peers) for replica in plan.replicas)
         router.loads.usd_per_hour[:] = list(prices)
         if router.needs_profiles:
@@ -196,7 +196,12 @@ class RouteFinder:
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._settings, earlier=self._router, rng=self._rng)
             self._profiles = ReplicaProfiles(plan)
+            self._report(self._router)
         return self._router
+
+    def _report(self, router: Router) -> None:
+        """Tell it how replicas stand."""
+        router.report(self._view.loads(self._queues()), self._view.gateways_like(self._demand(), self.service))
 
     def _update_profiles(self, plan: Plan, router: Router) -> list[ReplicaProfile | None]:
         """How fast the replicas are, in the plan's order."""

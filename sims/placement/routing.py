@@ -94,8 +94,8 @@ class GatewayRouting:
         self._routers: dict[int, Router] = {}
         self._profiles: dict[tuple[int, int], ReplicaProfile] = {}  # by engine and service
         self._reported: dict[int, Mapping[int, WorkBeside]] = {}  # by engine, of its services
-        self._told_at: dict[int, float] = {}  # by engine, when that had changed
-        self._hurried: dict[int, tuple[float, Mapping[int, WorkBeside]]] = {}  # by engine, what is heard from when on
+        self._told_at: dict[tuple[int, int], float] = {}  # by engine and service, when that had changed
+        self._hurried: dict[tuple[int, int], tuple[float, WorkBeside]] = {}  # likewise, what is heard from when on
 
     def look(self, fleet: FleetState, now: float) -> None:
         """See `FleetRouting`."""
@@ -103,7 +103,11 @@ class GatewayRouting:
             told_at = self._report_at
             self._report_at += self._report_s * (1 + (now - self._report_at) // self._report_s)
             found = {id_: fleet.count_work(id_) for id_ in fleet.engines}
-            self._told_at |= {id_: told_at for id_, work in found.items() if work != self._reported.get(id_, {})}
+            for id_, work in found.items():
+                before = self._reported.get(id_, {})
+                self._told_at |= {
+                    (id_, each): told_at for each in {*work, *before} if work.get(each) != before.get(each)
+                }
             self._reported = found
             self._hurried.clear()
 
@@ -131,18 +135,19 @@ class GatewayRouting:
         self._routers[request.service].end_request(f"{request.service}.{request.row}", request.output)
 
     def _hear(self, now: float) -> None:
-        for id_ in [id_ for id_, (at, _) in self._hurried.items() if at <= now]:
-            self._reported = {**self._reported, id_: self._hurried.pop(id_)[1]}
+        for key in [key for key, (at, _) in self._hurried.items() if at <= now]:
+            id_, service = key
+            work = {**self._reported.get(id_, {}), service: self._hurried.pop(key)[1]}
+            self._reported = {**self._reported, id_: work}
 
     def _note_request(self, fleet: FleetState, id_: int, request: FleetRequest, now: float) -> None:
-        """It comes to this engine, which says so unless it has told something just now."""
-        if now - self._told_at.get(id_, -inf) < self._report_s:
+        """It comes to this engine, whose node for the service says so unless it has told something just now."""
+        key = id_, request.service
+        if now - self._told_at.get(key, -inf) < self._report_s:
             return
-        work = dict(fleet.count_work(id_))
-        requests, tokens = work.get(request.service, WorkBeside())
-        work[request.service] = WorkBeside(requests + 1, tokens + request.sequence.known)
-        self._hurried[id_] = now + HEARD_S, work
-        self._told_at[id_] = now
+        requests, tokens = fleet.count_work(id_).get(request.service, WorkBeside())
+        self._hurried[key] = now + HEARD_S, WorkBeside(requests + 1, tokens + request.sequence.known)
+        self._told_at[key] = now
 
     def _name(self, service: int, id_: int) -> str:
         """Of a service's node on a box: routes are tried in the order of these."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from p2pserve.coordinator.costs.gpus import gpu_table
 from p2pserve.coordinator.costs.model_shape import model_shape
-from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
+from p2pserve.coordinator.plan import Deadlines, Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster import Box, Cluster
 from p2pserve.coordinator.planning.model.workload import Service, Slo, Workload
 from p2pserve.coordinator.requests.admission import DEFAULT_RULES, AdmissionSettings, PriorityClass
@@ -67,7 +67,7 @@ def run_at(
     service = Service(name="s", model=MODEL, workload=workload, slo=Slo(ttft_s=TTFT_S, tpot_s=inf, e2e_s=inf))
     stages = {name: (Stage(peer=name, tp=1, first_layer=0, last_layer=MODEL.layers),) for name in replicas}
     plan = Plan(
-        epoch=1, version=1, service="s", codec="raw", why=(),
+        epoch=1, version=1, service="s", codec="raw", why=(), deadlines=Deadlines(ttft_s=TTFT_S),
         replicas=tuple(Replica(id=name, phase=Phase.MIXED, stages=stages[name]) for name in replicas),
         pairings=tuple(Pairing(prefill=name, decode=name, weight=1.0 / len(replicas)) for name in replicas),
     )  # fmt: skip

@@ -29,14 +29,14 @@ def test_where_a_phase_is_missing_the_others_do_it(phase: str) -> None:
 
 
 def test_requests_that_may_run_on_any_replica_have_room_on_all() -> None:
-    """Answers are held up where the plan says so."""
+    """Prompts hold up answers on all of them."""
     engines = [engine(decodes=False), engine(prefills=False, stages=2, prefill_tokens_s=300.0, waiting_tokens=30)]
     by_plan = sum_rooms(engines, queued_s=1.0, share=1.0)
     room = sum_rooms(engines, queued_s=1.0, share=1.0, mixes_phases=True)
     assert (by_plan.rate, by_plan.replicas) == (100.0, 1)
-    assert (by_plan.requests, by_plan.size) == (10, 1000)
+    assert (by_plan.requests, by_plan.size, by_plan.mixed) == (10, 1000, 0)
     assert room == by_plan._replace(
-        requests=20, size=2000, rate=400.0, unstarted=400.0, most_unstarted=3200.0, replicas=3
+        requests=20, size=2000, mixed=2, rate=400.0, unstarted=400.0, most_unstarted=3200.0, replicas=3
     )
 
 
@@ -62,3 +62,11 @@ def test_the_backlog_is_that_of_the_replica_that_is_free_first_of_those_whose_sp
     unknown = engine(waiting_tokens=1, prefill_tokens_s=0.0)
     assert sum_rooms([*engines, unknown], queued_s=1.0, share=1.0).backlog_s == 2.0
     assert sum_rooms([unknown], queued_s=1.0, share=1.0).backlog_s == 0.0
+
+
+def test_several_gateways_let_no_more_wait_at_engines_together_than_one() -> None:
+    def most_of(gateways: float) -> float:
+        return sum_rooms([engine()], queued_s=1.0, share=1.0, gateways=gateways).most_unstarted
+
+    assert (most_of(0.0), most_of(1.0), most_of(4.0)) == (800.0, 800.0, 200.0)
+    assert most_of(100.0) == 100.0, "what each may have there in any case"

@@ -64,7 +64,9 @@ def test_without_a_replica_that_serves_there_is_no_room_to_speak_of(view: Networ
 
 
 def test_a_mixed_replica_counts_for_both() -> None:
-    room = measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
+    room = measure_room(
+        view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False, gateways=1.0
+    )
     assert room is not None
     assert (room.requests, room.size, room.share) == (16, 1000, 7.0)
     assert room.unstarted == pytest.approx(PREFILLED)
@@ -152,7 +154,9 @@ def test_what_other_gateways_have_prompts_computed_is_told_of_the_replica_that_i
     assert room.backlog_s == pytest.approx(1000 * 0.5 / PREFILLED)
     assert room.start_s(100) == pytest.approx(100 * 0.5 / PREFILLED)
     assert (
-        measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
+        measure_room(
+            view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False, gateways=1.0
+        )
         is not None
     )
 
@@ -171,7 +175,9 @@ def test_prompts_of_services_that_share_its_gpus_keep_a_replica_from_being_free(
 
 def test_a_replica_is_as_fast_as_its_profile_says_where_there_is_one() -> None:
     view = view_of(plan_of(one=Phase.MIXED, two=Phase.MIXED), one=advert(), two=advert())
-    alone = measure_room(view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False)
+    alone = measure_room(
+        view_of(plan_of(one=Phase.MIXED), one=advert()), SERVICE, LIMITS, {}, mixes_phases=False, gateways=1.0
+    )
     room = measure_room(view, SERVICE, LIMITS, {"one": 100.0}, mixes_phases=False)
     assert room is not None
     assert alone is not None

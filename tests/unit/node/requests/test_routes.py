@@ -158,13 +158,23 @@ def test_replicas_prefill_at_the_rate_of_their_own_steps_or_of_their_hardware() 
     view = NetworkView(adverts={ONE: fitted, TWO: advert()}, plans=by_service(plan_of(ONE, TWO)))
     routes = finder(view)
     rates = routes.find_prefill_rates()
-    assert rates[ONE] == pytest.approx(500.0)
+    assert rates[ONE] == pytest.approx(1024 / (0.1 + 1024 * 2e-3))
     assert rates[TWO] > rates[ONE]
     view.plans[SERVICE] = plan_of(TWO)
     assert routes.find_prefill_rates() == {TWO: pytest.approx(rates[TWO])}
     assert routes.find(WANTED, 0.0).decode == TWO
     del view.plans[SERVICE]
     assert routes.find_prefill_rates() == {}
+
+
+def test_a_profile_of_short_prompts_makes_no_replica_a_thousand_times_as_fast() -> None:
+    """All of their time may be that of a step, and nothing what grows with their length."""
+    flat = PhaseFit(cost=PhaseCost(step_s=0.012), samples=100, error=0.0)
+    view = NetworkView(
+        adverts={ONE: msgspec.structs.replace(advert(), profile=LatencyProfile(prefill=flat))},
+        plans=by_service(plan_of(ONE)),
+    )
+    assert finder(view).find_prefill_rates()[ONE] == pytest.approx(1024 / 0.012)
 
 
 def test_nothing_is_expected_of_a_box_that_has_measured_nothing() -> None:
