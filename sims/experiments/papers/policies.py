@@ -277,8 +277,8 @@ def _load(rate: float) -> str:
 
 REMARKS: Final = """\
 - The default's first tokens are within 2 % of the earliest in 62 of 68 settings, and its throughput is within 2 % of
-  the highest in 61; those of `plan`, the default before, in 9 and 26. At worst they are 1.30 times the earliest,
-  and 0.95 of the highest: the goal of 2 % everywhere is missed.
+  the highest in 59; those of `plan`, the default before, in 9 and 28. At worst they are 1.30 times the earliest,
+  and 0.88 of the highest: the goal of 2 % everywhere is missed.
 - Gateways hold back what engines would let wait, as the network's do, and route a request when its turn comes; here
   they refuse nobody. Where all requests are given to engines as they come, it is 54 and 60: nobody knows how long
   answers will be, and Cronus' frontend, which holds requests back until a card has room, has first tokens up to 7 %
@@ -289,17 +289,18 @@ REMARKS: Final = """\
   counted decode replicas' KV alone, an A100 that prefills for an A10 (llama3-8b, 6/s) had first tokens after 123 s at
   the 99th percentile instead of 4.4, and 3.3 requests/s instead of 5.6.
 
-  Where a plan has deadlines, phases count as it has them: at its capacity 86 % of the requests are in time by
+  Where a plan has deadlines, phases count as it has them: at its capacity 88 % of the requests are in time by
   [admission at the deadline](overload.md), and 67 % were where all replicas counted.
 - Two of the six later first tokens are those of four gateways with Splitwise's machines: `splitwise`, whose gateways
   ask replicas before they send, is the best or within 2 % of it in all four settings. The default asks nobody, and has
-  first tokens 14 and 18 % later. One is beyond what engines carry (24/s over PCIe), and three are the tenth latest of
+  first tokens 13 and 18 % later. One is beyond what engines carry (24/s over PCIe), and three are the tenth latest of
   1,000 requests or of 4,000 (1.02 to 1.12).
-- Lower throughput is in whole requests on two cards at 6/s, where the last long answers decide it (0.97 to 0.98, four
-  settings): the lesser card's last answer ends 4 of 178 s later. `hetero` gives that card fewer, and has its first
-  tokens later elsewhere. The other three are Xiong's two instances beyond what they carry (0.95 to 0.97).
+- Lower throughput is in whole requests on two cards, where the last long answers decide it: 0.97 to 0.98 in four
+  settings at 6/s, and 0.88 to 0.98 in three at once. At 6/s the lesser card's last answer ends 4 of 178 s later.
+  `hetero` gives that card fewer, and has its first tokens later elsewhere. The other two are Xiong's two instances
+  beyond what they carry (0.95 and 0.97).
 - Most is gained by replicas that take requests whole, whatever their phase: where an A100 prefills for a lesser card
-  and all come at once, 8.8 to 12.8 requests/s instead of 2.7 to 9.2 by the other policies. Plans whose phases fit gain
+  and all come at once, 9.0 to 12.6 requests/s instead of 2.7 to 9.2 by the other policies. Plans whose phases fit gain
   less.
 - What a request adds to the waits of others counts as its own wait does. Without that all go to the strong instance of
   Xiong's two until it is slow.
