@@ -112,12 +112,7 @@ class Serving:
         )
         self.http = HttpAnswering(network, self.api.connect, nursery)
         self.api.carry = _front_of_others(network, nursery).serve_stream
-        network.handle(methods.GENERATE, self.gateway.generate)
-        network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
-        network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
-        network.on_notice(methods.TOKENS, self.gateway.on_tokens)
-        network.on_notice(methods.PREFILL_ENDED, self.gateway.on_prefill_ended)
-        network.on_notice(methods.REPLICA_HUNG, self.gateway.on_replica_hung)
+        self._hear_requests(network)
         network.on_hung(self._peer_hung)
         nursery.start_soon(self.host.run)
         nursery.start_soon(self.api.run)
@@ -127,6 +122,15 @@ class Serving:
         """Hears that its engine has one more request."""
         self.gateway.on_request, self.host.worker.on_request = self._note_request, self._note_work
         nursery.start_soon(self._expect_answers, network, settings.tuning)
+
+    def _hear_requests(self, network: Network) -> None:
+        """What clients ask, and what engines say of it, is the gateway's."""
+        network.handle(methods.GENERATE, self.gateway.generate)
+        network.handle(methods.GENERATE_CONTINUE, self.gateway.continue_answer)
+        network.on_notice(methods.GENERATE_STOP, self.gateway.stop)
+        network.on_notice(methods.TOKENS, self.gateway.on_tokens)
+        network.on_notice(methods.PREFILL_ENDED, self.gateway.on_prefill_ended)
+        network.on_notice(methods.REPLICA_HUNG, self.gateway.on_replica_hung)
 
     def __repr__(self) -> str:
         return f"<Serving {self.host.worker} {self.gateway}>"

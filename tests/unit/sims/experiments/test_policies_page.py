@@ -82,5 +82,5 @@ def test_the_page_counts_where_the_default_is_best_and_where_it_is_not() -> None
     assert f"in {near[0]} of {len(settings)} settings" in " ".join(page.REMARKS.split())
     assert f"highest in {near[1]};" in " ".join(page.REMARKS.split())
     assert sum(row.default_over_it <= page.NEAR for row in settings) == near[0]
-    assert max(row.TTFT_P99_worst for row in rows) < 1.2
-    assert min(row.throughput_worst for row in rows) > 0.91
+    assert max(row.TTFT_P99_worst for row in rows) < 1.3
+    assert min(row.throughput_worst for row in rows) > 0.87
