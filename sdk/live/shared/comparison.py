@@ -70,10 +70,10 @@ class SharedRun:
         AskedModel("opt-6.7b", 0.2, 128, 64),
     )
     pairs: Sequence[tuple[int, int]] = ((0, 1), (0, 2), (1, 2), (0, 1), (0, 2), (0, 1), (0, 2), (1, 2))
-    cards: str = "1xA40/24"
+    cards: str = "1xA40/12"
     kv_cache_mib: int = 8192
-    rate: float = 0.13
-    seconds: float = 1200.0
+    rate: float = 0.4
+    seconds: float = 1800.0
     lead: float = 90.0
     spread: float = 0.5
     seed: int = 0
