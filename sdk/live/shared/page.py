@@ -13,8 +13,9 @@ TOLERANCE: Final = 0.05
 COLUMNS: Final = (
     "*Simulated* is the simulator of [sharing](sharing.md), where each request is sent by gateways' own code, which "
     "hears of other services' requests four times a second, and at once of one after a quiet while, on average over 9 "
-    "runs that hear of them at other moments (*spread*: standard deviation over mean of these runs); *fewest* sends it to the box that has the fewest at that "
-    "moment, as SeaLLM does; *as routed* has each request on the box where it ran live."
+    "runs that hear of them at other moments (*spread*: standard deviation over mean of these runs); *fewest* sends it "
+    "to the box that has the fewest at that moment, as SeaLLM does; *as routed* has each request on the box where it "
+    "ran live."
 )
 
 

@@ -31,7 +31,7 @@ def together(*arrivals: float, prompt: int = 20) -> dict[int, Trace]:
 def test_requests_are_as_many_as_each_service_is_asked_for_and_the_same_every_time() -> None:
     run = SharedRun()
     traces = run.traces()
-    assert [len(trace) for trace in traces.values()] == [78, 47, 31]
+    assert [len(trace) for trace in traces.values()] == [360, 216, 144]
     assert all(
         (trace.arrival_s == again.arrival_s).all()
         for trace, again in zip(traces.values(), run.traces().values(), strict=True)
