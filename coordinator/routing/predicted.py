@@ -10,7 +10,7 @@ on a route, in seconds, by the replicas' fitted times (`ReplicaProfile`) and liv
 
 Where the plan has deadlines, a route costs what is likely to be missed on it: the first token and the time from token
 to token by the sixth power of their parts of their deadlines, the end by the share of the latest answers that would be
-too long for it (`AnswerTail`). So nobody is sent to a fast first token whose answer comes too late.
+too long for it (`AnswerTail`). What caches save decides among routes on which little is missed.
 
 What waits and what decodes together counts twice (MARGINAL): for this request, and for those that it holds up. With its
 own time alone every request would go to the fastest replica until that is as slow as the others. A request counts as
@@ -28,8 +28,7 @@ longer. Of routes that are expected to be nearly as good, the one on cheaper box
 known; and where there are several gateways, one by lot: all hear the same reports, and would go to the same replica
 until the next.
 
-Nothing here needs a coordinator that is alive: a gateway goes on by the last plan, with what it sees. State and work
-are of the order of the plan's pairs.
+Without a coordinator a gateway goes on by the last plan. State and work are of the order of the plan's pairs.
 """
 
 from __future__ import annotations
@@ -79,11 +78,14 @@ CACHED: Final = 15.0
 """A token of a prompt that a replica holds counts as the time for so many, beside its own: what is not computed again
 leaves room for others. More of it finds more in caches, and lets queues grow longer beside idle replicas."""
 
+BEARABLE: Final = 0.02
+"""So much of a request may be missed for what a cache saves. More: more is found, and answers there come later."""
+
 SHARED_FROM: Final = 0.5
 """Of the plan's deadline for the first token: where that is expected sooner, decoding is not disturbed for it."""
 
 LENT_FROM: Final = 8.0
-"""Mean prompts. A replica takes requests that its phase is not for where prompts wait for longer than these take."""
+"""Mean prompts. A replica takes requests that its phase is not for where prompts wait for longer."""
 
 MARGINAL: Final = 2.0
 """What waits, and what decodes together, counts so many times: a request that waits for n others makes about n others
@@ -230,9 +232,8 @@ class PredictedTimes(RoutingPolicy):
         )
 
     def __repr__(self) -> str:
-        return (
-            f"<PredictedTimes requests={len(self.prompts)} of {self.mean_prompt:.0f} + {self.mean_output:.0f} tokens>"
-        )
+        mean = f"{self.mean_prompt:.0f} + {self.mean_output:.0f} tokens"
+        return f"<PredictedTimes requests={len(self.prompts)} of {mean}>"
 
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
         """See `RoutingPolicy`."""
@@ -253,9 +254,7 @@ class PredictedTimes(RoutingPolicy):
         beside_s = self._beside_s(forecast, speeds, loads, now).take(routes.decode)
         beside_s += routes.is_whole * (uncached / prompt * forecast.beside_s).take(routes.decode)
         pace_s = forecast.decode_s.take(routes.decode) + beside_s
-        saved_s = None
-        if request.cached_tokens is not None and request.cached_tokens.any():
-            saved_s = CACHED * (cached * speeds.token_s)[routes.prefill]
+        saved_s = CACHED * (cached * speeds.token_s).take(routes.prefill) if cached.any() else None
         later = np.ones(len(first_s))
         beyond_share = self._queues.beyond_share()
         later[: len(beyond_share)] += beyond_share
@@ -299,7 +298,8 @@ class PredictedTimes(RoutingPolicy):
         if saved_s is None:
             return missed
         part = 1.0 - saved_s / np.maximum(seconds, LEAST_S)
-        return np.where(part > 0.0, missed * _raise(part), part)
+        little = np.where(part > 0.0, missed * _raise(part), LEAST_S * part)
+        return np.asarray(little + np.maximum(missed - BEARABLE, 0.0))
 
     def on_end(self, request: RequestId, output_tokens: int | None) -> None:
         """Learn from its answer."""

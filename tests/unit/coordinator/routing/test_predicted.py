@@ -311,6 +311,15 @@ def test_a_prompt_that_a_replica_holds_goes_there_with_deadlines_as_well() -> No
     assert router.route(500, cached_tokens={"b": 480}).decode == "b"
 
 
+@pytest.mark.parametrize(("tokens", "decodes"), [(350, "fast"), (60, "slow")])
+def test_but_not_where_its_answer_would_come_too_late(tokens: int, decodes: str) -> None:
+    router = slow_and_fast()
+    note(router, "fast", tokens=10_000)
+    answer(router, tokens)
+    assert router.route(500).decode == "fast"
+    assert router.route(500, cached_tokens={"slow": 480}).decode == decodes
+
+
 # ---- splits -----------------------------------------------------------------------------------------------
 
 
