@@ -46,19 +46,23 @@ CACHING: Final = SimEngineSettings(prefix_blocks=4)
 BRACKET: Final = (0.2, 1.6)
 """Where the highest rate is looked for, as multiples of what the planner expects."""
 
+MOST_BRACKETS: Final = 4
+"""One above the other, while all that is tried is carried: to 6.5 times what is expected."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
     """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
-    steps of one watched, halvings of a rate, plans that challenge the best in trials, and the `policy`
-    that routes there; `requests` of a run, where a page counts those and no seconds, and at least of those that plans
-    are tried in. `kept`: see `KeptResults`."""
+    steps of one watched, halvings of a rate, plans with the best estimates that are `tried` in simulations,
+    plans that challenge the best of those, and the `policy` that routes there; `requests` of a run, where a page counts
+    those and no seconds, and at least of those that plans are tried in. `kept`: see `KeptResults`."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
     steps: int | None = None
     long_steps: int = 2000
     halvings: int = 6
+    tried: int = 6
     challengers: int = 16
     policy: str = PLAN
     requests: int = 1000
@@ -67,7 +71,7 @@ class Scope:
     @classmethod
     def quick(cls) -> Scope:
         """To see that everything works; its figures say little."""
-        return cls(seeds=(0,), seconds=20.0, steps=60, long_steps=60, halvings=1, challengers=1, requests=100)
+        return cls(seeds=(0,), seconds=20.0, steps=60, long_steps=60, halvings=1, tried=2, challengers=1, requests=100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,20 +235,26 @@ def highest_rate(
     prefix_caches: bool = False,
 ) -> float:
     """Requests per second at which TARGET of them still meet all deadlines, by halving around the
-    planner's estimate; the lowest rate tried where even that is too much."""
+    planner's estimate, or beyond that while all that is tried is carried; the lowest rate tried where even that is too
+    much."""
     low, high = (factor * deployed.at().max_rate for factor in BRACKET)
     slo = deployed.problem.services[0].slo
-    for _ in range(scope.halvings):
-        rate = (low + high) / 2
-        plan = deployed.at(rate).plan
-        found = outcome(
-            deployed.problem, plan, scope, seed, rate=rate, dispatch=dispatch, engine=engine,
-            prefix_caches=prefix_caches,
-        )  # fmt: skip
-        if attainment(found.outcomes, slo) >= TARGET:
-            low = rate
-        else:
-            high = rate
+    for _ in range(MOST_BRACKETS):
+        top = high
+        for _ in range(scope.halvings):
+            rate = (low + high) / 2
+            plan = deployed.at(rate).plan
+            found = outcome(
+                deployed.problem, plan, scope, seed, rate=rate, dispatch=dispatch, engine=engine,
+                prefix_caches=prefix_caches,
+            )  # fmt: skip
+            if attainment(found.outcomes, slo) >= TARGET:
+                low = rate
+            else:
+                high = rate
+        if high < top:
+            break
+        high = BRACKET[1] * top
     return low
 
 

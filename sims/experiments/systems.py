@@ -38,8 +38,6 @@ FACTORS: Final = (1.0, 1.5, 2.0)
 deadlines, the more another plan may carry."""
 SEARCHES: Final = 2
 """At each of those rates, with other chances: at strict deadlines what is found differs."""
-TRIED: Final = 6
-"""Of the plans that are found, those with the best estimates, which are simulated."""
 IN_HOUSE_TRIED: Final = 3
 """Likewise, of all configurations of the A100 box."""
 TRIALS: Final = 1000
@@ -126,9 +124,9 @@ def _search_and_try(case: PlannedCase, rate: float, scope: Scope, *others: Solut
     cases = [replace(case, rate=float(f"{factor * rate:.2g}")) for factor in FACTORS]
     trials = _trials(cases[0].problem(), scope)
     every = [searched(one, scope.steps, seed) for one in cases for seed in range(searches)]
-    likely = [trials.pick_candidates(found, TRIED) for found in every]
+    likely = [trials.pick_candidates(found, scope.tried) for found in every]
     ranked = trials.rank_expected([solution for those in likely for solution in those])
-    tried = trials.try_all([*others, *ranked[:TRIED]])
+    tried = trials.try_all([*others, *ranked[: scope.tried]])
     sources = (found for found, those in zip(every, likely, strict=True) if tried[0].solution in those)
     source = next(sources, every[0])
     best = trials.challenge(tried, source, scope.challengers, np.random.default_rng(0))[0]

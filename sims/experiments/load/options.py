@@ -24,7 +24,13 @@ SCALES: Final = (3.0, 5.0, LOOSE)
 GBPS: Final = 10.0
 CHALLENGERS: Final = 4
 TRIAL_S: Final = 30.0
-"""At least: a trial has 300 requests, however long they take to come."""
+TRIAL_DEADLINES: Final = 2.0
+"""A trial lasts at least so many times as long as a whole answer may take: in a shorter one most answers run beside
+fewer others than they will."""
+MORE_TRIED: Final = 10
+MORE_CHALLENGERS: Final = 24
+MORE_REQUESTS: Final = 2
+"""Where all have chunks and 8 bits, more plans are tried, each with so many times the scope's requests."""
 COLOCATED, OURS = "colocated", "ours"
 SYSTEMS: Final = (COLOCATED, OURS)
 
@@ -196,13 +202,17 @@ def measure_system(each: Measured, scope: Scope, kept: KeptResults) -> SystemRat
 
 def choose_plan(case: PlannedCase, system: str, scope: Scope, kept: KeptResults) -> Deployed:
     """In trials with requests of other seeds, shorter than the runs that are reported."""
+    long_s = TRIAL_DEADLINES * case.problem().services[0].slo.e2e_s
     trials = replace(
         scope,
         seeds=scope.seeds[:1],
-        seconds=min(TRIAL_S, scope.seconds),
+        seconds=min(max(TRIAL_S, long_s), scope.seconds),
         policy=PREDICTED,
         challengers=min(CHALLENGERS, scope.challengers),
     )
+    if scope.challengers > CHALLENGERS and case == make_case(case.workload, case.scale, EIGHT):
+        requests = MORE_REQUESTS * scope.requests
+        trials = replace(trials, tried=MORE_TRIED, challengers=MORE_CHALLENGERS, requests=requests)
 
     def choose() -> Solution:
         if system in IN_HOUSE_SYSTEMS:
@@ -235,13 +245,14 @@ def options_page(scope: Scope, found: Found) -> Page:
             "[measured](../codecs.md#kv-kept-in-8-bits).\n\nPrefix caches are the third option. Azure's traces do not "
             "say which prompts begin alike, so in rows with caches the same requests begin as others did in as many "
             "successive requests of Mooncake's conversations, with as much of each prompt, and all routes go by "
-            "prefix. Caches are empty at first, and share the KV memory; plans are made without them. The plans for "
-            "coding at 3 times with chunks alone were chosen as for [deadlines](strictness.md): in longer trials, by "
-            "`plan`.\n\nEvery plan is searched for with its own KV and "
-            f"deadlines, in the planner's own number of steps for each of several rates, and chosen in trials of "
-            f"{TRIAL_S:g} s and 300 requests at least, with one seed and by `{PREDICTED}`. Then {CHALLENGERS} others "
-            "challenge the best, but not on the A100 box, all of whose configurations are looked at. What is found "
-            "for ours counts as the best colocated plan as well, where it is one.\n\n"
+            "prefix. Caches are empty at first, and share the KV memory; plans are made without them.\n\n"
+            "Every plan is searched for with its own KV and deadlines, in the planner's own number of steps for each "
+            "of several rates, and chosen in trials by requests of another seed, routed by "
+            f"`{PREDICTED}`. A trial lasts for {TRIAL_S:g} s, {scope.requests:,} requests and {TRIAL_DEADLINES:g} "
+            f"times as long as a whole answer may take, at least. The {scope.tried} plans with the best estimates are "
+            f"tried, and {CHALLENGERS} others challenge the best; where all have chunks and 8 bits {MORE_TRIED} and "
+            f"{MORE_CHALLENGERS}, by {MORE_REQUESTS * scope.requests:,} requests. On the A100 box all configurations "
+            "are looked at. What is found for ours counts as the best colocated plan as well, where it is one.\n\n"
             f"Routes are by `{PREDICTED}`, the default, and by `{PLAN}`. Of colocated serving and of the A100 box the "
             f"policy that carries more counts, of ours the default, except where `{PLAN}` is named."
         ),

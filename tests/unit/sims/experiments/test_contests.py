@@ -55,11 +55,12 @@ class OneDeployed:
 
 
 @pytest.mark.parametrize(
-    ("carries", "halvings", "expected"),
-    [(9.0, 1, 9.0), (8.9, 1, 2.0), (100.0, 2, 12.5), (5.6, 3, 5.5), (0.0, 6, 2.0), (8.0, 12, 8.0)],
-)
-def test_the_highest_rate_is_found_by_halving_around_what_is_expected(
-    carries: float, halvings: int, expected: float, monkeypatch: pytest.MonkeyPatch
+    ("carries", "halvings", "brackets", "expected"),
+    [(9.0, 1, 2, 9.0), (8.9, 1, 1, 2.0), (5.6, 3, 1, 5.5), (0.0, 6, 1, 2.0), (8.0, 12, 1, 8.0), (30.0, 12, 3, 30.0),
+     (1000.0, 2, 4, 58.23)],
+)  # fmt: skip
+def test_the_highest_rate_is_found_by_halving_around_what_is_expected_or_beyond(
+    carries: float, halvings: int, brackets: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
 
@@ -83,7 +84,7 @@ def test_the_highest_rate_is_found_by_halving_around_what_is_expected(
     found = setting.highest_rate(deployed, Scope(halvings=halvings), 7, PLAN)
     assert found == pytest.approx(expected, abs=0.01)
     assert found <= max(carries, 2.0)
-    assert len(asked) == halvings
+    assert len(asked) == brackets * halvings
     assert asked[0] == ("for 9.0", 7, PLAN, None, False), "the shares are made anew for the rate"
 
 

@@ -52,7 +52,7 @@ def test_a_plan_is_chosen_once_and_kept_with_the_case_that_it_is_for(
     plans = choose_all(KeptResults(tmp_path / "kept"))
     assert [name for name, _ in asked] == ["chosen", "chosen", "best_colocated", "best_in_house", "best_in_house"]
     assert all(each.seeds == (0,) and each.seconds < scope.seconds for _, each in asked)
-    assert all((each.policy, each.challengers) == (PREDICTED, options.CHALLENGERS) for _, each in asked)
+    assert all((each.policy, each.challengers) == (PREDICTED, options.MORE_CHALLENGERS) for _, each in asked)
     assert all(plan.solution == SOLUTION for plan in plans.values())
     assert [box.gpus for box in plans["vLLM-like"].problem.cluster.boxes] == [8]
     assert len(plans[COLOCATED].problem.cluster.boxes) > 1
@@ -62,6 +62,25 @@ def test_a_plan_is_chosen_once_and_kept_with_the_case_that_it_is_for(
     for system in (OURS, COLOCATED):  # what is found for ours is a colocated plan now, and counts as the best of them
         options.choose_plan(make_case("coding", 5.0, SIXTEEN), system, scope, kept)
     assert [name for name, _ in asked[5:]] == ["chosen", "chosen"]
+    assert all(each.challengers == options.CHALLENGERS and each.requests == scope.requests for _, each in asked[5:])
+
+
+@pytest.mark.parametrize(("workload", "scale", "at_least"), [("coding", 3.0, 30.0), ("conversation", 10.0, 200.0)])
+def test_a_trial_lasts_longer_than_answers_may_take(
+    workload: str, scale: float, at_least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds: list[float] = []
+
+    def chosen(case: PlannedCase, scope: Scope) -> Any:
+        seconds.append(scope.seconds)
+        return SimpleNamespace(solution=SOLUTION, is_colocated=True)
+
+    monkeypatch.setattr(options, "chosen", chosen)
+    case, kept = make_case(workload, scale, EIGHT), KeptResults(None)
+    for most in (1000.0, 20.0):
+        options.choose_plan(case, OURS, Scope(seconds=most), kept)
+    assert seconds == [max(30.0, 2.0 * case.problem().services[0].slo.e2e_s), 20.0]
+    assert seconds[0] >= at_least
 
 
 class CountingDeployed:
