@@ -165,10 +165,11 @@ REMARKS: Final = """\
   every prompt to where its prefix is: of a hundred prompt tokens at most half a one comes from
   elsewhere. What no box keeps any longer cannot be fetched.
 
-  There is no more to gain on this trace. Run by hand, with routes that valued caches a little more: over a link that costs nothing 8 boxes carry
-  1.02 times as much and 16 as much (steps of the search are 1 to 3 %); with first tokens in 5 s instead of
-  30, 1.02 times over 10 Gb/s, by 8 boxes as by 16; and 4 A100 with 8 A40 in steps of 512 tokens 1.02
-  times, at 30 s as at 5 s. Hardly more than 1 % of the prompt tokens was ever had from elsewhere.
+  There is no more to gain on this trace. Run by hand, with routes that valued caches a little more:
+  over a link that costs nothing 8 boxes carry 1.02 times as much and 16 as much (steps of the
+  search are 1 to 3 %); with first tokens in 5 s instead of 30, 1.02 times over 10 Gb/s, by 8 boxes
+  as by 16; and 4 A100 with 8 A40 in steps of 512 tokens 1.02 times, at 30 s as at 5 s. Hardly more
+  than 1 % of the prompt tokens was ever had from elsewhere.
 - Over 1 Gb/s a token's KV takes 0.13 ms, more than twice as long as computing it: nothing is fetched,
   and all is as without.
 - Answers are not in the trace's names, so none is kept; prompts are kept in pieces of 512 tokens,
