@@ -345,8 +345,9 @@ REMARKS: Final = """\
   13.7, and plans with replicas that only prefill or only decode carry more.
 - Coding at 3 times: on a plan like this (1P 2D 2M, 5 to 6 requests/s) 8 or 9 of a hundred requests miss the deadline
   of the whole answer, those of more than some 55 tokens, as a token takes 0.08 to 0.09 s on an idle replica, too; of
-  first tokens 1 or 2 are late. What is carried there hangs on the plan that is found: one of another search (24 challengers in two draws of 1,000 requests) carries
-  7.8 requests/s in four runs, 2.1 times as much as the colocated plan in these (3.8). It is not in the table.
+  first tokens 1 or 2 are late. What is carried there hangs on the plan that is found: one of another search (24
+  challengers in two draws of 1,000 requests) carries 7.8 requests/s in four runs, 2.1 times as much as the colocated
+  plan in these (3.8). It is not in the table.
 
   Answers that turn out long and then move to replicas that decode faster, tried by hand, gained nothing: routes keep
   replicas at about the same pace, so that fewer than 1 % would end sooner elsewhere.
