@@ -344,13 +344,14 @@ REMARKS: Final = """\
   colocated plans seemed to carry 11.4 and 20.9 requests/s, and were the best of all. In runs of 200 s it is 9.6 and
   13.7, and plans with replicas that only prefill or only decode carry more.
 - Coding at 3 times: on a plan like this (1P 2D 2M, 5 to 6 requests/s) 8 or 9 of a hundred requests miss the deadline
-  of the whole answer, those of more than some 55 tokens, as a token takes 0.08 to 0.09 s on an idle replica, too; of
-  first tokens 1 or 2 are late. What is carried there hangs on the plan that is found: one of another search (24
-  challengers in two draws of 1,000 requests) carries 7.8 requests/s in four runs, 2.1 times as much as the colocated
-  plan in these (3.8). It is not in the table.
+  of the whole answer, those of more than some 55 tokens, as a token takes 0.08 to 0.09 s there, at 5 requests/s as at
+  6; of first tokens at most 2 are late. What is carried there hangs on the plan that is found: one of another search
+  (24 challengers in two draws of 1,000 requests) carries 7.8 requests/s in four runs, 2.1 times as much as the
+  colocated plan in these (3.8). It is not in the table.
 
   Answers that turn out long and then move to replicas that decode faster, tried by hand, gained nothing: routes keep
-  replicas at about the same pace, so that fewer than 1 % would end sooner elsewhere.
+  replicas at about the same pace, so that about 1 % of the answers were moved for conversations at 5 times, and next
+  to none for coding at 3.
 - It takes 210 to 620 CPU s to choose both plans where all have chunks and 8 bits, and 130 to 300 elsewhere, nearly all
   of it in trials.
 - The default is ahead of `plan` wherever ours splits, but for conversations at 5 times (1.29 and 1.32). What is below
