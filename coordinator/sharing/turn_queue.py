@@ -160,6 +160,9 @@ class TurnQueue:
         self._open = Counter[str]()
         self._numbers = count()
         self._turn = 0
+        self._sole: Turn | None = None
+        self.changes = 0
+        """How often a service or a request has come or gone, or a request needed another phase than before."""
         # By service: since when those wait that are not promoted; times may have passed since.
         self._waits: dict[str, list[_Wait]] = {service: [] for service in profiles}
         self._by_deadline: list[_Wait] = []  # likewise, of all services: when each is promoted for its deadline's sake
@@ -174,12 +177,14 @@ class TurnQueue:
         for phase in PHASES:
             self._lines.setdefault((service, phase), _Line())
         self._waits.setdefault(service, [])
+        self._note_change()
 
     def close_service(self, service: str) -> None:
         """It is gone, with all of its requests."""
         for phase in PHASES:
             del self._lines[service, phase]
         del self._waits[service], self._prompts[service], self._open[service]
+        self._note_change()
 
     def add(self, key: Hashable, service: str, prompt_tokens: int, now: float, deadline: float = inf) -> SharedRequest:
         """A request has come, whose answer is of use until its deadline. Raises SharingError for a service that is not
@@ -190,6 +195,7 @@ class TurnQueue:
             raise SharingError(f"request {key!r} is here already")
         request = SharedRequest(key, service, next(self._numbers), prompt_tokens, now, deadline)
         self.requests[key] = request
+        self._note_change()
         self.order.join(request)
         self._line(request).insert(request)
         self._prompts[service] += prompt_tokens
@@ -201,6 +207,7 @@ class TurnQueue:
         """Who steps next; None: nobody waits for whom there is room."""
         self._promote_starved(now)
         self._turn += 1
+        self._sole = None
         for service, phase, line in self._lines_by_turn():
             if phase is Phase.DECODE and self.order.prompts_first and not line.promoted:
                 prompts = self._fill(service, Phase.PREFILL, room)
@@ -208,14 +215,33 @@ class TurnQueue:
                     return prompts
             turn = self._fill(service, phase, room)
             if turn is not None:
+                if phase is Phase.DECODE and len(turn.requests) == len(self.requests):
+                    self._sole = turn
                 return turn
         return None
 
     @property
+    def sole_turn(self) -> Turn | None:
+        """The last turn, if it had all requests, all of them decoded, and nothing has changed since: it is the next one
+        as well, if there is room."""
+        return self._sole
+
+    def choose_again(self, turn: Turn) -> None:
+        """The `sole_turn` is the next one."""
+        self._turn += 1
+        for request in turn.requests:
+            request.turn = self._turn
+
+    @property
     def sole_decoder(self) -> str | None:
         """The service of which all requests are, if all of them decode."""
-        lines = [key for key, line in self._lines.items() if line.requests]
-        return lines[0][0] if len(lines) == 1 and lines[0][1] is Phase.DECODE else None
+        sole = None
+        for (service, phase), line in self._lines.items():
+            if line.requests:
+                if sole is not None or phase is Phase.PREFILL:
+                    return None
+                sole = service
+        return sole
 
     def charge(self, turn: Turn, seconds: float, now: float, tokens: int = 0, *, is_expected: bool = False) -> None:
         """The turn has taken so long, and computed so many tokens of prompts: each of its requests is charged all of
@@ -236,7 +262,8 @@ class TurnQueue:
 
     def begin_decode(self, request: SharedRequest) -> None:
         """All of its tokens so far have KV."""
-        self._change(request, Phase.DECODE)
+        if request.phase is not Phase.DECODE:
+            self._change(request, Phase.DECODE)
 
     def hold_kv(self, request: SharedRequest) -> None:
         """It holds KV from now on."""
@@ -260,6 +287,7 @@ class TurnQueue:
 
     def remove(self, request: SharedRequest) -> None:
         """It is gone, answered or not."""
+        self._note_change()
         self._line(request).remove(request)
         self._prompts[request.service] -= request.prompt_tokens
         self._open[request.service] -= 1
@@ -332,7 +360,12 @@ class TurnQueue:
             taken.append(request)
         return Turn(service, phase, taken) if taken else None
 
+    def _note_change(self) -> None:
+        self.changes += 1
+        self._sole = None
+
     def _change(self, request: SharedRequest, phase: Phase) -> None:
+        self._note_change()
         self._line(request).remove(request)
         request.phase = phase
         self._line(request).insert(request)

@@ -100,6 +100,10 @@ class EmulatedTurns:
         """See the protocol."""
         return self._engine.batcher.take(self._work_of(request), partial(self._make_room, request))
 
+    def has_room_again(self, decodes: int) -> bool:
+        """Here a choice costs nothing: steps take as long as the model says."""
+        return False
+
     def can_lose_kv(self, request: str) -> bool:
         """See the protocol."""
         work = self._engine.find(request)

@@ -66,6 +66,10 @@ class TurnEngine(DescribedEngine, KvHolder, Protocol):
     def take(self, request: str) -> bool:
         """Take it into the turn that is being chosen, if there is room."""
 
+    def has_room_again(self, decodes: int) -> bool:
+        """Whether so many requests, all that it has, certainly have room for one decode step more. False costs the time
+        of a choice."""
+
     @property
     def is_ahead(self) -> bool:
         """Whether a step has been scheduled whose output is not known."""
@@ -100,15 +104,15 @@ class Blame:
     """Which engine has the process, in memory that the fork server shares: a number, 0 for none."""
 
     def __init__(self) -> None:
-        self._shared = mmap.mmap(-1, _NUMBER_BYTES)
+        self._number = memoryview(mmap.mmap(-1, _NUMBER_BYTES)).cast("Q")
 
     def set(self, number: int) -> None:
         """The engine of this number has it from now on."""
-        self._shared[:] = number.to_bytes(_NUMBER_BYTES, "little")
+        self._number[0] = number
 
     def get(self) -> int:
         """Whose it is, or was when the process ended."""
-        return int.from_bytes(self._shared[:], "little")
+        return self._number[0]
 
 
 @dataclass(slots=True)
@@ -195,6 +199,7 @@ class SharedProcess:
         self._news = threading.Event()
         self._armed_at = 0.0
         self._ahead: _StepAhead | None = None
+        self._has_looked = False  # at what waits for something else than its turn, since the last choice
 
     def __repr__(self) -> str:
         return f"<SharedProcess {list(self._members.values())}>"
@@ -215,17 +220,17 @@ class SharedProcess:
 
     def run(self) -> int:
         """Until the last engine has left; an exception of an engine's ends the process."""
+        self._news.set()
         while True:
-            self._news.clear()  # before anything is looked at
-            while not self.arrivals.empty():
-                self._add(self.arrivals.get())
-            for member in tuple(self._members.values()):
-                with self.blamed(member.number):
-                    wants_more = not member.arrival.has_gone and member.engine.handle_messages()
-                if not wants_more:
-                    self._dismiss(member)
-            if not self._members and self.arrivals.empty():
-                return 0
+            if self._news.is_set():
+                self._news.clear()  # before anything is looked at
+                while not self.arrivals.empty():
+                    self._add(self.arrivals.get())
+                for member in tuple(self._members.values()):
+                    if not self._handle_messages(member):
+                        self._dismiss(member)
+                if not self._members and self.arrivals.empty():
+                    return 0
             if not self._take_turn() and not self._news.is_set():
                 self._wait()
 
@@ -257,6 +262,10 @@ class SharedProcess:
             engine.begin(turns)
         self._members[sharing.service] = SharingMember(arrival, engine, outbox, turns)
 
+    def _handle_messages(self, member: SharingMember) -> bool:
+        with self.blamed(member.number):
+            return not member.arrival.has_gone and member.engine.handle_messages()
+
     def _on_gone(self, arrival: Arrival) -> None:
         arrival.has_gone = True
         self._news.set()
@@ -282,16 +291,17 @@ class SharedProcess:
 
     def _take_turn(self) -> bool:
         """Have one engine step, and those looked at that wait for something else; whether any has stepped."""
-        turn = self._choose()
+        turn = self._choose_again() or self._choose()
         while turn is None and (self._settle() or self._turns.evict_last()):
             turn = self._choose()
         if turn is not None:
             self._run(turn)
         now = time.monotonic()
         for member in self._members.values():
-            pause_s = member.engine.poll_s if member.engine.awaits_news() else LATE_S
-            if now - member.looked_at >= pause_s:
+            waited_s = now - member.looked_at  # least of all by who has just stepped, which is the cheapest to see
+            if waited_s >= LATE_S or (waited_s >= member.engine.poll_s and member.engine.awaits_news()):
                 member.looked_at = now
+                self._has_looked = True
                 if member.engine.awaits_news():
                     self._settle()
                 with self.blamed(member.number):
@@ -301,7 +311,7 @@ class SharedProcess:
 
     def _run(self, turn: Turn) -> None:
         member = self._members[turn.service]
-        may_run_ahead = self._turns.sole_decoder == turn.service
+        may_run_ahead = turn is self._turns.sole_turn or turn.service == self._turns.sole_decoder
         if not may_run_ahead:  # a request has lost its KV so that others of the turn have room
             self._settle()
         before = self._ahead
@@ -331,6 +341,17 @@ class SharedProcess:
             ahead.member.engine.settle()
         self._turns.note_decode(ahead.member.turns.service, time.monotonic() - ahead.since)
         return True
+
+    def _choose_again(self) -> Turn | None:
+        """The last turn, where a choice would come to the same: a choice costs a hundredth of a small model's step.
+        Whatever else was awaited is only seen by a choice."""
+        turn, has_looked, self._has_looked = self._turns.sole_turn, self._has_looked, False
+        if turn is None or has_looked or self._news.is_set():
+            return None
+        if not self._members[turn.service].engine.has_room_again(len(turn.requests)):
+            return None
+        self._turns.choose_again(turn)
+        return turn
 
     def _choose(self) -> Turn | None:
         """Blame is of whoever is asked to take a request."""
@@ -399,6 +420,8 @@ class _BlamedHolder:
 @final
 class _Blamed(AbstractContextManager[None]):
     """It stays with who has raised, or ended the process, and goes back to who had it before otherwise."""
+
+    __slots__ = ("_before", "_blame", "_number")
 
     def __init__(self, blame: Blame, number: int) -> None:
         self._blame = blame

@@ -19,6 +19,7 @@ from functools import partial
 from math import inf
 from typing import Final, NamedTuple, Protocol, final
 
+from ....coordinator.plan import Phase
 from ....coordinator.sharing.evictions import RoomWanted, plan_evictions
 from ....coordinator.sharing.kv_shares import KvShares
 from ....coordinator.sharing.orders import DOUBLING_BUDGET, FCFS, TURN_ORDERS
@@ -108,6 +109,12 @@ class ServiceTurns:
         """All of its tokens so far have KV, but for the last."""
         if (shared := self._requests.get(request)) is not None:
             self._tell(shared, self._queue.begin_decode)
+
+    def knows_decode(self, request: str) -> bool:
+        """Whether the order has been told that it decodes, and nothing else is yet to be told."""
+        shared = self._requests.get(request)
+        decodes = shared is not None and shared.phase is Phase.DECODE and shared.holds_kv
+        return decodes and not (self._later or self._process.until_chosen)
 
     def finish(self, request: str, output_tokens: int) -> None:
         """It has been answered in full."""
@@ -241,6 +248,22 @@ class ProcessTurns:
         if turn is not None:
             self._services[turn.service].begin_turn(turn)
         return turn
+
+    @property
+    def changes(self) -> int:
+        """See `TurnQueue.changes`."""
+        return self._queue.changes if self._queue is not None else 0
+
+    @property
+    def sole_turn(self) -> Turn | None:
+        """See `TurnQueue.sole_turn`."""
+        return self._queue.sole_turn if self._queue is not None else None
+
+    def choose_again(self, turn: Turn) -> None:
+        """See `TurnQueue.choose_again`."""
+        assert self._queue is not None, "a turn was chosen"
+        self._queue.choose_again(turn)
+        self._services[turn.service].begin_turn(turn)
 
     @property
     def sole_decoder(self) -> str | None:

@@ -18,7 +18,7 @@ from ..vllm.capability import capabilities_from_nvml
 from ..vllm.device import DeviceKind, choose_setup
 from ..vllm.gloo import share_device
 from .start_failures import explain_start_failure
-from .turn_scheduler import TurnScheduler
+from .turn_scheduler import AsyncTurnScheduler, TurnScheduler
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,6 +104,7 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
     os.environ.update(choices.environment | NAMED_ALIKE)
     os.environ.pop("PYTHONHASHSEED", None)  # vLLM would begin its block hashes with it, and others name prefixes so too
     share_device()
+    scheduler = AsyncTurnScheduler if choices.arguments["async_scheduling"] else TurnScheduler
     return {
         **choices.arguments,
         "model": config.model,
@@ -117,7 +118,7 @@ def engine_arguments(config: protocol.EngineConfig) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": HASH_ALGORITHM,
         "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
-        **({"scheduler_cls": TurnScheduler} if config.sharing is not None else {}),
+        **({"scheduler_cls": scheduler} if config.sharing is not None else {}),
     }
 
 

@@ -92,6 +92,11 @@ class KvPool:
         if self._per_page.pop(service, None) is not None:
             self.pages.close_service(service)
 
+    @property
+    def changes(self) -> int:
+        """See `TurnQueue.changes`."""
+        return self._turns.changes
+
     # ---- for the block pools of engines ---------------------------------------------------------------------
 
     def take_page(self, service: str, *, beyond_quota: bool) -> int | None:
@@ -242,6 +247,7 @@ class PagedBlockPool(BlockPool):
         self._pool = pool
         self._service = service
         self._per_page = per_page
+        self._quota, self._quota_at = 0.0, -1
 
     @property
     def usable_blocks(self) -> int:
@@ -254,9 +260,13 @@ class PagedBlockPool(BlockPool):
         return self._pool.pages.page_bytes // self._per_page
 
     def quota(self) -> float:
-        """What part of the pool it may have when memory is short."""
-        shares = self._pool.pages.shares
-        return shares.quota(self._service) / max(1, shares.budget)  # 0: all pages have blocks of several models
+        """What part of the pool it may have when memory is short, by the requests that there are."""
+        shares, changes = self._pool.pages.shares, self._pool.changes
+        if changes != self._quota_at:  # asked for with each step, of which few change it
+            self._quota_at = changes
+            # A budget of 0: all pages have blocks of several models.
+            self._quota = shares.quota(self._service) / max(1, shares.budget)
+        return self._quota
 
     def get_usage(self) -> float:
         """What part of the pool this engine has in use."""

@@ -470,14 +470,15 @@ class EngineRunner:
 
     def _stats(self) -> protocol.EngineStats:
         running, waiting = self.scheduler.get_request_counts()
+        pool = self._pool
         return protocol.EngineStats(
             running,
             waiting,
-            self._pool.get_usage(),
-            self._pool.get_num_free_blocks() * self.scheduler.block_size,
+            pool.get_usage(),
+            pool.get_num_free_blocks() * self.scheduler.block_size,
             sum(live.pending_prefill_tokens for live in self._requests.values()),
             sum(live.decodes for live in self._requests.values()),
-            kv_quota=1.0 if self._config.sharing is None else self._pool.quota(),
+            kv_quota=1.0 if self._config.sharing is None else pool.quota(),
         )
 
     @property

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -74,7 +73,7 @@ class SharedVllmProgram:
         cast("Any", vllm_core).cleanup_dist_env_and_memory = _keep_all
         agent = ConnectorAgent()
         try:
-            with agent.in_place(), self._pool.give_blocks(sharing.service):
+            with agent, self._pool.give_blocks(sharing.service):
                 return VllmTurns(self._program.load(), agent, self._pool, sharing.service)
         except StartError:
             self._pool.close_service(sharing.service)
@@ -87,20 +86,17 @@ def _keep_all(shutdown_ray: bool = False) -> None:
 
 @final
 class ConnectorAgent:
-    """The worker's half of one engine's KV connector."""
+    """The worker's half of one engine's KV connector. In the body of a `with` it is where vLLM looks for it."""
 
     def __init__(self) -> None:
         self._agent: Any = None
+        self._state: Any = kv_transfer_state  # vLLM has no other way to say it
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Where vLLM looks for it, for the body."""
-        state = cast("Any", kv_transfer_state)
-        state._KV_CONNECTOR_AGENT = self._agent  # noqa: SLF001 (vLLM has no other way to say it)
-        try:
-            yield
-        finally:
-            self._agent, state._KV_CONNECTOR_AGENT = state._KV_CONNECTOR_AGENT, None  # noqa: SLF001
+    def __enter__(self) -> None:
+        self._state._KV_CONNECTOR_AGENT = self._agent  # noqa: SLF001
+
+    def __exit__(self, *_: object) -> None:
+        self._agent, self._state._KV_CONNECTOR_AGENT = self._state._KV_CONNECTOR_AGENT, None  # noqa: SLF001
 
     def stop_reading(self, request: str | None = None) -> None:
         """When this returns, nobody reads KV of this request, or of any, to send it."""
@@ -150,7 +146,7 @@ class VllmTurns:
         """See the protocol."""
         if not self._runner.has_messages:
             return True
-        with self._agent.in_place():
+        with self._agent:
             return self._runner.handle_all()
 
     def begin_choice(self) -> None:
@@ -161,13 +157,17 @@ class VllmTurns:
         """See the protocol."""
         return self._scheduler.take(request)
 
+    def has_room_again(self, decodes: int) -> bool:
+        """See the protocol."""
+        return self._scheduler.has_room_again(decodes)
+
     def run_turn(self, requests: tuple[str, ...], *, may_run_ahead: bool = False) -> int:
         """See the protocol."""
         if not requests and not self._runner.is_busy:
             return 0
         scheduler = self._scheduler
         scheduler.set_turn(requests)
-        with self._agent.in_place():
+        with self._agent:
             self._runner.step()
         if not (may_run_ahead and scheduler.scheduled_tokens and self.is_ahead):
             self.settle()
@@ -181,8 +181,9 @@ class VllmTurns:
 
     def settle(self) -> None:
         """See the protocol."""
-        with self._agent.in_place():
-            self._runner.settle()
+        if self.is_ahead:
+            with self._agent:
+                self._runner.settle()
         self._runner.pause()
 
     def can_lose_kv(self, request: str) -> bool:

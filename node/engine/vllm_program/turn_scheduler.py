@@ -7,8 +7,8 @@ kept where vLLM does not look: what waits for its turn in `_ready`, what runs an
 they run out, KV of a paused request goes, of this engine or of another, the last in the order first; where none may go,
 vLLM takes that of the last in the turn.
 
-With asynchronous scheduling a step may be scheduled while the one before it computes (`process.TurnEngine`). KV that
-such a step writes stays until its output is known.
+With asynchronous scheduling (`AsyncTurnScheduler`) a step may be scheduled while the one before it computes
+(`process.TurnEngine`). KV that such a step writes stays until its output is known.
 
 What waits for something else, KV of another box or a grammar, stays in vLLM's queues, and gets its blocks in whatever
 step comes, if that leaves the other engines what they are sure of. It is ready when that is here.
@@ -23,6 +23,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast, final
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from .kv_pool import PagedBlockPool
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from ..sharing.turns import ServiceTurns
 
 
-@final
-class TurnScheduler(AsyncScheduler):
+class TurnScheduler(Scheduler):
     """See the module. `turns` is set before the first request comes, and `deadline_of`: when a request is given up, on
     the clock of the process."""
 
@@ -60,6 +60,8 @@ class TurnScheduler(AsyncScheduler):
     @property
     def awaits(self) -> bool:
         """Whether steps of nobody are needed: for what waits for something else, or has ended and is not cleaned up."""
+        if not self.requests:
+            return bool(self.finished_req_ids)
         return bool(self._awaiting) or self.has_finished_requests()
 
     # ---- the turn -------------------------------------------------------------------------------------------
@@ -93,6 +95,12 @@ class TurnScheduler(AsyncScheduler):
         self._reserved += missing
         self._tokens -= tokens
         return True
+
+    def has_room_again(self, decodes: int) -> bool:
+        """See `sharing.process.TurnEngine`: each takes one block more at most of each kind."""
+        if self._awaiting or self.finished_req_ids or len(self.requests) != decodes:
+            return False
+        return decodes * self.kv_cache_manager.num_kv_cache_groups <= self._pool.get_num_free_blocks()
 
     def can_lose_kv(self, request_id: str) -> bool:
         """See `sharing.turns.KvHolder`. Where KV is being written, from another box or by a step, it stays."""
@@ -131,6 +139,8 @@ class TurnScheduler(AsyncScheduler):
     def note_turn(self) -> None:
         """The step is over: say which of its requests have KV, and which decode now."""
         for request_id in self._turn:
+            if self.turns.knows_decode(request_id):
+                continue
             request = self.requests.get(request_id)
             if request is not None and request.status == RequestStatus.RUNNING:
                 self._note_kv(request)
@@ -152,6 +162,10 @@ class TurnScheduler(AsyncScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Make up a step of the turn's requests."""
+        if not self._ready and tuple(request.request_id for request in self.running) == self._turn:
+            made: Any = super().schedule(throttle_prefills)  # nobody waits or is paused
+            self.scheduled_tokens = int(made.total_num_scheduled_tokens)
+            return made
         running = {request.request_id: request for request in self.running}
         chosen = [running.pop(name) for name in self._turn if name in running]
         self._paused, self.running = list(running.values()), chosen
@@ -162,7 +176,7 @@ class TurnScheduler(AsyncScheduler):
         most = self.max_num_active_reqs
         self.max_num_active_reqs = most - len(self._paused)
         try:
-            made: Any = super().schedule(throttle_prefills)
+            made = super().schedule(throttle_prefills)
         finally:
             self.max_num_active_reqs = most
             self.running += self._paused
@@ -282,3 +296,8 @@ class TurnScheduler(AsyncScheduler):
 
     def _count_held(self, request: Request) -> int:
         return sum(map(len, self.kv_cache_manager.get_block_ids(request.request_id)))
+
+
+@final
+class AsyncTurnScheduler(TurnScheduler, AsyncScheduler):
+    """A step may be scheduled before the output of the one before it is known."""

@@ -1,6 +1,8 @@
 """What holds whatever the order: nobody starves, nobody is lost, memory goes from the last in order."""
 
 import random
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import inf
 
@@ -11,7 +13,7 @@ from p2pserve.coordinator.sharing.baselines import FirstComeFirstServed
 from p2pserve.coordinator.sharing.doubling_budget import DoublingBudget
 from p2pserve.coordinator.sharing.orders import DOUBLING_BUDGET, DOUBLING_BUDGET_PRINTED, MLFQ, TURN_ORDERS
 from p2pserve.coordinator.sharing.turn_queue import WAIT_SHARE, TurnQueue
-from p2pserve.coordinator.sharing.values import SharingError
+from p2pserve.coordinator.sharing.values import SharingError, Turn
 
 from .shared_services import Room, keys, profiles_of, step
 
@@ -255,6 +257,77 @@ def test_a_sole_decoder_has_all_requests_and_no_prompts() -> None:
     assert queue.sole_decoder == "chat"
     queue.begin_decode(queue.add(2, "code", 10, 0.0))
     assert queue.sole_decoder is None
+
+
+def test_a_turn_of_all_that_decode_is_the_next_one_as_well_until_something_changes() -> None:
+    profiles = profiles_of(chat=(1.0, 0.5), code=(0.3, 0.1))
+    queue = TurnQueue(DoublingBudget(profiles), profiles)
+    first, second = (queue.add(number, "chat", 10, 0.0) for number in range(2))
+    changes: list[tuple[str, Callable[[], object]]] = [
+        ("one decodes", partial(queue.begin_decode, first)),
+        ("both decode", partial(queue.begin_decode, second)),
+        ("another service", partial(queue.add, 2, "code", 10, 0.0)),
+        ("is gone", lambda: queue.remove(queue.requests[2])),
+        ("lost its KV", partial(queue.lose_kv, second)),
+        ("computed it again", partial(queue.begin_decode, second)),
+        ("ended", partial(queue.finish, first, 3)),
+    ]
+    found = {}
+    for now, (name, change) in enumerate(changes):
+        change()
+        assert queue.sole_turn is None, name
+        turn = choose(queue, float(now))
+        found[name] = queue.sole_turn is turn
+        queue.charge(turn, 0.01, float(now))
+        assert (queue.sole_turn is turn) == found[name]
+    assert [name for name, is_sole in found.items() if is_sole] == [
+        "both decode",
+        "is gone",
+        "computed it again",
+        "ended",
+    ]
+
+
+def test_a_turn_that_had_no_room_for_one_is_not_the_next_one_as_well() -> None:
+    profiles = profiles_of(chat=(1.0, 0.5))
+    queue = TurnQueue(DoublingBudget(profiles), profiles)
+    for number in range(2):
+        queue.begin_decode(queue.add(number, "chat", 10, 0.0))
+    assert len(choose(queue, 0.0, requests=1).requests) == 1
+    assert queue.sole_turn is None
+
+
+def test_a_turn_that_is_chosen_again_is_charged_as_if_it_had_been_chosen() -> None:
+    """And nobody in it can lose its KV."""
+    profiles = profiles_of(chat=(1.0, 0.5), code=(0.3, 0.1))
+    again, anew = (TurnQueue(DoublingBudget(profiles), profiles) for _ in range(2))
+    for queue in (again, anew):
+        for number in range(3):
+            request = queue.add(number, "chat", 10, number / 10)
+            queue.begin_decode(request)
+            queue.hold_kv(request)
+        queue.charge(choose(queue, 1.0), 0.3, 1.0)
+    for now in range(2, 12):
+        turn = again.sole_turn
+        assert turn is not None
+        again.choose_again(turn)
+        assert again.pick_victim(None, any_service) is None
+        again.charge(turn, 0.3, float(now))
+        anew.charge(choose(anew, float(now)), 0.3, float(now))
+    assert ranks_of(again) == ranks_of(anew)
+    assert again.pick_victim(None, any_service) is not None
+
+
+def choose(queue: TurnQueue, now: float, *, requests: int = 9) -> Turn:
+    """With room for so many."""
+    turn = queue.choose(now, Room(requests))
+    assert turn is not None
+    return turn
+
+
+def ranks_of(queue: TurnQueue) -> dict[object, tuple[float, float, float]]:
+    """Of each request: its rank, what it has been charged, and since when it waits."""
+    return {key: (each.rank, each.charged_s, each.waits_since) for key, each in queue.requests.items()}
 
 
 def test_what_is_only_expected_is_charged_and_not_learned() -> None:

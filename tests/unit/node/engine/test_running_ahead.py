@@ -30,6 +30,9 @@ class AheadEngine:
         self.turns: ServiceTurns | None = None
         self.wanted: dict[str, int] = {}
         self.awaited: list[str] = []
+        self.awaits = False
+        self.has_room = True
+        self.choices = 0
         self._log = log
         self._flight: list[tuple[str, ...]] = []
 
@@ -62,6 +65,7 @@ class AheadEngine:
 
     def begin_choice(self) -> None:
         """What was awaited is here."""
+        self.choices += 1
         for request in self.awaited:
             self.ask(request, 1)
         self.awaited.clear()
@@ -69,8 +73,11 @@ class AheadEngine:
     def take(self, request: str) -> bool:
         return True
 
+    def has_room_again(self, decodes: int) -> bool:
+        return self.has_room and decodes == len(self.wanted)
+
     def awaits_news(self) -> bool:
-        return False
+        return self.awaits
 
     def can_lose_kv(self, request: str) -> bool:
         return False
@@ -207,6 +214,7 @@ def test_what_was_awaited_and_is_here_ends_running_ahead(world: World) -> None:
     world.one.ask("a", 9)
     world.step(3)
     world.other.awaited.append("b")
+    world.process._news.set()
     assert world.step()[0] == "one settles"
     assert "other ends b" in world.step(12)
 
@@ -264,3 +272,31 @@ def test_steps_ahead_are_charged_as_those_that_are_not(world: World) -> None:
     assert world.charged("one") == expected  # nothing is known of its first step ahead
     world.step()
     assert world.charged("one") < expected  # steps take no time here
+
+
+def test_a_turn_is_not_chosen_anew_while_nothing_has_changed(world: World) -> None:
+    world.one.ask("a", 9)
+    world.step(2)
+    choices = world.one.choices
+    assert world.step(3) == ["one schedules a"] * 3
+    assert world.one.choices == choices
+    world.one.ask("c", 2)
+    assert "one ends c" in world.step(4)
+    assert world.one.choices > choices
+
+
+@pytest.mark.parametrize("reason", ["room", "news", "look"])
+def test_a_turn_is_chosen_anew_where_room_may_be_short_or_something_has_come(world: World, reason: str) -> None:
+    world.one.ask("a", 9)
+    world.step(2)
+    choices = world.one.choices
+    match reason:
+        case "room":
+            world.one.has_room = False
+        case "news":
+            world.process._news.set()
+        case "look":
+            world.other.awaits, world.other.poll_s = True, 0.0
+            world.step()  # looks at it when the turn is over
+    assert "one schedules a" in world.step()
+    assert world.one.choices == choices + 1

@@ -130,12 +130,15 @@ def test_a_lone_answer_goes_on_when_another_model_has_had_its_memory(
             alone = await start()
             shared = await start_shared(start, other_model, kv_cache_mib=3, **AHEAD)
             long, short = shared["one"], shared["other"]
-            expected = alone.submit(prompt_of(60, 1), count=LONG, deadline_s=280)
-            request = long.submit(prompt_of(60, 1), count=LONG, deadline_s=280)
-            while request not in long.results or not long.results[request].finish:
-                await short.generate(prompt_of(400, 2))
-            assert (await ended(long, request)).tokens == (await ended(alone, expected)).tokens
-            assert sum(each.preemptions for each in long.iterations) > 0
+            for seed in range(1, 8):  # one whose budget is as long as its answer loses no KV
+                expected = alone.submit(prompt_of(60, seed), count=LONG, deadline_s=280)
+                request = long.submit(prompt_of(60, seed), count=LONG, deadline_s=280)
+                while request not in long.results or not long.results[request].finish:
+                    await short.generate(prompt_of(400, 2))
+                assert (await ended(long, request)).tokens == (await ended(alone, expected)).tokens
+                if any(each.preemptions for each in long.iterations):
+                    return
+            raise AssertionError("none has lost its KV")
 
     trio.run(main)
 
