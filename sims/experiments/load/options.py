@@ -371,13 +371,15 @@ REMARKS: Final = """\
   8 bits alone are worth 1.1 to 1.4 times to colocated serving and 1.0 to 1.5 to ours.
 - Prefix caches alone are worth 1.0 to 1.1 times: the prompts of some minutes have 15 to 20 % in common, and KV in 16
   bits has little room beside what runs. With chunks and 8 bits they add 1.02 to 1.19 times to colocated serving and
-  1.02 to 1.09 to ours, but for coding at 3 times: there ours carries 0.89 of what it does without. That is a flat
-  curve's: at 6.2 requests/s, in six draws, 91.0 % are in time with caches and 91.4 % without, and 8 % are too long for
-  the deadline of the whole answer at any load, so half a per cent decides between 5.4 and 6.9. So with all three ours
-  is left with 1.43, 1.13 and 0.99 times colocated serving for coding, and 1.83, 1.23  and 1.06 for conversations.
+  1.02 to 1.09 to ours, but for coding at 3 times. So with all three ours is left with 1.43, 1.13 and 0.99 times
+  colocated serving for coding, and 1.83, 1.23 and 1.06 for conversations.
 
-  That is by routes that excuse no late answers for what a cache saves. Before, the default carried half as much on the
-  colocated plan for coding at 3 times as soon as prompts were kept.
+  For coding at 3 times ours carries 0.89 of what it does without. That is a flat curve's: at 6.2 requests/s, in six
+  draws, 91.0 % are in time with caches and 91.4 % without, and 8 % are too long for the deadline of the whole answer at
+  any load, so half a per cent decides between 5.4 and 6.9.
+
+  All that is by routes that excuse no late answers for what a cache saves. Before, the default carried half as much on
+  the colocated plan for coding at 3 times as soon as prompts were kept.
 - Ours is ahead of the A100 box per dollar everywhere: by 1.07 and 1.20 times at 3 times, 1.36 and 1.42 at 5, and 1.6
   and more at 10 (the box costs 1.24 times as much as the cloud).
 - Not shown: 40 Gb/s; plans that are chosen with prefix caches; what converting to 8 bits costs on a GPU, where decode
