@@ -235,6 +235,8 @@ class TurnQueue:
     @property
     def sole_decoder(self) -> str | None:
         """The service of which all requests are, if all of them decode."""
+        if self._sole is not None:
+            return self._sole.service
         sole = None
         for (service, phase), line in self._lines.items():
             if line.requests:

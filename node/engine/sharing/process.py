@@ -311,7 +311,7 @@ class SharedProcess:
 
     def _run(self, turn: Turn) -> None:
         member = self._members[turn.service]
-        may_run_ahead = turn is self._turns.sole_turn or turn.service == self._turns.sole_decoder
+        may_run_ahead = self._turns.sole_decoder == turn.service
         if not may_run_ahead:  # a request has lost its KV so that others of the turn have room
             self._settle()
         before = self._ahead
@@ -348,7 +348,11 @@ class SharedProcess:
         turn, has_looked, self._has_looked = self._turns.sole_turn, self._has_looked, False
         if turn is None or has_looked or self._news.is_set():
             return None
-        if not self._members[turn.service].engine.has_room_again(len(turn.requests)):
+        member = self._members[turn.service]
+        self._blame.set(member.number)
+        has_room = member.engine.has_room_again(len(turn.requests))
+        self._blame.set(0)
+        if not has_room:
             return None
         self._turns.choose_again(turn)
         return turn

@@ -300,3 +300,15 @@ def test_a_turn_is_chosen_anew_where_room_may_be_short_or_something_has_come(wor
             world.step()  # looks at it when the turn is over
     assert "one schedules a" in world.step()
     assert world.one.choices == choices + 1
+
+
+def test_who_fails_when_asked_for_room_is_to_blame(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(decodes: int) -> bool:
+        raise RuntimeError(str(decodes))
+
+    world.one.ask("a", 9)
+    world.step(2)
+    monkeypatch.setattr(world.one, "has_room_again", fail)
+    with pytest.raises(RuntimeError):
+        world.step()
+    assert world.blame.get() == world.process._members["one"].number
