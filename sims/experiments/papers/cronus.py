@@ -23,13 +23,13 @@ from .cronus_systems import (
     ServedTrace,
     StepSizes,
     decode_rate,
-    first_rows,
     prefill_rate,
     run_cronus,
     run_data_parallel,
     run_high_low,
     run_low_high,
     run_pipeline,
+    take_rows,
     times_on,
 )
 
@@ -157,7 +157,7 @@ class FitRow(ResultRow, frozen=True):
 def cronus(scope: Scope) -> Page:
     """All tables; with fewer seconds than by default, of fewer requests."""
     count = max(FEWEST, round(REQUESTS * min(1.0, scope.seconds / Scope().seconds)))
-    at_once = first_rows(count)
+    at_once = take_rows(count)
     served, equal = (
         {pair: {name: run(pair, at_once, sizes) for name, run in SYSTEMS.items()} for pair in PAIRS}
         for sizes in (PAPERS, EQUAL)
@@ -238,7 +238,7 @@ def _rate_rows(served: Mapping[PairOfCards, Mapping[str, ServedTrace]]) -> list[
 
 
 def _use_rows(served: Mapping[PairOfCards, Mapping[str, ServedTrace]], count: int) -> list[UseRow]:
-    rows, trace = [], first_rows(count)
+    rows, trace = [], take_rows(count)
     for number, pair in enumerate(PAIRS):
         for name, (first, second) in {"H-L": (HIGH, pair.low), "L-H": (pair.low, HIGH)}.items():
             rate = served[pair][name].rate
@@ -275,7 +275,7 @@ def _latency_rows(
 ) -> list[LatencyRow]:
     rows = []
     for rate in RATES:
-        trace = first_rows(count, interval_s=1.0 / rate)
+        trace = take_rows(count, interval_s=1.0 / rate)
         found = {name: run(pair, trace, sizes) for name, run in SYSTEMS.items()}
         ours = found[CRONUS]
         for name, one in found.items():
@@ -321,7 +321,7 @@ def _equal_row(pair: PairOfCards, found: Mapping[str, ServedTrace]) -> EqualRow:
 def _fit_rows(count: int) -> list[FitRow]:
     """On the paper's cards with LLaMA3-8B, over the prompts of the trace and over contexts up to 4,096 and 65,536."""
     low, high = times_on("A30-24GB", "llama3-8b"), times_on(HIGH, "llama3-8b")
-    prompts = first_rows(count).prompt.tolist()
+    prompts = take_rows(count).prompt.tolist()
     prefill = expected_prefill_line(low)
     alone = quality(
         [prefill.seconds(tokens) for tokens in prompts],

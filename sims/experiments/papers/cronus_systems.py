@@ -120,14 +120,14 @@ EQUAL: Final = StepSizes(2048, 2048, is_whole=False)
 Run = Callable[[PairOfCards, Trace, StepSizes], ServedTrace]
 
 
-def first_rows(count: int, *, interval_s: float = 0.0) -> Trace:
-    """The first conversations of Azure's trace, sent at a fixed interval; 0: all at once."""
+def take_rows(count: int, first: int = 0, *, interval_s: float = 0.0) -> Trace:
+    """So many conversations of Azure's trace from the `first` on, sent at a fixed interval; 0: all at once."""
     drawn = lengths("conversation")
     return Trace(
         ids=np.arange(count),
         arrival_s=np.arange(count, dtype=np.float64) * interval_s,
-        prompt=drawn.prompt[:count],
-        output=drawn.output[:count],
+        prompt=drawn.prompt[first : first + count],
+        output=drawn.output[first : first + count],
         lengths=drawn.source,
         arrivals=f"every {interval_s:g} s" if interval_s else "all at once",
     )
@@ -343,7 +343,7 @@ def _cluster(pair: PairOfCards) -> Cluster:
 
 
 def _service(model: ModelShape) -> Service:
-    trace = first_rows(1000)
+    trace = take_rows(1000)
     workload = Workload(name="conversation", prompts=trace.prompt, outputs=trace.output, rate=1.0)
     return Service(
         name="conversation", model=model, workload=workload, kv_bits=16.0, slo=Slo(ttft_s=1.0, tpot_s=1.0, e2e_s=100.0)

@@ -124,9 +124,9 @@ def equal_rows(scope: Scope) -> list[SystemLatencyRow]:
     return rows
 
 
-def draw_requests(rate: float, seconds: float) -> Trace:
+def draw_requests(rate: float, seconds: float, seed: int = 0) -> Trace:
     """The same for all systems."""
-    return draw(azure(WORKLOAD).lengths, rate=rate, rng=np.random.default_rng([17, 0]), seconds=seconds)
+    return draw(azure(WORKLOAD).lengths, rate=rate, rng=np.random.default_rng([17, seed]), seconds=seconds)
 
 
 def run_system(system: EqualSystem, trace: Trace, admission: SimAdmission | None = None) -> ServiceOutcome:

@@ -25,10 +25,10 @@ from p2pserve.sims.experiments.papers.cronus_systems import (
     _between_tokens,
     _choose_engine,
     decode_rate,
-    first_rows,
     prefill_rate,
     run_cronus,
     run_data_parallel,
+    take_rows,
 )
 from p2pserve.sims.experiments.setting import Scope
 
@@ -42,10 +42,10 @@ def engine() -> Engine:
 
 
 def test_the_requests_are_the_papers() -> None:
-    trace = first_rows(1000, interval_s=0.5)
+    trace = take_rows(1000, interval_s=0.5)
     assert (round(float(trace.prompt.mean())), round(float(trace.output.mean()))) == (1014, 247)
     assert trace.arrival_s[:3].tolist() == [0.0, 0.5, 1.0]
-    assert not first_rows(3).arrival_s.any()
+    assert not take_rows(3).arrival_s.any()
 
 
 def test_a_token_takes_as_long_as_the_step_that_decoded_it() -> None:
@@ -90,7 +90,7 @@ def test_data_parallel_sends_by_weight_to_those_whose_queue_is_not_full() -> Non
 
 
 def test_all_requests_are_served_and_first_tokens_are_timed_from_their_arrival() -> None:
-    trace = first_rows(60, interval_s=0.3)
+    trace = take_rows(60, interval_s=0.3)
     for run in SYSTEMS.values():
         served = run(PAIRS[0], trace, PAPERS)
         assert np.isfinite(served.ttft_s).all()
@@ -110,7 +110,7 @@ def test_the_papers_disaggregated_prefill_has_no_chunks(system: str, monkeypatch
         return _between_tokens(found)
 
     monkeypatch.setattr(cronus_systems, "_between_tokens", keep_steps)
-    trace, kinds = first_rows(300), dict[StepSizes, dict[str, list[StepRecord]]]()
+    trace, kinds = take_rows(300), dict[StepSizes, dict[str, list[StepRecord]]]()
     for sizes in (PAPERS, IN_CHUNKS):
         steps = list[StepRecord]()
         SYSTEMS[system](PAIRS[0], trace, sizes)
@@ -129,7 +129,7 @@ def test_the_papers_disaggregated_prefill_has_no_chunks(system: str, monkeypatch
 
 def test_a_card_that_does_one_half_alone_is_as_fast_as_that_half(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cronus_systems, "times_on", lambda name, model: LinearTimes(step=0.0, token=0.01))
-    trace = first_rows(50)
+    trace = take_rows(50)
     assert prefill_rate(HIGH, "llama3-8b", trace) == pytest.approx(50 / (0.01 * trace.prompt.sum()))
     monkeypatch.setattr(cronus_systems, "times_on", lambda name, model: LinearTimes(step=0.5))
     assert decode_rate(HIGH, "llama3-8b", trace) == pytest.approx(50 / (0.5 * trace.output.max()))
@@ -137,7 +137,7 @@ def test_a_card_that_does_one_half_alone_is_as_fast_as_that_half(monkeypatch: py
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
 def test_cronus_carries_more_than_data_parallel_and_splits_prompts(pair: cronus_systems.PairOfCards) -> None:
-    trace = first_rows(400)
+    trace = take_rows(400)
     ours = run_cronus(pair, trace)
     assert ours.rate > run_data_parallel(pair, trace).rate
     assert ours.first_share is not None
