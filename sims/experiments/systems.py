@@ -120,17 +120,19 @@ def _keep(name: str, case: PlannedCase, scope: Scope, choose: Callable[[], Deplo
 
 def _search_and_try(case: PlannedCase, rate: float, scope: Scope, *others: Solution, searches: int) -> Deployed:
     """What most is expected of, among plans for FACTORS of a rate, and `others`; and who challenges
-    the best of those."""
+    the best ones of those (`Scope.starts`)."""
     cases = [replace(case, rate=float(f"{factor * rate:.2g}")) for factor in FACTORS]
     trials = _trials(cases[0].problem(), scope)
     every = [searched(one, scope.steps, seed) for one in cases for seed in range(searches)]
     likely = [trials.pick_candidates(found, scope.tried) for found in every]
     ranked = trials.rank_expected([solution for those in likely for solution in those])
     tried = trials.try_all([*others, *ranked[: scope.tried]])
-    sources = (found for found, those in zip(every, likely, strict=True) if tried[0].solution in those)
-    source = next(sources, every[0])
-    best = trials.challenge(tried, source, scope.challengers, np.random.default_rng(0))[0]
-    return Deployed(trials.problem, best.solution)
+    climbed = []
+    for number, start in enumerate(tried[: scope.starts]):
+        source = next((found for found, those in zip(every, likely, strict=True) if start.solution in those), every[0])
+        rest, rng = [plan for plan in tried if plan is not start], np.random.default_rng(number)
+        climbed += trials.challenge([start, *rest], source, scope.challengers, rng, patience=scope.patience)
+    return Deployed(trials.problem, max(climbed, key=trials.rank).solution)
 
 
 def _trials(problem: Problem, scope: Scope) -> PlanTrials:

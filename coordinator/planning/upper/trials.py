@@ -165,23 +165,23 @@ class PlanTrials:
 
     def challenge(
         self, tried: Sequence[TriedPlan], found: SearchResult, count: int, rng: np.random.Generator,
-        spent: Callable[[], bool] = never,
+        spent: Callable[[], bool] = never, patience: int | None = None,
     ) -> list[TriedPlan]:  # fmt: skip
-        """What was tried, with those of `count` challengers that came to be tried, the best
-        first."""
+        """What was tried, with those of at most `count` challengers that came to be tried, the best first. The first
+        one that was tried is challenged first. `patience`: it ends when so many in a row have lost."""
         best, known, likely = tried[0], {plan.solution for plan in tried}, list[Solution]()
-        won = []
+        won, lost = [], 0
         for _ in range(count):
             likely = likely or self._find_challengers(best.solution, found, rng)
             likely = [solution for solution in likely if solution not in known]
-            if spent() or not likely or not best.outcome.capacity > 0.0:
+            if spent() or not likely or not best.outcome.capacity > 0.0 or lost == patience:
                 break
-            solution = likely.pop(0)
+            solution, lost = likely.pop(0), lost + 1
             known.add(solution)
             if self.trial.carries(self._propose(solution), AHEAD * best.outcome.capacity):
                 won.append(self._try(solution))
                 if self.rank(won[-1]) > self.rank(best):
-                    best, likely = won[-1], []  # the next challengers are neighbours of this one
+                    best, likely, lost = won[-1], [], 0  # the next challengers are neighbours of this one
         return sorted([*tried, *won], key=self.rank, reverse=True)
 
     def rank_expected(self, solutions: Sequence[Solution]) -> list[Solution]:

@@ -1,5 +1,6 @@
 """What the pages of deployments and rescheduling say of plans, from made-up searches and runs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from p2pserve.coordinator.costs.gpus import Specs
 from p2pserve.coordinator.plan import Pairing, Phase, Plan, Replica, Stage
 from p2pserve.coordinator.planning.model.cluster_file import packaged_cluster
-from p2pserve.coordinator.planning.upper.trials import TrialOutcome
+from p2pserve.coordinator.planning.upper.trials import PlanTrials, TrialOutcome, TriedPlan
 from p2pserve.sims.experiments import baselines, deployments, setting, systems
 from p2pserve.sims.experiments.setting import (
     CLOUD,
@@ -143,6 +144,46 @@ def test_ours_and_colocated_serving_are_chosen_by_trials_of_other_requests(monke
     assert tried == {(other_seeds, 700, True)}, "nothing is reported of these requests"
     carried[split] = 2.03
     assert systems.chosen(case, Scope(seeds=(0,), challengers=0)).solution == mixed, "it is hardly better"
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+def test_each_of_the_best_plans_is_challenged_for_itself(monkeypatch: pytest.MonkeyPatch, starts: int) -> None:
+    """The second best may have the better neighbours: the best of all that came of both is taken."""
+    case = PlannedCase(
+        cluster="thunderserve-16xa5000", boxes=2, model="llama-13b", specs=Specs.MEASURED, workload="conversation",
+        rate=1.5, scale=20.0,
+    )  # fmt: skip
+    cluster = case.problem().cluster
+    boxes = [box.id for box in cluster.boxes]
+    mixed = tuple(sorted(group(cluster, Phase.MIXED, {box: 4}) for box in boxes))
+    split, turned = (
+        tuple(sorted([group(cluster, Phase.PREFILL, {first: 4}), group(cluster, Phase.DECODE, {second: 4})]))
+        for first, second in (boxes, boxes[::-1])
+    )
+    carried = {mixed: 2.0, split: 2.1, turned: 3.0}
+    challenged: list[tuple[Any, int, int | None]] = []
+
+    def try_all(self: PlanTrials, solutions: Sequence[Any]) -> list[TriedPlan]:
+        tried = [
+            TriedPlan(solution=one, proposals=self._propose(one), outcome=TrialOutcome(1.0, carried[one]))
+            for one in dict.fromkeys(solutions)
+        ]
+        return sorted(tried, key=self.rank, reverse=True)
+
+    def challenge(self: PlanTrials, tried: Any, found: Any, count: int, rng: Any, *, patience: int | None) -> Any:
+        challenged.append((tried[0].solution, count, patience))
+        return [*self.try_all([turned]), *tried] if tried[0].solution == mixed else tried
+
+    def search(case: PlannedCase, steps: int | None, seed: int = 0) -> Any:
+        return SimpleNamespace(solution=split, colocated=mixed, evaluated={})
+
+    monkeypatch.setattr(systems, "searched", search)
+    monkeypatch.setattr(PlanTrials, "try_all", try_all)
+    monkeypatch.setattr(PlanTrials, "challenge", challenge)
+    scope = Scope(seeds=(0,), challengers=5, starts=starts, patience=3)
+    best = systems._search_and_try(case, 1.0, scope, mixed, searches=1)
+    assert best.solution == (turned if starts == 2 else split)
+    assert challenged == [(one, 5, 3) for one in (split, mixed)[:starts]]
 
 
 def test_plans_that_were_chosen_before_are_not_searched_for_again(
