@@ -53,6 +53,7 @@ def test_a_plan_is_chosen_once_and_kept_with_the_case_that_it_is_for(
     assert [name for name, _ in asked] == ["chosen", "chosen", "best_colocated", "best_in_house", "best_in_house"]
     assert all(each.seeds == (0,) and each.seconds < scope.seconds for _, each in asked)
     assert all((each.policy, each.challengers) == (PREDICTED, options.MORE_CHALLENGERS) for _, each in asked)
+    assert all((each.starts, each.patience) == (options.MORE_STARTS, options.PATIENCE) for _, each in asked)
     assert all(plan.solution == SOLUTION for plan in plans.values())
     assert [box.gpus for box in plans["vLLM-like"].problem.cluster.boxes] == [8]
     assert len(plans[COLOCATED].problem.cluster.boxes) > 1
@@ -63,6 +64,7 @@ def test_a_plan_is_chosen_once_and_kept_with_the_case_that_it_is_for(
         options.choose_plan(make_case("coding", 5.0, SIXTEEN), system, scope, kept)
     assert [name for name, _ in asked[5:]] == ["chosen", "chosen"]
     assert all(each.challengers == options.CHALLENGERS and each.requests == scope.requests for _, each in asked[5:])
+    assert all(each.starts == 1 for _, each in asked[5:])
 
 
 @pytest.mark.parametrize(("workload", "scale", "at_least"), [("coding", 3.0, 30.0), ("conversation", 10.0, 200.0)])
