@@ -54,9 +54,9 @@ MOST_BRACKETS: Final = 4
 class Scope:
     """How much of everything: seeds, seconds of arrivals, search steps (None: the planner's own),
     steps of one watched, halvings of a rate, plans with the best estimates that are `tried` in simulations,
-    plans that challenge each of so many `starts`, the best of those, at most, and until `patience` in a row have lost;
-    and the `policy` that routes there; `requests` of a run, where a page counts those and no seconds, and at least of
-    those that plans are tried in. `kept`: see `KeptResults`."""
+    plans that challenge each of the best of those (so many `starts`) at most, and until `most_losses` in a row have
+    lost; and the `policy` that routes there; `requests` of a run, where a page counts those and no seconds, and at
+    least of those that plans are tried in. `kept`: see `KeptResults`."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     seconds: float = 150.0
@@ -66,7 +66,7 @@ class Scope:
     tried: int = 6
     challengers: int = 16
     starts: int = 1
-    patience: int | None = None
+    most_losses: int | None = None
     policy: str = PLAN
     requests: int = 1000
     kept: Path | None = field(default=None, compare=False, repr=False)

@@ -131,7 +131,7 @@ def _search_and_try(case: PlannedCase, rate: float, scope: Scope, *others: Solut
     for number, start in enumerate(tried[: scope.starts]):
         source = next((found for found, those in zip(every, likely, strict=True) if start.solution in those), every[0])
         rest, rng = [plan for plan in tried if plan is not start], np.random.default_rng(number)
-        climbed += trials.challenge([start, *rest], source, scope.challengers, rng, patience=scope.patience)
+        climbed += trials.challenge([start, *rest], source, scope.challengers, rng, most_losses=scope.most_losses)
     return Deployed(trials.problem, max(climbed, key=trials.rank).solution)
 
 

@@ -165,16 +165,16 @@ class PlanTrials:
 
     def challenge(
         self, tried: Sequence[TriedPlan], found: SearchResult, count: int, rng: np.random.Generator,
-        spent: Callable[[], bool] = never, patience: int | None = None,
+        spent: Callable[[], bool] = never, most_losses: int | None = None,
     ) -> list[TriedPlan]:  # fmt: skip
         """What was tried, with those of at most `count` challengers that came to be tried, the best first. The first
-        one that was tried is challenged first. `patience`: it ends when so many in a row have lost."""
+        one that was tried is challenged first. `most_losses`: it ends when so many in a row have lost."""
         best, known, likely = tried[0], {plan.solution for plan in tried}, list[Solution]()
         won, lost = [], 0
         for _ in range(count):
             likely = likely or self._find_challengers(best.solution, found, rng)
             likely = [solution for solution in likely if solution not in known]
-            if spent() or not likely or not best.outcome.capacity > 0.0 or lost == patience:
+            if spent() or not likely or not best.outcome.capacity > 0.0 or lost == most_losses:
                 break
             solution, lost = likely.pop(0), lost + 1
             known.add(solution)

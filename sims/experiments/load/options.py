@@ -30,10 +30,10 @@ fewer others than they will."""
 MORE_TRIED: Final = 10
 MORE_STARTS: Final = 2
 MORE_CHALLENGERS: Final = 96
-PATIENCE: Final = 24
+MOST_LOSSES: Final = 24
 MORE_REQUESTS: Final = 2
 """Where all have chunks and 8 bits, more plans are tried, each with so many times the scope's requests: the best ones
-are challenged each for itself, for as long as one of PATIENCE challengers in a row wins."""
+are challenged each for itself, for as long as one of MOST_LOSSES challengers in a row wins."""
 COLOCATED, OURS = "colocated", "ours"
 SYSTEMS: Final = (COLOCATED, OURS)
 
@@ -216,7 +216,7 @@ def choose_plan(case: PlannedCase, system: str, scope: Scope, kept: KeptResults)
     if scope.challengers > CHALLENGERS and case == make_case(case.workload, case.scale, EIGHT):
         requests = MORE_REQUESTS * scope.requests
         trials = replace(
-            trials, tried=MORE_TRIED, challengers=MORE_CHALLENGERS, starts=MORE_STARTS, patience=PATIENCE,
+            trials, tried=MORE_TRIED, challengers=MORE_CHALLENGERS, starts=MORE_STARTS, most_losses=MOST_LOSSES,
             requests=requests,
         )  # fmt: skip
 
@@ -242,8 +242,8 @@ def options_page(scope: Scope, found: Found) -> Page:
         assumes=(
             f"LLaMA-30B on {CLOUD}, GPUs by measured figures, {GBPS:g} Gb/s between boxes. Azure's lengths, Poisson "
             f"arrivals for {scope.seconds:g} s, {len(scope.seeds)} seeds; all plans meet the same requests. Deadlines "
-            "as multiples of what a lone request takes on an A100 with KV in 16 bits; a rate counts with "
-            f"{TARGET:.0%} of the requests in time.\n\nAll have the same options: a step's tokens as the deadline "
+            "as multiples of what a lone request takes on an A100, KV in 16 bits; a rate counts with "
+            f"{TARGET:.0%} in time.\n\nAll have the same options: a step's tokens as the deadline "
             "from token to token allows, and KV in 8 bits in the engines' memory (vLLM's `kv_cache_dtype`): twice as "
             "many tokens fit beside the weights and decode reads half as much, converting is modelled to cost nothing, "
             "and a transfer takes the same (kv4). What 8 bits cost in quality is not known for this model, so no plan "
@@ -252,15 +252,15 @@ def options_page(scope: Scope, found: Found) -> Page:
             "say which prompts begin alike, so in rows with caches the same requests begin as others did in as many "
             "successive requests of Mooncake's conversations, with as much of each prompt, and all routes go by "
             "prefix. Caches are empty at first, and share the KV memory; plans are made without them.\n\n"
-            "Every plan is searched for with its own KV and deadlines, in the planner's own number of steps for each "
-            "of several rates, and chosen in trials by requests of another seed, routed by "
-            f"`{PREDICTED}`. A trial lasts for {TRIAL_S:g} s, {scope.requests:,} requests and {TRIAL_DEADLINES:g} "
-            f"times as long as a whole answer may take, at least. The {scope.tried} plans with the best estimates are "
-            f"tried, and {CHALLENGERS} others challenge the best.\n\nWhere all have chunks and 8 bits {MORE_TRIED} are "
-            f"tried, by {MORE_REQUESTS * scope.requests:,} requests, and the best {MORE_STARTS} are each challenged "
-            f"until {PATIENCE} others in a row have lost, or {MORE_CHALLENGERS} in all. On the A100 box all "
-            "configurations are looked at. What is found for ours counts as the best colocated plan as well, where it "
-            "is one.\n\n"
+            "Every plan is searched for with its own KV and deadlines, in the planner's own steps for each of several "
+            "rates, and chosen in trials by requests of another seed, routed by "
+            f"`{PREDICTED}`: for {TRIAL_S:g} s, {scope.requests:,} requests and {TRIAL_DEADLINES:g} times as long as a "
+            f"whole answer may take, at least. The {scope.tried} of which most is expected are tried, and "
+            f"{CHALLENGERS} others challenge the best.\n\nWhere all have chunks and 8 bits {MORE_TRIED} are tried, by "
+            f"{MORE_REQUESTS * scope.requests:,} requests, and the best {MORE_STARTS} are each challenged until "
+            f"{MOST_LOSSES} others in a row have lost, or {MORE_CHALLENGERS} in all. Of the A100 box all "
+            "configurations are looked at. What is found for ours counts as the best colocated plan as well, if it is "
+            "one.\n\n"
             f"Routes are by `{PREDICTED}`, the default, and by `{PLAN}`. Of colocated serving and of the A100 box the "
             f"policy that carries more counts, of ours the default, except where `{PLAN}` is named."
         ),

@@ -347,16 +347,16 @@ def test_challenges_end_when_time_is_up() -> None:
     assert len(given.challenged) == 2
 
 
-@pytest.mark.parametrize(("patience", "challenged"), [(1, 1), (2, 4), (3, 5)])
-def test_challenges_end_when_so_many_in_a_row_have_lost(patience: int, challenged: int) -> None:
+@pytest.mark.parametrize(("most_losses", "challenged"), [(1, 1), (2, 4), (3, 5)])
+def test_challenges_end_when_so_many_in_a_row_have_lost(most_losses: int, challenged: int) -> None:
     """PMM, the second, wins; of its own neighbours as many may lose again."""
     expected = {"PDM": 1.0, "PDD": 0.7, "PMM": 0.6, "PDP": 0.5, "PPM": 0.4}
     given = GivenPlans(expected, carried={"PDM": 1.0, "PMM": 1.2})
     trial = contest(given)
     found = searched(given, "PDM")
-    tried = trial.challenge(trial.try_all([plan("PDM")]), found, 99, np.random.default_rng(0), patience=patience)
+    tried = trial.challenge(trial.try_all([plan("PDM")]), found, 99, np.random.default_rng(0), most_losses=most_losses)
     assert len(given.challenged) == challenged
-    assert [name(each.solution) for each in tried] == (["PMM", "PDM"] if patience > 1 else ["PDM"])
+    assert [name(each.solution) for each in tried] == (["PMM", "PDM"] if most_losses > 1 else ["PDM"])
 
 
 def test_neighbours_are_drawn_by_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:

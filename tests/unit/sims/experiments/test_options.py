@@ -53,7 +53,7 @@ def test_a_plan_is_chosen_once_and_kept_with_the_case_that_it_is_for(
     assert [name for name, _ in asked] == ["chosen", "chosen", "best_colocated", "best_in_house", "best_in_house"]
     assert all(each.seeds == (0,) and each.seconds < scope.seconds for _, each in asked)
     assert all((each.policy, each.challengers) == (PREDICTED, options.MORE_CHALLENGERS) for _, each in asked)
-    assert all((each.starts, each.patience) == (options.MORE_STARTS, options.PATIENCE) for _, each in asked)
+    assert all((each.starts, each.most_losses) == (options.MORE_STARTS, options.MOST_LOSSES) for _, each in asked)
     assert all(plan.solution == SOLUTION for plan in plans.values())
     assert [box.gpus for box in plans["vLLM-like"].problem.cluster.boxes] == [8]
     assert len(plans[COLOCATED].problem.cluster.boxes) > 1

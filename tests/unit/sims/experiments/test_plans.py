@@ -170,8 +170,8 @@ def test_each_of_the_best_plans_is_challenged_for_itself(monkeypatch: pytest.Mon
         ]
         return sorted(tried, key=self.rank, reverse=True)
 
-    def challenge(self: PlanTrials, tried: Any, found: Any, count: int, rng: Any, *, patience: int | None) -> Any:
-        challenged.append((tried[0].solution, count, patience))
+    def challenge(self: PlanTrials, tried: Any, found: Any, count: int, rng: Any, *, most_losses: int | None) -> Any:
+        challenged.append((tried[0].solution, count, most_losses))
         return [*self.try_all([turned]), *tried] if tried[0].solution == mixed else tried
 
     def search(case: PlannedCase, steps: int | None, seed: int = 0) -> Any:
@@ -180,7 +180,7 @@ def test_each_of_the_best_plans_is_challenged_for_itself(monkeypatch: pytest.Mon
     monkeypatch.setattr(systems, "searched", search)
     monkeypatch.setattr(PlanTrials, "try_all", try_all)
     monkeypatch.setattr(PlanTrials, "challenge", challenge)
-    scope = Scope(seeds=(0,), challengers=5, starts=starts, patience=3)
+    scope = Scope(seeds=(0,), challengers=5, starts=starts, most_losses=3)
     best = systems._search_and_try(case, 1.0, scope, mixed, searches=1)
     assert best.solution == (turned if starts == 2 else split)
     assert challenged == [(one, 5, 3) for one in (split, mixed)[:starts]]
