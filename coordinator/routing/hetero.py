@@ -36,8 +36,8 @@ import numpy as np
 
 from ..plan import Plan, Replica
 from ..profile import ReplicaProfile
+from .estimates.lengths import LengthPredictor, make_predictor
 from .interface import NoRoute, ReplicaLoads, RequestFacts, RequestId, Route, RoutingPolicy, RoutingSettings
-from .lengths import LengthPredictor, make_predictor
 
 REMEMBERED: Final = 128
 """About how many of this gateway's latest requests stand for those of others."""

@@ -40,11 +40,11 @@ from numpy.typing import NDArray
 
 from ..plan import Plan
 from ..profile import ReplicaProfile
+from .estimates.lengths import AnswerTail, LearnedLengths
+from .estimates.speeds import LEAST_S, Floats, ReplicaSpeeds, StepTimes, tabulate_speeds
 from .interface import ReplicaLoads, RequestFacts, RequestId, Route, RoutingPolicy, RoutingSettings
-from .lengths import AnswerTail, LearnedLengths
 from .plan_and_queues import PlanAndQueues, RouteTable
 
-Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Bools = NDArray[np.bool_]
 
@@ -96,61 +96,6 @@ AS_GOOD: Final = 0.02
 
 NEVER_S: Final = 1e9
 """A replica that cannot hold a prompt comes after all others."""
-
-UNTOLD_TOKENS: Final = 1e12
-"""A replica that does not tell how much KV it has room for has enough, unless it reports that it is full."""
-
-LEAST_S: Final = 1e-9
-"""No prompt's token takes less, and no deadline is shorter: what is divided by it stays finite."""
-
-
-class _Speeds(NamedTuple):
-    """The replicas' times as arrays, in the order of the live state.
-
-    Seconds: `token_s` per token of a prompt, `prompt_s` for each besides, `begin_s` for a step of prompts alone; of a
-    decode step `step_s`, with `request_s` and `context_s` for each request and each token that it holds, and `length_s`
-    for each token of their mean length. `kv_tokens`: room, or UNTOLD_TOKENS.
-    """
-
-    token_s: Floats
-    prompt_s: Floats
-    begin_s: Floats
-    step_s: Floats
-    request_s: Floats
-    context_s: Floats
-    length_s: Floats
-    kv_tokens: Floats
-
-    def at_context(self, context: float) -> _StepTimes:
-        """Of steps over requests that hold so many tokens each."""
-        context_s = self.context_s * context
-        return _StepTimes(
-            begin_s=self.begin_s,
-            token_s=self.token_s,
-            context_s=context_s,
-            step_s=self.step_s + self.length_s * context,
-            request_s=context_s + self.request_s,
-        )
-
-
-class _StepTimes(NamedTuple):
-    """By replica, for requests of one length, in seconds: of a decode step `step_s`, with `request_s` for each request;
-    of one that computes prompts as well `begin_s`, with `token_s` for each of its tokens and `context_s` for each
-    request."""
-
-    begin_s: Floats
-    token_s: Floats
-    context_s: Floats
-    step_s: Floats
-    request_s: Floats
-
-    def decode_step_s(self, requests: Floats) -> Floats:
-        """Of a step over so many requests."""
-        return np.asarray(self.step_s + self.request_s * requests)
-
-    def mixed_step_s(self, tokens: Floats | float, requests: Floats) -> Floats:
-        """Of one that computes so many tokens of prompts as well: each request costs one more, and its context."""
-        return np.asarray(self.begin_s + self.token_s * (tokens + requests) + self.context_s * requests)
 
 
 class _Shapes(NamedTuple):
@@ -222,7 +167,7 @@ class PredictedTimes(RoutingPolicy):
         self._computed = np.zeros(len(plan.replicas))  # tokens of others' prompts, sent from here, those before fading
         self._faded_at = 0.0
         self._known: list[ReplicaProfile | None] = []
-        self._speeds: _Speeds | None = None
+        self._speeds: ReplicaSpeeds | None = None
         self._routes: _Routes | None = None
         self._shapes = _Shapes(
             stages=np.array([float(len(replica.stages)) for replica in plan.replicas]),
@@ -270,7 +215,7 @@ class PredictedTimes(RoutingPolicy):
             return Route(prefill=ends[0], decode=ends[1], split=prompt, splits_there=True)
         return Route.between(*ends, 0 if routes.is_whole[best] else routes.table.split(best, prompt))
 
-    def _beside_s(self, forecast: _Forecast, speeds: _Speeds, loads: ReplicaLoads, now: float) -> Floats:
+    def _beside_s(self, forecast: _Forecast, speeds: ReplicaSpeeds, loads: ReplicaLoads, now: float) -> Floats:
         """By replica, from token to token, for prompts that it computes in between: as many as answers end there, and
         those that it was sent lately for answers that others generate."""
         self._computed *= np.exp(min(0.0, self._faded_at - now) / LATELY_S)
@@ -328,11 +273,11 @@ class PredictedTimes(RoutingPolicy):
         self.mean_prompt += (prompt - self.mean_prompt) / self.routed
         self.mean_output += (output - self.mean_output) / self.routed
 
-    def _read_speeds(self, loads: ReplicaLoads) -> _Speeds | None:
+    def _read_speeds(self, loads: ReplicaLoads) -> ReplicaSpeeds | None:
         """None while no profile is known."""
         if loads.profiles != self._known:
             self._known = list(loads.profiles)
-            self._speeds = _tabulate(self._known)
+            self._speeds = tabulate_speeds(self._known)
         return self._speeds
 
     def _read_routes(self, table: RouteTable) -> _Routes:
@@ -340,7 +285,7 @@ class PredictedTimes(RoutingPolicy):
             self._routes = _add_lone_replicas(table, self._shapes.stages == 1.0)
         return self._routes
 
-    def _forecast(self, prompt: int, uncached: Floats, speeds: _Speeds, loads: ReplicaLoads) -> _Forecast:
+    def _forecast(self, prompt: int, uncached: Floats, speeds: ReplicaSpeeds, loads: ReplicaLoads) -> _Forecast:
         backlog = self._read_backlog(speeds, loads)
         batch, held, stages, step_tokens = backlog.batch, backlog.held, self._shapes.stages, self._shapes.step_tokens
         chunk = np.maximum(step_tokens - batch / stages, LEAST_CHUNK * step_tokens)
@@ -368,7 +313,7 @@ class PredictedTimes(RoutingPolicy):
         )
         return _add_turns(forecast, backlog, speeds, steps_of, loads) if loads.beside_requests.any() else forecast
 
-    def _read_backlog(self, speeds: _Speeds, loads: ReplicaLoads) -> _Backlog:
+    def _read_backlog(self, speeds: ReplicaSpeeds, loads: ReplicaLoads) -> _Backlog:
         tokens, requests = self._queues.guess_queues(loads)
         running = np.where(self._shapes.decodes, requests, loads.decodes)
         # Who takes long is met more often: what a batch holds is more than half of a mean answer for each request.
@@ -380,7 +325,7 @@ class PredictedTimes(RoutingPolicy):
         return _Backlog(tokens, running, np.minimum(running + 1.0, most), most, held)
 
     def _room_s(
-        self, prompt: int, backlog: _Backlog, speeds: _Speeds, steps_of: _StepTimes, loads: ReplicaLoads
+        self, prompt: int, backlog: _Backlog, speeds: ReplicaSpeeds, steps_of: StepTimes, loads: ReplicaLoads
     ) -> Floats:
         """By replica, until requests have ended whose KV is in the way: those beyond its batch; those whose room this
         one needs, as it is long or they are longer than most by what the replica reports; at least one where that is
@@ -398,7 +343,9 @@ class PredictedTimes(RoutingPolicy):
         waits = np.maximum(steps * steps_of.decode_step_s(backlog.batch), mixed_s)
         return np.where(speeds.kv_tokens < prompt, NEVER_S, np.where(ahead > 0.0, MARGINAL * waits, 0.0))
 
-    def _shared_prefill_s(self, uncached: Floats, routes: _Routes, speeds: _Speeds, forecast: _Forecast) -> Floats:
+    def _shared_prefill_s(
+        self, uncached: Floats, routes: _Routes, speeds: ReplicaSpeeds, forecast: _Forecast
+    ) -> Floats:
         """By route, until the second of its replicas would have computed the rest of this prompt. Infinite where the
         prompt is not to be shared: see `_Routes.can_share`; where the steps of the decode replica would be too long;
         and where the first token is early enough without."""
@@ -433,7 +380,7 @@ class PredictedTimes(RoutingPolicy):
 
 
 def _add_turns(
-    forecast: _Forecast, backlog: _Backlog, speeds: _Speeds, steps_of: _StepTimes, loads: ReplicaLoads
+    forecast: _Forecast, backlog: _Backlog, speeds: ReplicaSpeeds, steps_of: StepTimes, loads: ReplicaLoads
 ) -> _Forecast:
     """With the turns of other services' engines on the same GPUs: one of their steps before the first token and in
     between, and their prompts. Where no answer of this service is decoded yet, its steps hold up theirs as well. Their
@@ -479,22 +426,3 @@ def _pick(cost: Floats, usd: Floats, loads: ReplicaLoads, rng: np.random.Generat
     if loads.gateways > 1.0:
         return int(rng.choice(cheapest))
     return best if best in cheapest else int(cheapest[cost[cheapest].argmin()])
-
-
-def _tabulate(profiles: list[ReplicaProfile | None]) -> _Speeds | None:
-    known = [each for each in profiles if each is not None]
-    if not known:
-        return None
-    slowest = max(known, key=lambda each: sum(each.batch_s(8.0, 512.0, 128.0)))
-    rows = [each if each is not None else slowest for each in profiles]
-    return _Speeds(
-        # Fits to prompts that are mostly computed one at a time do not tell what is `length_s` of it.
-        token_s=np.array([max(each.prefill.prompt_token_s, LEAST_S) for each in rows]),
-        prompt_s=np.array([each.prefill.request_s for each in rows]),
-        begin_s=np.array([each.prefill.step_s for each in rows]),
-        step_s=np.array([each.decode.step_s for each in rows]),
-        request_s=np.array([each.decode.request_s for each in rows]),
-        context_s=np.array([each.decode.token_s for each in rows]),
-        length_s=np.array([each.decode.length_s for each in rows]),
-        kv_tokens=np.array([float(each.kv_tokens) or UNTOLD_TOKENS for each in rows]),
-    )

@@ -20,8 +20,8 @@ from ...coordinator.profile import ReplicaProfile
 from ...coordinator.repair.damping import DampingSettings, FlapDamping
 from ...coordinator.requests.stalls import ExpectedTimes
 from ...coordinator.requests.values import FindRoute
+from ...coordinator.routing.estimates.profiles import ReplicaProfiles
 from ...coordinator.routing.pools import NO_ANSWERS, PoolClaim, PoolState
-from ...coordinator.routing.profiles import ReplicaProfiles
 from ...coordinator.routing.router import NOTHING_CACHED
 from ..adverts import IS_DEAD, join_faults
 from ..messages import Advert

@@ -21,9 +21,9 @@ from p2pserve.coordinator import (
     Stage,
 )
 from p2pserve.coordinator.profile import ReplicaProfile
+from p2pserve.coordinator.routing.estimates.lengths import LengthPredictor
 from p2pserve.coordinator.routing.hetero import MinMaxWorkload
 from p2pserve.coordinator.routing.interface import ReplicaLoads, RequestFacts, RequestId
-from p2pserve.coordinator.routing.lengths import LengthPredictor
 from p2pserve.coordinator.routing.plan_and_queues import PlanAndQueues
 from p2pserve.coordinator.routing.router import Router
 

@@ -15,9 +15,9 @@ from p2pserve.coordinator.costs.model_shape import model_shape
 from p2pserve.coordinator.costs.replica import StageHardware, replica_times
 from p2pserve.coordinator.costs.sweep import BATCHES, LENGTHS, MOST_PREFILLED, profile_times, sweep_steps
 from p2pserve.coordinator.profile import ReplicaProfile
-from p2pserve.coordinator.routing.profiles import AT_ONCE, ReplicaProfiles, profile_replica
+from p2pserve.coordinator.routing.estimates.profiles import AT_ONCE, ReplicaProfiles, profile_replica
 
-from ....linear_times import LinearTimes
+from .....linear_times import LinearTimes
 
 LLAMA = model_shape("llama3-8b")
 COST = PhaseCost(token_s=1e-5, step_s=0.01)

@@ -8,15 +8,15 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Final, TypeGuard, final
 
-from ..calibration import told_costs
-from ..capacity import BoxView, Links
-from ..costs.gpus import GpuError, GpuSpec, Specs, gpu_table
-from ..costs.model_shape import ModelShape
-from ..costs.profiled_times import FURTHEST
-from ..costs.replica import Hop, ReplicaError, StageHardware, replica_times
-from ..costs.sweep import profile_times
-from ..plan import Plan, Replica
-from ..profile import PhaseCost, ReplicaProfile
+from ...calibration import told_costs
+from ...capacity import BoxView, Links
+from ...costs.gpus import GpuError, GpuSpec, Specs, gpu_table
+from ...costs.model_shape import ModelShape
+from ...costs.profiled_times import FURTHEST
+from ...costs.replica import Hop, ReplicaError, StageHardware, replica_times
+from ...costs.sweep import profile_times
+from ...plan import Plan, Replica
+from ...profile import PhaseCost, ReplicaProfile
 
 AT_ONCE: Final = 4
 """Replicas whose profile is made anew at a time: a sweep takes 10 ms, on the gateway's event loop."""

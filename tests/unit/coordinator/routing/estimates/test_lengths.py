@@ -4,8 +4,14 @@ import numpy as np
 import pytest
 
 from p2pserve.coordinator.demand_meter import azure_lengths
+from p2pserve.coordinator.routing.estimates.lengths import (
+    SAMPLE,
+    AnswerTail,
+    LearnedLengths,
+    SampledLengths,
+    make_predictor,
+)
 from p2pserve.coordinator.routing.interface import LENGTH_PREDICTORS
-from p2pserve.coordinator.routing.lengths import SAMPLE, AnswerTail, LearnedLengths, SampledLengths, make_predictor
 
 CONVERSATIONS = azure_lengths("conversation")[1]
 

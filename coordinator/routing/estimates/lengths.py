@@ -1,4 +1,4 @@
-"""How long the answer to a request will be, as a guess: what `hetero` counts with.
+"""How long the answer to a request will be, as a guess.
 
 Each predictor learns from the requests of its gateway that have ended. Until there are some, it
 goes by Azure's conversations.
@@ -14,8 +14,8 @@ from typing import Final, final
 import numpy as np
 from numpy.typing import NDArray
 
-from ..demand_meter import azure_lengths
-from .interface import LENGTH_PREDICTORS
+from ...demand_meter import azure_lengths
+from ..interface import LENGTH_PREDICTORS
 
 SAMPLE: Final = 512
 """Latest answers that count."""
