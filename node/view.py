@@ -430,6 +430,15 @@ class NetworkView(AdvertBook):
         after, tokens = self._sent.get(peer, (stats, 0))
         self._sent[peer] = (stats, prompt_tokens + (tokens if after is stats else 0))
 
+    def take_back_sent(self, peer: PeerId, prompt_tokens: int) -> None:
+        """One has been refused there."""
+        after, tokens = self._sent.get(peer, (None, 0))
+        self._sent[peer] = (after, max(0, tokens - prompt_tokens))
+
+    def round_trips(self, peer: PeerId) -> dict[str, float]:
+        """Between this box and others, in seconds, as far as they are known."""
+        return self._planner_links.round_trips(peer, self.adverts, self.links_told) | {peer: 0.0}
+
     def reported_loads(self, plan: Plan) -> ReplicaLoads:
         """What the replicas of a plan report; those that do not are silent."""
         loads = ReplicaLoads(replica.id for replica in plan.replicas)

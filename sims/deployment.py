@@ -27,7 +27,7 @@ from .policies import POLICIES
 from .records import Trace
 from .results.outcomes import ServiceLog
 from .scenario import ServiceRun, SimSettings, WorldError
-from .serving import ReplicaHost, SimRequest
+from .serving import GatewayPlaces, ReplicaHost, SimRequest
 
 
 @final
@@ -85,8 +85,9 @@ class Deployment:
         self._cluster = cluster
         self._settings = settings
         self._rng = np.random.default_rng((settings.seed, number))
+        self._places = GatewayPlaces(cluster, settings)
         # By the box of the gateway; None: of all gateways, which route as one while they hear of all loads at once.
-        self._routers: dict[int | None, Router] = {None: self._make_router(None)}
+        self._routers: dict[int | None, Router] = {None: self._make_router(None, None)}
         self._profiles: dict[int, ReplicaProfile] = {}  # by the number of the host
         self._reports: dict[str, _Report] = {}  # what gateways have heard, where they hear it late
         self._report_at = 0.0  # when they hear the next
@@ -116,7 +117,7 @@ class Deployment:
         gateway = request.gateway if request is not None and self._settings.report_s else None
         router = self._routers.get(gateway)
         if router is None:
-            router = self._routers[gateway] = self._make_router(None)
+            router = self._routers[gateway] = self._make_router(None, gateway)
         self._tell_loads(router, gateway, now)
         excluded = self._excluded
         if blamed:
@@ -177,10 +178,22 @@ class Deployment:
     ) -> None:
         """The gateway of a request hears how it stands at a replica that it has asked for a place, unless that has
         reported meanwhile."""
+        if not accepted:
+            asked = self._take_back(request, claim, asked)
         if asked is not None and asked.report is self._reports.get(claim.replica):
             asked.report.answers[request.gateway] = state, asked
-        if not accepted and self._routed.get(request.row, (None, ""))[1] == claim.replica:
+
+    def _take_back(self, request: SimRequest, claim: PoolClaim, asked: SentWork | None) -> SentWork | None:
+        """It does not go where it has been refused; what its gateway has sent there without it."""
+        decodes = self._routed.get(request.row, (None, ""))[1] == claim.replica
+        if decodes:
             del self._routed[request.row]
+        if asked is None:
+            return None
+        report, requests, tokens = asked
+        report.own[request.gateway] -= decodes
+        report.own_tokens[request.gateway] -= claim.prefill_tokens
+        return SentWork(report, requests - decodes, tokens - claim.prefill_tokens)
 
     def _choose_fetch(
         self,
@@ -278,8 +291,10 @@ class Deployment:
                 f"prefix caches keep pieces of {tokens} tokens, and the trace names those of {trace.prefix_tokens}"
             )
 
-    def _make_router(self, earlier: Router | None) -> Router:
-        return Router(self.plan, self._settings.routing, policies=POLICIES, rng=self._rng, earlier=earlier)
+    def _make_router(self, earlier: Router | None, gateway: int | None) -> Router:
+        router = Router(self.plan, self._settings.routing, policies=POLICIES, rng=self._rng, earlier=earlier)
+        router.loads.round_trip_s[:] = [self._places.round_trip_s(gateway, replica) for replica in self.plan.replicas]
+        return router
 
     def _tell_loads(self, router: Router, gateway: int | None, now: float) -> None:
         """What is known of loads at this gateway: all that is so, or what replicas have told last,
@@ -414,7 +429,7 @@ class Deployment:
             host.replica = replica
             self.hosts[replica.id] = host
         self.plan = plan
-        self._routers = {gateway: self._make_router(router) for gateway, router in self._routers.items()}
+        self._routers = {gateway: self._make_router(router, gateway) for gateway, router in self._routers.items()}
         self._reports, self._report_at = {}, 0.0
         self._links.clear()
         self._changed = dict(self.hosts)

@@ -57,10 +57,14 @@ class GatewayPlaces:
 
     def message_s(self, gateway: int | None, replica: ReplicaHost) -> float:
         """Seconds that a message takes between a gateway and the replica's first box."""
+        return self.round_trip_s(gateway, replica.replica) / 2
+
+    def round_trip_s(self, gateway: int | None, replica: Replica) -> float:
+        """Likewise, until a question of the gateway is answered."""
         if gateway is None:
             return 0.0
-        head = self._cluster.index(replica.replica.head)
-        return self._message_s + (0.0 if gateway == head else float(self._cluster.rtt_s[gateway, head]) / 2)
+        head = self._cluster.index(replica.head)
+        return 2 * self._message_s + (0.0 if gateway == head else float(self._cluster.rtt_s[gateway, head]))
 
     def rtt_s(self, one: ReplicaHost, other: ReplicaHost) -> float:
         """The round trip between two replicas' first boxes, where messages take time."""

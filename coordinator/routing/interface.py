@@ -144,7 +144,8 @@ class ReplicaLoads:
     since its report, None where it has not been asked; `is_silent`: nothing has been reported.
     `gateways`: how many times the requests of this gateway all gateways have. `profiles`: how fast the replicas
     are, for policies that ask for that (`RoutingPolicy.needs_profiles`); None: not known.
-    `usd_per_hour` of its boxes, 0 where that is not told. `beside_requests` and `beside_tokens`: see `WorkBeside`.
+    `usd_per_hour` of its boxes, 0 where that is not told. `round_trip_s`: what it takes this gateway to ask a replica.
+    `beside_requests` and `beside_tokens`: see `WorkBeside`.
     Whoever runs the replicas writes here; policies only read.
     """
 
@@ -164,6 +165,7 @@ class ReplicaLoads:
         self.beside_tokens: NDArray[np.float64] = np.zeros(size)
         self.is_silent: NDArray[np.bool_] = np.ones(size, dtype=bool)
         self.usd_per_hour: NDArray[np.float64] = np.zeros(size)
+        self.round_trip_s: NDArray[np.float64] = np.zeros(size)
         self.profiles: list[ReplicaProfile | None] = [None] * size
 
     def forget(self) -> None:

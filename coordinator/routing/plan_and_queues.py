@@ -131,15 +131,24 @@ class PlanAndQueues(RoutingPolicy):
             )
         return self._table
 
-    def note_sent(self, route: int) -> None:
-        """A request takes this route of the latest table, or one beyond it, which no pair has."""
+    def note_sent(self, route: int) -> int:
+        """A request takes this route of the latest table, or one beyond it, which no pair has. Returns its pair."""
+        pair = self._table.pairs[route] if route < len(self._table.pairs) else -1
         self._sent *= 1.0 - 1.0 / self._settings.remembered_requests
-        self._sent[self._table.pairs[route] if route < len(self._table.pairs) else -1] += 1.0
+        self._sent[pair] += 1.0
+        return pair
+
+    def take_back(self, pair: int) -> None:
+        """The latest request of this pair has gone elsewhere."""
+        self._sent[pair] = max(0.0, self._sent[pair] - 1.0)
 
     def guess_queues(self, loads: ReplicaLoads) -> tuple[Floats, Floats]:
         """Tokens to prefill and requests, by replica; of those that have reported nothing, as of the busiest. Other
-        gateways are taken for as busy as this one until the next report."""
+        gateways are taken for as busy as this one until the next report; what a replica has answered is the least."""
         to_prefill, to_decode = loads.prefill_tokens + loads.sent_tokens * (loads.gateways - 1.0), loads.outstanding
+        for at, told in enumerate(loads.told):
+            if told is not None:
+                to_prefill[at] = max(to_prefill[at], told.prefill_tokens)
         if loads.is_silent.any():
             to_prefill, to_decode = self._with_guesses(to_prefill, loads), self._with_guesses(to_decode, loads)
         return to_prefill, to_decode

@@ -1,12 +1,14 @@
-"""What a replica says to a gateway that wants a place in one of Splitwise's pools (Patel et al., ISCA
-2024, section IV-A): its limits and its pool are decided here, where the queue is. ::
+"""What a replica says to a gateway that asks it before it sends a request: whether there is a place, which is decided
+here, where the queue is. ::
 
     gateway -> replica   PoolClaim(replica, work, pool, prompt_tokens)
     replica -> gateway   accepted or not, and its PoolState
 
-A gateway names the pool that it takes the machine to be in. The replica refuses where it is in one
-that would be asked later, and beyond its limits: prompts queue up to `max_pending_tokens`, and there
-must be KV for prompt and answer. Either way its answer corrects what the gateway knew of it.
+Splitwise's gateways (Patel et al., ISCA 2024, section IV-A) name the pool that they take the machine to be in. The
+replica refuses where it is in one that would be asked later, and beyond its limits: prompts queue up to
+`max_pending_tokens`, and there must be KV for prompt and answer. Gateways that route by predicted times say how many
+tokens of prompts they take to be ahead, and are refused where there are more. Either way the answer corrects what the
+gateway knew of the replica.
 
 A claim that was accepted counts against the limits until its request is here, or is given up, or
 `lease_s` have passed: so N gateways that ask at the same time do not pass them together. It counts
@@ -33,8 +35,9 @@ LEASE_S: Final = 10.0
 """For a request to come that was accepted. Longer: slower gateways keep their places; shorter: those of one that is
 gone are free sooner."""
 
-MOST_CLAIMS: Final = 1024
-"""Beyond that no claim is accepted: a member may claim for requests that it does not have."""
+MOST_CLAIMS: Final = 128
+"""Of one gateway at one replica; beyond that no claim is accepted, as a member may claim for requests that it does not
+have. More than it sends within a round trip."""
 
 MOST_REFUSALS: Final = 4
 """So many replicas may refuse a request before it goes to the shortest queue of all. More: limits hold for more
@@ -58,13 +61,15 @@ _ORDER: Final = {
 
 class PoolClaim(msgspec.Struct, frozen=True, kw_only=True):
     """A request with so many prompt tokens wants `work` of a replica, which it takes to be in `pool`; and KV for
-    `answer_tokens` beside its prompt's. None: as many as the replica supposes."""
+    `answer_tokens` beside its prompt's. None: as many as the replica supposes. `most_ahead`: that is all that matters,
+    no more tokens of prompts are to be computed there before; None: the limits of the pool hold."""
 
     replica: Name
     work: Work
     pool: Phase
     prompt_tokens: Tokens
     answer_tokens: Count | None = None
+    most_ahead: Count | None = None
 
     @property
     def prefill_tokens(self) -> int:
@@ -76,6 +81,14 @@ class PoolClaim(msgspec.Struct, frozen=True, kw_only=True):
         if self.work is Work.PROMPT:
             return 0  # its KV leaves as it is computed
         return self.prompt_tokens + (answer_tokens if self.answer_tokens is None else self.answer_tokens)
+
+    def finds_place(self, pool: Phase, state: PoolState, limits: PoolLimits) -> bool:
+        """Whether a replica in this pool, where it stands like that, has a place for it."""
+        if self.most_ahead is not None:
+            return state.prefill_tokens <= self.most_ahead
+        takes_prompt = self.work is Work.TOKEN or limits.take_prompt(state.prefill_tokens, self.prompt_tokens)
+        has_room = self.reserved_tokens(limits.answer_tokens) <= state.kv_free_tokens
+        return self.is_suited(pool) and takes_prompt and has_room
 
     def is_suited(self, pool: Phase) -> bool:
         """Whether a machine of this pool is asked no later than one of the pool that it was taken to be in."""
@@ -122,6 +135,14 @@ NO_ANSWERS: Final[Mapping[PoolClaim, bool]] = MappingProxyType({})
 Key = TypeVar("Key", bound=Hashable)
 
 
+class _HeldClaim(NamedTuple):
+    """That was accepted: until when, and who has made it."""
+
+    until: float
+    gateway: Hashable
+    claim: PoolClaim
+
+
 @final
 class PoolClaims(Generic[Key]):
     """The claims that a replica has accepted and whose requests have not come. Keys are requests; times are seconds of
@@ -129,7 +150,7 @@ class PoolClaims(Generic[Key]):
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self._lease_s = lease_s
-        self._held: dict[Key, tuple[float, PoolClaim]] = {}  # with the end of its lease, in order of that
+        self._held: dict[Key, _HeldClaim] = {}  # in order of their ends
 
     def __repr__(self) -> str:
         return f"<PoolClaims {len(self._held)}>"
@@ -138,28 +159,28 @@ class PoolClaims(Generic[Key]):
         return len(self._held)
 
     def answer(
-        self, request: Key, claim: PoolClaim, present: PoolState, limits: PoolLimits, now: float
+        self,
+        request: Key,
+        claim: PoolClaim,
+        present: PoolState,
+        limits: PoolLimits,
+        now: float,
+        gateway: Hashable = None,
     ) -> tuple[bool, PoolState]:
-        """Whether the claim is accepted, and how it stands here afterwards; `present`: the requests that are here.
-        Who asks again asks anew."""
+        """Whether the claim of a gateway is accepted, and how it stands here afterwards; `present`: the requests that
+        are here. Who asks again asks anew."""
         self._forget_expired(now)
         self.leave(request)
         state = self.count_in(present, limits)
-        reserved = claim.reserved_tokens(limits.answer_tokens)
-        accepted = (
-            len(self._held) < MOST_CLAIMS
-            and claim.is_suited(present.pool)
-            and (claim.work is Work.TOKEN or limits.take_prompt(state.prefill_tokens, claim.prompt_tokens))
-            and reserved <= state.kv_free_tokens
-        )
+        accepted = claim.finds_place(present.pool, state, limits) and self._count_of(gateway) < MOST_CLAIMS
         if accepted:
-            self._held[request] = now + self._lease_s, claim
+            self._held[request] = _HeldClaim(now + self._lease_s, gateway, claim)
             state = self.count_in(present, limits)
         return accepted, state
 
     def count_in(self, present: PoolState, limits: PoolLimits) -> PoolState:
         """With what is about to come; the pool is that of the requests that are here."""
-        claims = [claim for _, claim in self._held.values()]
+        claims = [held.claim for held in self._held.values()]
         reserved = sum(claim.reserved_tokens(limits.answer_tokens) for claim in claims)
         return PoolState(
             pool=present.pool,
@@ -173,6 +194,9 @@ class PoolClaims(Generic[Key]):
         """It is here, or does not come. One that has not claimed anything is no matter."""
         self._held.pop(request, None)
 
+    def _count_of(self, gateway: Hashable) -> int:
+        return sum(held.gateway == gateway for held in self._held.values())
+
     def _forget_expired(self, now: float) -> None:
-        while (first := next(iter(self._held), None)) is not None and now >= self._held[first][0]:
+        while (first := next(iter(self._held), None)) is not None and now >= self._held[first].until:
             del self._held[first]

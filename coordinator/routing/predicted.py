@@ -28,6 +28,11 @@ longer. Of routes that are expected to be nearly as good, the one on cheaper box
 known; and where there are several gateways, one by lot: all hear the same reports, and would go to the same replica
 until the next.
 
+Where there are several gateways, the replica that is to compute the prompt is asked first (`pools`): it refuses where
+it has more ahead than this gateway takes it to have, and says how much; then the choice is made anew. That takes a
+round trip, so nobody is asked where the prompt would begin soon (ASKED_FROM). With 4 gateways of Splitwise's machines
+and 130 requests/s, TTFT at p99 was 0.59 s without questions and is 0.40 s with them; with one gateway it is 0.35 s.
+
 Without a coordinator a gateway goes on by the last plan. State and work are of the order of the plan's pairs.
 """
 
@@ -35,15 +40,17 @@ from __future__ import annotations
 
 from typing import ClassVar, Final, NamedTuple, final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from ..plan import Plan
 from ..profile import ReplicaProfile
 from .estimates.lengths import AnswerTail, LearnedLengths
-from .estimates.speeds import LEAST_S, Floats, ReplicaSpeeds, StepTimes, tabulate_speeds
+from .estimates.speeds import LEAST_S, Floats, ReplicaSpeeds, StepSeconds, tabulate_speeds
 from .interface import ReplicaLoads, RequestFacts, RequestId, Route, RoutingPolicy, RoutingSettings
 from .plan_and_queues import PlanAndQueues, RouteTable
+from .pools import MOST_REFUSALS, PoolClaim, Work
 
 Indices = NDArray[np.intp]
 Bools = NDArray[np.bool_]
@@ -94,6 +101,10 @@ wait for itself, while queues and batches stay as long as they are."""
 AS_GOOD: Final = 0.02
 """Of routes that are worse than the best by no more than this, the cheapest is taken, or one by lot."""
 
+ASKED_FROM: Final = 4.0
+"""Round trips. A replica is asked where others' requests may delay a prompt for longer. Less: more are asked, and mean
+times grow by a round trip; more: over links as long as that, gateways meet at the same replicas."""
+
 NEVER_S: Final = 1e9
 """A replica that cannot hold a prompt comes after all others."""
 
@@ -106,6 +117,15 @@ class _Shapes(NamedTuple):
     decodes: Bools
     is_mixed: Bools
     step_tokens: Floats
+
+
+class _NotedRoute(NamedTuple):
+    """What was noted of a route whose replica is asked first: its pair, and tokens of the prompt at the replica that
+    computes them for another one."""
+
+    pair: int
+    prefill: int
+    tokens: float
 
 
 class _Routes(NamedTuple):
@@ -166,6 +186,9 @@ class PredictedTimes(RoutingPolicy):
         self.routed = 0  # lately
         self._computed = np.zeros(len(plan.replicas))  # tokens of others' prompts, sent from here, those before fading
         self._faded_at = 0.0
+        self._asked: dict[
+            RequestId, _NotedRoute
+        ] = {}  # of requests that have not ended, where a replica was asked last
         self._known: list[ReplicaProfile | None] = []
         self._speeds: ReplicaSpeeds | None = None
         self._routes: _Routes | None = None
@@ -183,14 +206,16 @@ class PredictedTimes(RoutingPolicy):
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
         """See `RoutingPolicy`."""
         prompt, output = max(1, request.prompt_tokens), self._predict(request, rng)
-        self._remember(request, prompt, output)
+        self._take_back(request)
+        if not (request.answers and self.routed):
+            self._remember(request, prompt, output)
         speeds = self._read_speeds(loads)
         if speeds is None:
             return self._queues.choose(request, loads, now=now, rng=rng)
         routes = self._read_routes(self._queues.table_without(request.excluded, loads))
         cached = np.zeros(len(loads.ids)) if request.cached_tokens is None else request.cached_tokens
         uncached = prompt - cached
-        forecast = self._forecast(prompt, uncached, speeds, loads)
+        forecast = self._forecast(request, uncached, speeds, loads)
         # `take` is twice as fast as an index, and a plan may have thousands of routes.
         prefill_s = forecast.prefill_s.take(routes.prefill)
         shared_s = self._shared_prefill_s(uncached, routes, speeds, forecast)
@@ -207,13 +232,52 @@ class PredictedTimes(RoutingPolicy):
         if routes.lent_from < len(cost):
             cost[routes.lent_from :][~self._may_lend(routes, first_s, forecast, is_shared)] = np.inf
         best = _pick(cost, loads.usd_per_hour[routes.prefill] + loads.usd_per_hour[routes.decode], loads, rng)
-        self._queues.note_sent(best)
-        if not routes.is_whole[best]:
-            self._computed[routes.prefill[best]] += uncached[routes.prefill[best]]
         ends = loads.ids[routes.prefill[best]], loads.ids[routes.decode[best]]
+        route = Route.between(*ends, 0 if routes.is_whole[best] else routes.table.split(best, prompt))
         if is_shared[best]:
-            return Route(prefill=ends[0], decode=ends[1], split=prompt, splits_there=True)
-        return Route.between(*ends, 0 if routes.is_whole[best] else routes.table.split(best, prompt))
+            route = Route(prefill=ends[0], decode=ends[1], split=prompt, splits_there=True)
+        else:
+            route = self._ask_first(route, request, forecast, loads)
+        self._note_sent(request, routes, best, uncached, is_asked=bool(route.claims))
+        return route
+
+    def _note_sent(
+        self, request: RequestFacts, routes: _Routes, best: int, uncached: Floats, *, is_asked: bool
+    ) -> None:
+        """Until it is taken back."""
+        prefill = int(routes.prefill[best])
+        tokens = 0.0 if routes.is_whole[best] else float(uncached[prefill])
+        sent = _NotedRoute(self._queues.note_sent(best), prefill, tokens)
+        self._computed[prefill] += tokens
+        if is_asked and request.id is not None:
+            self._asked[request.id] = sent
+
+    def _take_back(self, request: RequestFacts) -> None:
+        """What was noted of the route before this one, if its replica has refused the request."""
+        sent = self._asked.pop(request.id, None) if request.id is not None else None
+        if sent is not None and request.answers:
+            self._queues.take_back(sent.pair)
+            self._computed[sent.prefill] = max(0.0, self._computed[sent.prefill] - sent.tokens)
+
+    def _ask_first(self, route: Route, request: RequestFacts, forecast: _Forecast, loads: ReplicaLoads) -> Route:
+        """With a claim to the replica that computes the prompt, where other gateways' part of what is ahead of it there
+        may take much longer than a question. Nobody is asked twice, nor after MOST_REFUSALS: then it goes where it is
+        expected soonest."""
+        replica = route.prefill or route.decode
+        at = loads.index[replica]
+        others_s = float(forecast.prefill_s[at] - forecast.own_s[at]) * (1.0 - 1.0 / loads.gateways)
+        asked = {claim.replica for claim in request.answers}
+        if others_s <= ASKED_FROM * loads.round_trip_s[at] or replica in asked or len(asked) >= MOST_REFUSALS:
+            return route
+        found = 0 if request.cached_tokens is None else int(request.cached_tokens[at])
+        claim = PoolClaim(
+            replica=replica,
+            work=Work.PROMPT if route.prefill else Work.BOTH,
+            pool=self._plan.replicas[at].phase,
+            prompt_tokens=max(1, (route.split or request.prompt_tokens) - found),
+            most_ahead=int(forecast.tokens[at]),
+        )
+        return msgspec.structs.replace(route, claims=(claim,))
 
     def _beside_s(self, forecast: _Forecast, speeds: ReplicaSpeeds, loads: ReplicaLoads, now: float) -> Floats:
         """By replica, from token to token, for prompts that it computes in between: as many as answers end there, and
@@ -248,6 +312,7 @@ class PredictedTimes(RoutingPolicy):
 
     def on_end(self, request: RequestId, output_tokens: int | None) -> None:
         """Learn from its answer."""
+        self._asked.pop(request, None)
         prompt = self.prompts.pop(request, None)
         if prompt is not None and output_tokens:
             self.lengths.record(prompt, output_tokens)
@@ -285,8 +350,10 @@ class PredictedTimes(RoutingPolicy):
             self._routes = _add_lone_replicas(table, self._shapes.stages == 1.0)
         return self._routes
 
-    def _forecast(self, prompt: int, uncached: Floats, speeds: ReplicaSpeeds, loads: ReplicaLoads) -> _Forecast:
-        backlog = self._read_backlog(speeds, loads)
+    def _forecast(
+        self, request: RequestFacts, uncached: Floats, speeds: ReplicaSpeeds, loads: ReplicaLoads
+    ) -> _Forecast:
+        backlog = self._read_backlog(request, speeds, loads)
         batch, held, stages, step_tokens = backlog.batch, backlog.held, self._shapes.stages, self._shapes.step_tokens
         chunk = np.maximum(step_tokens - batch / stages, LEAST_CHUNK * step_tokens)
         steps_of = speeds.at_context(held)
@@ -303,7 +370,7 @@ class PredictedTimes(RoutingPolicy):
         forecast = _Forecast(
             prefill_s=MARGINAL * queue_s + np.where(backlog.running > 0.0, beside_s, speeds.begin_s) + own_s,
             own_s=own_s,
-            room_s=self._room_s(prompt, backlog, speeds, steps_of, loads),
+            room_s=self._room_s(max(1, request.prompt_tokens), backlog, speeds, steps_of, loads),
             decode_s=steps_of.decode_step_s(MARGINAL * batch),
             beside_s=batch / self.mean_output * prompt_s / stages,
             prompt_s=prompt_s,
@@ -313,8 +380,12 @@ class PredictedTimes(RoutingPolicy):
         )
         return _add_turns(forecast, backlog, speeds, steps_of, loads) if loads.beside_requests.any() else forecast
 
-    def _read_backlog(self, speeds: ReplicaSpeeds, loads: ReplicaLoads) -> _Backlog:
+    def _read_backlog(self, request: RequestFacts, speeds: ReplicaSpeeds, loads: ReplicaLoads) -> _Backlog:
         tokens, requests = self._queues.guess_queues(loads)
+        for claim in request.answers:  # a round trip ago: nothing of it is a guess
+            at = loads.index.get(claim.replica)
+            if at is not None and (told := loads.told[at]) is not None:
+                tokens[at] = told.prefill_tokens
         running = np.where(self._shapes.decodes, requests, loads.decodes)
         # Who takes long is met more often: what a batch holds is more than half of a mean answer for each request.
         held = self.mean_prompt + self.mean_output
@@ -325,7 +396,7 @@ class PredictedTimes(RoutingPolicy):
         return _Backlog(tokens, running, np.minimum(running + 1.0, most), most, held)
 
     def _room_s(
-        self, prompt: int, backlog: _Backlog, speeds: ReplicaSpeeds, steps_of: StepTimes, loads: ReplicaLoads
+        self, prompt: int, backlog: _Backlog, speeds: ReplicaSpeeds, steps_of: StepSeconds, loads: ReplicaLoads
     ) -> Floats:
         """By replica, until requests have ended whose KV is in the way: those beyond its batch; those whose room this
         one needs, as it is long or they are longer than most by what the replica reports; at least one where that is
@@ -380,7 +451,7 @@ class PredictedTimes(RoutingPolicy):
 
 
 def _add_turns(
-    forecast: _Forecast, backlog: _Backlog, speeds: ReplicaSpeeds, steps_of: StepTimes, loads: ReplicaLoads
+    forecast: _Forecast, backlog: _Backlog, speeds: ReplicaSpeeds, steps_of: StepSeconds, loads: ReplicaLoads
 ) -> _Forecast:
     """With the turns of other services' engines on the same GPUs: one of their steps before the first token and in
     between, and their prompts. Where no answer of this service is decoded yet, its steps hold up theirs as well. Their

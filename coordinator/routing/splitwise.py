@@ -226,6 +226,7 @@ class SplitwisePools(RoutingPolicy):
             known, free = known.copy(), free.copy()
         for at, each in told:
             known[at], free[at] = each.prefill_tokens, each.kv_free_tokens
+            guessed[at] = max(guessed[at], each.prefill_tokens)
         count = len(loads.ids)
         lot = rng.permutation(count) if loads.gateways > 1.0 else np.arange(count)
         return _Queues(known, guessed, requests, free, borrowed, lot)

@@ -47,6 +47,16 @@ class PlannerLinks:
         known = set(self._update(peers, told)).intersection(sources)
         return {source: link for source in known for link in self._made[source][1] if link.target == target}
 
+    def round_trips(self, peer: PeerId, peers: Iterable[PeerId], told: Mapping[PeerId, LinkTable]) -> dict[str, float]:
+        """Between this box and others, as either end tells of them, the longer ones where both do."""
+        found: dict[str, float] = {}
+        for source in self._update(peers, told):
+            for link in self._made[source][1]:
+                if peer in (link.source, link.target):
+                    other = link.target if link.source == peer else link.source
+                    found[other] = max(link.rtt_s, found.get(other, 0.0))
+        return found
+
     def _update(self, peers: Iterable[PeerId], told: Mapping[PeerId, LinkTable]) -> Iterable[PeerId]:
         """Make what has changed; returns these boxes in order."""
         tables = {peer: told.get(peer, _UNTOLD) for peer in sorted(peers)}

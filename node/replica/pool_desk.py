@@ -48,6 +48,6 @@ class PoolDesk:
         """Whether there is a place, which is kept until the request comes, and how it stands here then."""
         present = self.state(self._worker.describe_engine(body.service).kv_tokens)
         accepted, state = self._worker.slots.claims.answer(
-            (gateway, body.request), body.claim, present, self._limits, trio.current_time()
+            (gateway, body.request), body.claim, present, self._limits, trio.current_time(), gateway
         )
         return PoolAnswer(accepted=accepted, state=state)

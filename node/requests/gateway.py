@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import final
-from zlib import crc32
 
 import trio
 
@@ -89,7 +88,7 @@ class Gateway:
             lambda: self._queues_and_waiting,
             lambda: self.demand,
             self._prefixes.known,
-            seed=crc32(messenger.peer_id.encode()),
+            messenger.peer_id,
         )
         self._tokenizing: dict[tuple[PeerId, str], bool] = {}  # requests; whether their clients still want them
         self._requests: dict[tuple[PeerId, str], RequestDriver] = {}  # by client, and the id that it gave

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from math import inf
 from typing import Final, final
+from zlib import crc32
 
 import numpy as np
 
 from ...bootstrap import PeerId
 from ...coordinator import Demand, NoRoute, Plan, Route, Router, RoutingSettings
-from ...coordinator.capacity import Links
+from ...coordinator.capacity import UNKNOWN_RTT_S, Links
 from ...coordinator.names import name_of
 from ...coordinator.prefixes.fetching import PrefixFetch, list_sources, route_fetch
 from ...coordinator.prefixes.index import NamesOf
@@ -24,12 +25,15 @@ from ...coordinator.routing.estimates.profiles import ReplicaProfiles
 from ...coordinator.routing.pools import NO_ANSWERS, PoolClaim, PoolState
 from ...coordinator.routing.router import NOTHING_CACHED
 from ..adverts import IS_DEAD, join_faults
-from ..messages import Advert
+from ..messages import Advert, LinkTable
 from ..view import NetworkView, OwnWork, Queue
 from .engine_room import prefill_tokens_s
 
 STALL_DAMPING: Final = DampingSettings(suppress_at=1.0)
 """Nobody but its gateway sees a stall, so one is enough: 50 s for the first, 150 s for each that follows soon."""
+
+
+NOWHERE: Final = PeerId("")
 
 
 def _unknown_demand() -> Demand | None:
@@ -39,7 +43,7 @@ def _unknown_demand() -> Demand | None:
 @final
 class RouteFinder:
     """Routes requests for a service by the plan that the `view` follows for it. `queues`: this gateway's work at each
-    node; `demand`: what it is asked; `seed`: of lots, which gateways with the same one draw alike."""
+    node; `demand`: what it is asked; `gateway`: the box that it is on, by which it draws lots."""
 
     def __init__(
         self,
@@ -49,10 +53,11 @@ class RouteFinder:
         queues: Callable[[], Mapping[PeerId, Queue]],
         demand: Callable[[], Demand | None] = _unknown_demand,
         prefixes: PrefixKnowledge | None = None,
-        seed: int = 0,
+        gateway: PeerId = NOWHERE,
     ) -> None:
         self._view = view
-        self._rng = np.random.default_rng(seed)
+        self._gateway = gateway
+        self._rng = np.random.default_rng(crc32(gateway.encode()))
         self._demand = demand
         self.service = service
         self._settings = settings
@@ -60,6 +65,7 @@ class RouteFinder:
         self._prefixes = prefixes if prefixes is not None and settings.prefix_weight else None
         self._router: Router | None = None  # of the latest plan
         self._profiles: ReplicaProfiles | None = None  # likewise, for policies that ask for them
+        self._links: Mapping[PeerId, LinkTable] | None = None  # that its round trips are of
         self._stalls = FlapDamping(STALL_DAMPING)  # of heads of replicas
         self.hung: frozenset[str] = frozenset()  # heads of replicas that do not answer: the last to be taken
 
@@ -196,12 +202,19 @@ class RouteFinder:
         if self._router is None or self._router.plan is not plan:
             self._router = Router(plan, self._settings, earlier=self._router, rng=self._rng)
             self._profiles = ReplicaProfiles(plan)
+            self._links = None
             self._report(self._router)
         return self._router
 
     def _report(self, router: Router) -> None:
-        """Tell it how replicas stand."""
-        router.report(self._view.loads(self._queues()), self._view.gateways_like(self._demand(), self.service))
+        """Tell it how replicas stand, and where links have been measured since, what asking them takes."""
+        view = self._view
+        router.report(view.loads(self._queues()), view.gateways_like(self._demand(), self.service))
+        if self._links is not view.links_told:
+            self._links = view.links_told
+            heads = [replica.head for replica in router.plan.replicas]
+            known = view.round_trips(self._gateway)
+            router.loads.round_trip_s[:] = [known.get(head, UNKNOWN_RTT_S) for head in heads]
 
     def _update_profiles(self, plan: Plan, router: Router) -> list[ReplicaProfile | None]:
         """How fast the replicas are, in the plan's order."""
@@ -224,6 +237,7 @@ class RouteFinder:
     def note_answer(self, claim: PoolClaim, accepted: bool, state: PoolState, asked: OwnWork) -> None:
         """A replica has said how it stands there: with this request, if it has accepted that."""
         if not accepted:
+            self._view.take_back_sent(PeerId(claim.replica), claim.prefill_tokens)
             requests, tokens = asked.queue
             without = Queue(max(0, requests - 1), max(0, tokens - claim.prefill_tokens))
             asked = asked._replace(queue=without)

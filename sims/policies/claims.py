@@ -69,7 +69,9 @@ class SimPoolQuestion:
             else:
                 host.unanswered.append(lost)
             return
-        accepted, state = host.claims.answer(self._request, claim, host.pool_state, self._limits, now)
+        accepted, state = host.claims.answer(
+            self._request, claim, host.pool_state, self._limits, now, self._request.gateway
+        )
         note = partial(self._deployment.note_told, self._request, claim, state, accepted, asked)
         self._do_at(now + self._message_s(host), partial(self._hear, claim, accepted, note), now)
 

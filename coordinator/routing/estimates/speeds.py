@@ -35,10 +35,10 @@ class ReplicaSpeeds(NamedTuple):
     length_s: Floats
     kv_tokens: Floats
 
-    def at_context(self, context: float) -> StepTimes:
+    def at_context(self, context: float) -> StepSeconds:
         """Of steps over requests that hold so many tokens each."""
         context_s = self.context_s * context
-        return StepTimes(
+        return StepSeconds(
             begin_s=self.begin_s,
             token_s=self.token_s,
             context_s=context_s,
@@ -47,7 +47,7 @@ class ReplicaSpeeds(NamedTuple):
         )
 
 
-class StepTimes(NamedTuple):
+class StepSeconds(NamedTuple):
     """By replica, for requests of one length, in seconds: of a decode step `step_s`, with `request_s` for each request;
     of one that computes prompts as well `begin_s`, with `token_s` for each of its tokens and `context_s` for each
     request."""

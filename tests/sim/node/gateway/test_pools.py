@@ -11,10 +11,12 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, RemoteError, RequestTimeout, Role
 from p2pserve.bootstrap.methods import Messenger
-from p2pserve.coordinator import Phase
+from p2pserve.coordinator import Demand, LatencyProfile, Phase, PhaseCost, PhaseFit
 from p2pserve.coordinator.routing.pools import LEASE_S, MOST_REFUSALS, PoolClaim, PoolLimits, PoolState, Work
+from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node import messages, methods
 from p2pserve.node.engine import protocol
+from p2pserve.node.messages import LinkTable
 from p2pserve.node.replica.kv_transfers import KvTransfers
 from p2pserve.node.replica.place import Place
 from p2pserve.node.replica.pool_desk import PoolDesk
@@ -133,6 +135,34 @@ def test_an_earlier_release_is_asked_once_and_serves_as_before() -> None:
             assert (await world.answer()).error == ""
             assert opened_at(world) == [("decode", D), ("prefill", P)]
             assert sorted(asked_of(world)) == [D, P]
+
+    virtually_at_gateway(main)
+
+
+def test_by_predicted_times_one_of_several_gateways_asks_who_computes_the_prompt() -> None:
+    """Two others have requests; their reports say nothing of them yet, but the replica does."""
+
+    async def main() -> None:
+        async with open_world(P, P2, D, policy="predicted") as world:
+            here, view = PeerId("gateway"), world.view
+            fit = PhaseFit(cost=PhaseCost(step_s=0.01, token_s=0.001), samples=9, error=0.01)
+            for peer, known in view.adverts.items():
+                view.adverts[peer] = replace(
+                    known, fits=1, profile=LatencyProfile(prefill=fit, decode=fit),
+                    demand=Demand(requests_s=1.0, arrival_cv=1.0, lengths=((20, 20),)),
+                )  # fmt: skip
+            view.adverts[here] = replace(view.adverts[D], engine=None)
+            near = LinkFigures(rtt_s=0.001, one_stream_gbps=1.0, capacity_gbps=1.0)
+            view.links_told = {here: LinkTable(links=dict.fromkeys((P, P2, D), near))}
+            world.pools |= {P: state(Phase.PREFILL, 10**6, 9), P2: IDLE[P2], D: IDLE[D]}
+            assert (await world.answer()).error == ""
+            assert set(asked_of(world)) <= {P, P2}
+            assert opened_at(world)[-1] == ("prefill", P2)
+            assert all(body.claim.most_ahead is not None for _, _, body in world.opened if isinstance(body, PoolAsk))
+            for _ in range(3):
+                assert (await world.answer()).error == ""
+                assert opened_at(world)[-1] == ("prefill", P2)
+            assert asked_of(world).count(P) <= 1, "p has said how it stands"
 
     virtually_at_gateway(main)
 

@@ -1,5 +1,5 @@
-"""Splitwise's pools in whole simulations with one and four gateways: limits hold at the replica, a refusal costs a
-round trip, and nothing is lost with boxes."""
+"""Replicas that gateways ask for a place, in whole simulations with one and four gateways: limits of Splitwise's pools
+hold at the replica, a refusal costs a round trip, and nothing is lost with boxes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Told]:
 
     def noted(
         claims: PoolClaims[Hashable], request: Hashable, claim: PoolClaim, present: PoolState, limits: PoolLimits,
-        now: float,
+        now: float, gateway: Hashable,
     ) -> tuple[bool, PoolState]:  # fmt: skip
-        accepted, state = answer(claims, request, claim, present, limits, now)
+        accepted, state = answer(claims, request, claim, present, limits, now, gateway)
         found.append(Told(claim, present, accepted, state))
         return accepted, state
 
@@ -148,16 +148,33 @@ def test_without_gateways_of_their_own_nobody_is_refused(told: list[Told]) -> No
     assert all(each.accepted for each in told)
 
 
+def test_by_predicted_times_one_gateway_asks_nobody_and_four_send_less_to_the_same_replica(told: list[Told]) -> None:
+    """All requests at once, and no report says anything of what the others send."""
+    trace, latest_s = crowd(40), dict[str, float]()
+    for gateways in ("a", "abcf"):
+        told.clear()
+        latest_s[gateways] = float(go(trace, gateways, policy="predicted").services[0].outcomes.ttft_s.max())
+        assert bool(told) == (gateways == "abcf")
+    for claim, present, accepted, _ in told:
+        assert claim.most_ahead is not None
+        if accepted:
+            assert present.prefill_tokens <= claim.most_ahead
+    assert any(not each.accepted for each in told)
+    assert latest_s["abcf"] <= 1.2 * latest_s["a"]
+
+
+@pytest.mark.parametrize("policy", ["splitwise", "predicted"])
 @pytest.mark.parametrize("gateways", ["a", "abcf"])
 @pytest.mark.parametrize("lost", ["p", "d"])
 @pytest.mark.parametrize("at", [0.01, 0.04, 3.0])
-def test_who_asks_a_box_that_is_lost_is_served_elsewhere(lost: str, at: float, gateways: str) -> None:
+def test_who_asks_a_box_that_is_lost_is_served_elsewhere(lost: str, at: float, gateways: str, policy: str) -> None:
     trace = crowd(40, every_s=0.02)
-    check_all_answered(go(trace, gateways, BoxLost(at, lost)), trace)
+    check_all_answered(go(trace, gateways, BoxLost(at, lost), policy=policy), trace)
 
 
+@pytest.mark.parametrize("policy", ["splitwise", "predicted"])
 @pytest.mark.parametrize("at", [0.01, 0.04, 2.0])
-def test_another_plan_while_replicas_are_asked(at: float) -> None:
+def test_another_plan_while_replicas_are_asked(at: float, policy: str) -> None:
     other = plan_of(dict.fromkeys("pq", Phase.MIXED), {(name, name): 0.5 for name in "pq"}, version=2)
     trace = crowd(30, every_s=0.02)
-    check_all_answered(go(trace, "abcf", PlanChange(at, 0, other)), trace)
+    check_all_answered(go(trace, "abcf", PlanChange(at, 0, other), policy=policy), trace)

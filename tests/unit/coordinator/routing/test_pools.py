@@ -104,28 +104,41 @@ def test_which_pool_a_machine_is_in_follows_from_its_work_and_from_no_claim() ->
     assert not is_borrowed(Phase.MIXED, 3, 400, 3)
     claims, home = PoolClaims[int](), state(Phase.PREFILL)
     found = True
-    for number in range(LIMIT + 100):  # a gateway that sends nothing
-        found, said = claims.answer(number, claim(Work.BOTH, Phase.PREFILL, 1, 0), home, LIMITS, 0.0)
+    for number in range(LIMIT // 10 + 5):  # a gateway that sends nothing
+        found, said = claims.answer(number, claim(Work.BOTH, Phase.PREFILL, 10, 0), home, LIMITS, 0.0)
         assert said.pool is Phase.PREFILL
     assert not found
-    assert len(claims) == LIMIT
+    assert len(claims) == LIMIT // 10
     assert claims.answer(-1, claim(Work.PROMPT, Phase.PREFILL), home, LIMITS, LEASE_S)[0]
     assert len(claims) == 1
 
 
-def test_claims_beyond_the_most_are_refused() -> None:
+def test_claims_beyond_the_most_are_refused_and_others_are_not() -> None:
     claims, idle = PoolClaims[int](), state(Phase.DECODE, free=1 << 40)
     asked = claim(Work.TOKEN, Phase.DECODE, 1, 0)
-    found = [claims.answer(number, asked, idle, LIMITS, 0.0)[0] for number in range(MOST_CLAIMS + 5)]
+    found = [claims.answer(number, asked, idle, LIMITS, 0.0, "one")[0] for number in range(MOST_CLAIMS + 5)]
     assert sum(found) == MOST_CLAIMS
+    assert claims.answer(-1, asked, idle, LIMITS, 0.0, "other")[0]
+    claims.leave(0)
+    assert claims.answer(-2, asked, idle, LIMITS, 0.0, "one")[0]
+
+
+def test_who_says_how_much_it_expects_ahead_is_refused_where_there_is_more_whatever_the_pool() -> None:
+    claims, busy = PoolClaims[str](), state(Phase.MIXED, 5 * LIMIT, 9, free=0)
+    asked = msgspec.structs.replace(claim(Work.PROMPT, Phase.PREFILL), most_ahead=5 * LIMIT)
+    assert claims.answer("a", asked, busy, LIMITS, 0.0) == (True, state(Phase.MIXED, 5 * LIMIT + 300, 10, free=0))
+    assert claims.answer("b", asked, busy, LIMITS, 0.0) == (False, state(Phase.MIXED, 5 * LIMIT + 300, 10, free=0))
+    assert claims.answer("a", asked, busy, LIMITS, 0.0)[0], "who asks again does not stand in its own way"
+    claims.leave("a")
+    assert claims.answer("b", asked, busy, LIMITS, 0.0)[0]
 
 
 def test_bounds_of_what_is_said() -> None:
     good = msgspec.to_builtins(claim(Work.PROMPT, Phase.PREFILL))
     assert msgspec.convert(good, PoolClaim) == claim(Work.PROMPT, Phase.PREFILL)
     for field, wrong in (
-        ("prompt_tokens", 0), ("prompt_tokens", 1 << 40), ("answer_tokens", -1), ("work", "all"), ("pool", "x"),
-        ("replica", ""),
+        ("prompt_tokens", 0), ("prompt_tokens", 1 << 40), ("answer_tokens", -1), ("most_ahead", -1),
+        ("most_ahead", 1 << 50), ("work", "all"), ("pool", "x"), ("replica", ""),
     ):  # fmt: skip
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert({**good, field: wrong}, PoolClaim)

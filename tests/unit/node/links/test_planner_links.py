@@ -56,6 +56,14 @@ def test_who_has_gone_is_in_no_link_and_who_comes_back_is() -> None:
     assert links.between((A, B, C), told) == whole
 
 
+def test_round_trips_are_as_long_as_either_end_says() -> None:
+    links = PlannerLinks()
+    told = {A: table(B, rtt_s=0.1), B: table(A, C, rtt_s=0.2), C: table(A, rtt_s=0.3)}
+    assert links.round_trips(A, (A, B, C, D), told) == {B: 0.2, C: 0.3}
+    assert links.round_trips(B, (A, B, C, D), told) == {A: 0.2, C: 0.2}
+    assert links.round_trips(D, (A, B, C, D), told) == {}
+
+
 def test_links_that_are_kept_are_those_that_would_be_made() -> None:
     rng = random.Random(7)
     links = PlannerLinks()

@@ -29,6 +29,7 @@ from p2pserve.coordinator.prefixes.knowledge import PrefixKnowledge
 from p2pserve.coordinator.prefixes.naming import prefix_names
 from p2pserve.coordinator.requests.stalls import ExpectedTimes
 from p2pserve.coordinator.requests.values import FindRoute
+from p2pserve.coordinator.routing.pools import PoolState
 from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node.box.hardware import Hardware
 from p2pserve.node.messages import Advert, EngineAdvert, LinkTable
@@ -87,11 +88,11 @@ def test_each_gateway_draws_its_own_lots() -> None:
     asked = msgspec.structs.replace(advert(), demand=Demand(requests_s=1.0, arrival_cv=1.0, lengths=((20, 20),)))
     view = NetworkView(adverts={ONE: asked, TWO: asked}, plans=by_service(plan_of(ONE, TWO)))
 
-    def first(seed: int) -> str:
-        return RouteFinder(view, SERVICE, RoutingSettings(), dict, seed=seed).find(WANTED, 0.0).decode
+    def first(gateway: str) -> str:
+        return RouteFinder(view, SERVICE, RoutingSettings(), dict, gateway=PeerId(gateway)).find(WANTED, 0.0).decode
 
-    assert {first(seed) for seed in range(16)} == {ONE, TWO}
-    assert {first(3) for _ in range(4)} == {first(3)}
+    assert {first(f"gateway{number}") for number in range(16)} == {ONE, TWO}
+    assert {first("gateway3") for _ in range(4)} == {first("gateway3")}
 
 
 def test_only_replicas_that_serve_are_taken() -> None:
@@ -311,6 +312,42 @@ def test_prompts_that_were_sent_count_where_they_are_computed() -> None:
     assert {load.replica: load.sent_tokens for load in view.loads({})} == {
         peer: WANTED.tokens * chosen.count(peer) for peer in (ONE, TWO)
     }
+
+
+def test_one_of_several_gateways_asks_first_over_a_short_link() -> None:
+    """Both boxes compute for 100 s, and have gateways that are asked as much as this one."""
+    asked, here = Demand(requests_s=1.0, arrival_cv=1.0, lengths=((20, 20),)), PeerId("here")
+    busy = msgspec.structs.replace(hetero_view(one=told(1.0)).adverts[ONE], demand=asked)
+    view = NetworkView(
+        adverts={ONE: busy, TWO: busy, here: msgspec.structs.replace(busy, engine=None)},
+        plans=by_service(plan_of(ONE, TWO)),
+    )
+
+    def find(own: Demand) -> Route:
+        queues = {ONE: BUSY, TWO: BUSY}
+        routes = RouteFinder(view, SERVICE, RoutingSettings(), lambda: queues, lambda: own, gateway=here)
+        return routes.find(WANTED, 0.0, request="a")
+
+    assert find(asked).claims, "of links that are not measured, too: the wait is longer by far"
+    for rtt_s, asks in ((0.01, True), (60.0, False)):
+        figures = LinkFigures(rtt_s=rtt_s, one_stream_gbps=1.0, capacity_gbps=1.0)
+        table = msgspec.msgpack.encode(LinkTable(links={ONE: figures, TWO: figures}))
+        view.update_links({here: table})
+        assert [claim.replica for claim in find(asked).claims] == [find(asked).decode] * asks
+    view.update_links({})
+    assert not find(msgspec.structs.replace(asked, requests_s=1e9)).claims, "others have next to no requests"
+
+
+def test_a_prompt_that_is_refused_has_not_been_sent() -> None:
+    view = NetworkView(adverts={ONE: advert()}, plans=by_service(plan_of(ONE)))
+    routes = RouteFinder(view, SERVICE, RoutingSettings(policy="splitwise"), lambda: {ONE: Queue(1, WANTED.tokens)})
+    (claim,) = routes.find(WANTED, 0.0, request="a").claims
+    state = PoolState(pool=Phase.MIXED, requests=9, prefill_tokens=900, kv_free_tokens=9, decodes=9)
+    routes.note_answer(claim, False, state, routes.own_work(claim))
+    (load,) = view.loads({})
+    assert load.sent_tokens == 0
+    assert load.told is not None
+    assert (load.told.requests, load.told.prefill_tokens) == (9, 900)
 
 
 def test_requests_that_have_not_ended_count_under_the_next_plan() -> None:
