@@ -151,7 +151,7 @@ class Deployment:
             queued = int(router.loads.prefill_tokens[router.loads.index[prefill]])
             fetch = self._choose_fetch(route, tokens, named, known, excluded | self._held, router, now)
             expected = ExpectedPrefill(now, tokens, queued, named.get(prefill, 0))
-            known.note_route(row, prefill, lambda _: names, expected, fetch)
+            known.note_route(row, prefill, lambda _: names, expected, fetch, is_asked=bool(route.claims))
             if fetch is not None:
                 route = route_fetch(route, fetch, tokens)
         if self._settings.report_s and row is not None:
@@ -182,6 +182,12 @@ class Deployment:
             asked = self._take_back(request, claim, asked)
         if asked is not None and asked.report is self._reports.get(claim.replica):
             asked.report.answers[request.gateway] = state, asked
+
+    def note_accepted(self, request: SimRequest) -> None:
+        """The replicas of its route take it."""
+        known = self._prefixes.get(request.gateway if self._settings.report_s else None)
+        if known is not None:
+            known.note_accepted(request.row)
 
     def _take_back(self, request: SimRequest, claim: PoolClaim, asked: SentWork | None) -> SentWork | None:
         """It does not go where it has been refused; what its gateway has sent there without it."""

@@ -293,11 +293,15 @@ class SimGateway:
         """Its replicas take it, by the plan of the moment when the route was chosen; None: look for another one."""
         if request.is_over:
             return
-        hosts, machine = self._deployments[request.service].hosts, request.machine
-        is_known = route is not None and all(name in hosts for name in (route.prefill, route.decode) if name)
-        self._carry_out(
-            request, machine.routed(route, now) if route and is_known else machine.network_changed(now), now
-        )
+        deployment, machine = self._deployments[request.service], request.machine
+        hosts = deployment.hosts
+        if route is None or not all(name in hosts for name in (route.prefill, route.decode) if name):
+            self._carry_out(request, machine.network_changed(now), now)
+        elif route.splits_there and route.prefill is not None:  # after others have refused it
+            self._slots.ask(request, route, hosts[route.prefill], now)
+        else:
+            deployment.note_accepted(request)
+            self._carry_out(request, machine.routed(route, now), now)
 
     # ---- both halves of a request ---------------------------------------------------------------------------
 

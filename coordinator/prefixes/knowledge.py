@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Final, NamedTuple, final
 
 from .fetching import KvLinks, OpenFetches, PrefixFetch, choose_fetch
@@ -10,7 +11,7 @@ from .index import NamesOf, PrefixIndex
 from .trust import HitTrust
 
 MAX_OPEN: Final = 1 << 16
-"""Requests whose first tokens are awaited at once; of more nothing is learned."""
+"""Requests whose first tokens, or whose places, are awaited at once; of more nothing is learned."""
 
 
 class ExpectedPrefill(NamedTuple):
@@ -40,6 +41,7 @@ class PrefixKnowledge:
         self.trust = HitTrust()
         self._fetches = OpenFetches()
         self._awaited: dict[Hashable, _Awaited] = {}
+        self._asked: dict[Hashable, Callable[[], None]] = {}  # what is to be noted when a replica accepts them
 
     def __repr__(self) -> str:
         return f"<PrefixKnowledge {self.index!r} {self.trust!r} {self._fetches!r}>"
@@ -79,14 +81,26 @@ class PrefixKnowledge:
         names_of: NamesOf,
         expected: ExpectedPrefill,
         fetch: PrefixFetch | None = None,
+        *,
+        is_asked: bool = False,
     ) -> None:
-        """A request is prefilled by this replica, but for what is fetched."""
+        """A request is prefilled by this replica, but for what is fetched. `is_asked`: if that accepts it."""
         self._fetches.end(request)
+        self._asked.pop(request, None)
+        if is_asked:
+            if len(self._asked) < MAX_OPEN:
+                self._asked[request] = partial(self.note_route, request, replica, names_of, expected, fetch)
+            return
         if len(self._awaited) < MAX_OPEN:
             self._awaited[request] = _Awaited(replica, expected, fetch)
             if fetch is not None:
                 self._fetches.begin(request, replica, fetch)
         self.index.expect(replica, names_of, expected.at)
+
+    def note_accepted(self, request: Hashable) -> None:
+        """Its replica accepts it. Of one that was not asked it is no matter."""
+        if (note_route := self._asked.pop(request, None)) is not None:
+            note_route()
 
     def note_first_token(self, request: Hashable, now: float) -> None:
         """Its answer has begun: what was to be fetched for it has been, or was computed. Again is no matter."""
@@ -102,6 +116,7 @@ class PrefixKnowledge:
     def note_end(self, request: Hashable, first_token_at: float | None) -> None:
         """It has ended; None: it had no first token, or had it from another replica."""
         self._fetches.end(request)
+        self._asked.pop(request, None)
         awaited = self._awaited.pop(request, None)
         if awaited is not None and awaited.fetch is None and first_token_at is not None:
             replica, (at, prompt, queued, named), _ = awaited

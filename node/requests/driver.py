@@ -189,11 +189,15 @@ class RequestDriver:
             route = self._choose_route(wanted, NO_ANSWERS)
         except NoRoute as error:
             return request.machine.not_routed(str(error), now, is_hopeful=self._routes.is_hopeful)
-        self._question = self._question_about(route, wanted) if not wanted.leaving else None
-        if self._question is not None:
-            self._nursery.start_soon(self._wait_for_answer, self._question)
+        question = self._question_about(route, wanted) if not wanted.leaving else None
+        if question is not None:
+            self._begin_question(question)
             return request.machine.held(now)
         return request.machine.routed(route, now, self._routes.expect(route, wanted.tokens))
+
+    def _begin_question(self, question: RouteQuestion) -> None:
+        self._question = question
+        self._nursery.start_soon(self._wait_for_answer, question)
 
     def _choose_route(self, wanted: FindRoute, answers: Mapping[PoolClaim, bool]) -> Route:
         """By what replicas have answered to claims of earlier ones. Raises NoRoute."""
@@ -206,11 +210,16 @@ class RequestDriver:
         if route.prefill is not None and not self.request.live.may_split:
             return None
         if route.splits_there and route.prefill is not None:
-            return SlotQuestion(attempt, route, wanted.tokens, messenger, routes, self._open_timeout_s)
+            return self._ask_for_slot(route, wanted.tokens)
         if route.claims:
             find = partial(self._choose_route, wanted)
             return PoolQuestion(attempt, route, wanted.tokens, messenger, routes, find)
         return None
+
+    def _ask_for_slot(self, route: Route, tokens: int) -> SlotQuestion:
+        return SlotQuestion(
+            self.request.next_attempt, route, tokens, self._messenger, self._routes, self._open_timeout_s
+        )
 
     async def _wait_for_answer(self, question: RouteQuestion) -> None:
         """Until replicas take the request, unless that is over before."""
@@ -227,6 +236,10 @@ class RequestDriver:
             and plan is not None
             and all(map(plan.replica, filter(None, (route.prefill, route.decode))))
         ):
+            if route.splits_there and route.prefill is not None and request.live.may_split:  # others have refused it
+                self._begin_question(self._ask_for_slot(route, question.tokens))
+                return ready
+            self._routes.note_accepted(request.token)
             ready = request.machine.routed(route, now, self._routes.expect(route, question.tokens))
         else:
             ready = request.machine.network_changed(now)

@@ -98,7 +98,7 @@ class RouteFinder:
             prefill, loads = route.prefill or route.decode, self._router.loads
             queued = int(loads.prefill_tokens[loads.index[prefill]])
             expected = ExpectedPrefill(now, wanted.tokens, queued, named.get(prefill, 0))
-            known.note_route(request, prefill, names_of, expected, fetch)
+            known.note_route(request, prefill, names_of, expected, fetch, is_asked=bool(route.claims))
             if fetch is not None:
                 route = route_fetch(route, fetch, wanted.tokens)
         self._note_sent(route, plan, wanted.tokens)
@@ -242,6 +242,11 @@ class RouteFinder:
             without = Queue(max(0, requests - 1), max(0, tokens - claim.prefill_tokens))
             asked = asked._replace(queue=without)
         self._view.note_answer(PeerId(claim.replica), state, asked)
+
+    def note_accepted(self, request: str) -> None:
+        """The replicas of its route take it."""
+        if self._prefixes is not None:
+            self._prefixes.note_accepted(request)
 
     def note_first_token(self, request: str, now: float) -> None:
         """The answer to a request has begun. Again is no matter."""

@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from p2pserve.bootstrap import PeerId, RemoteError, RequestTimeout, Role
 from p2pserve.bootstrap.methods import Messenger
-from p2pserve.coordinator import Demand, LatencyProfile, Phase, PhaseCost, PhaseFit
+from p2pserve.coordinator import Demand, LatencyProfile, Phase, PhaseCost, PhaseFit, Route
 from p2pserve.coordinator.routing.pools import LEASE_S, MOST_REFUSALS, PoolClaim, PoolLimits, PoolState, Work
 from p2pserve.kvtransport.probing.figures import LinkFigures
 from p2pserve.node import messages, methods
@@ -163,6 +163,36 @@ def test_by_predicted_times_one_of_several_gateways_asks_who_computes_the_prompt
             assert (await world.answer()).error == ""
             assert opened_at(world)[-1] == ("prefill", P2)
             assert asked_of(world) == [P2], "p has said how it stands"
+
+    virtually_at_gateway(main)
+
+
+def test_after_a_refusal_a_replica_may_be_asked_for_a_slot() -> None:
+    async def main() -> None:
+        async with open_world(P, P2, D) as world:
+            claim = PoolClaim(replica=P, work=Work.PROMPT, pool=Phase.PREFILL, prompt_tokens=6, most_ahead=0)
+            length = len(PROMPT_TOKENS)
+            asks = Route(prefill=P, decode=D, split=length, claims=(claim,))
+            shared = Route(prefill=P2, decode=D, split=length, splits_there=True)
+            routes, heard = iter([asks, shared]), list[dict[PoolClaim, bool]]()
+
+            def find(*args: object) -> Route:
+                heard.append(dict(args[-1]))  # type: ignore[call-overload]
+                return next(routes)
+
+            world.gateway._routes.find = find  # type: ignore[assignment, method-assign]
+            world.pools |= {P: state(Phase.PREFILL, 900, 9)}
+            world.splits[P2] = lambda: split_after(length - 2)
+            assert (await world.answer()).error == ""
+            assert heard == [{}, {claim: False}]
+            assert [(kind, peer) for kind, peer, _ in world.opened] == [
+                ("claim", P), ("slot", P2), ("decode", D), ("prefill", P2)
+            ]  # fmt: skip
+            (opened,) = (body for _, _, body in world.opened if isinstance(body, messages.PrefillOpen))
+            assert len(opened.prompt) == length - 2
+
+    async def split_after(tokens: int) -> int:
+        return tokens
 
     virtually_at_gateway(main)
 
