@@ -311,12 +311,12 @@ def _load(rate: float) -> str:
 
 
 REMARKS: Final = """\
-- The default's first tokens are within 2 % of the earliest in 63 of 68 settings, and its throughput is within 2 % of
-  the highest in 61; those of `plan`, the default before, in 9 and 32. At worst they are 1.17 times the earliest,
+- The default's first tokens are within 2 % of the earliest in 65 of 68 settings, and its throughput is within 2 % of
+  the highest in 61; those of `plan`, the default before, in 9 and 32. At worst they are 1.12 times the earliest,
   and 0.91 of the highest: the goal of 2 % everywhere is missed.
 - Gateways hold back what engines would let wait, as the network's do, and route a request when its turn comes; here
-  they refuse nobody. Where all requests are given to engines as they come, it is 54 and 60 in one draw, in which it is
-  62 and 59 with the queue: nobody knows how long answers will be, and Cronus' frontend, which holds requests back until
+  they refuse nobody. Where all requests are given to engines as they come, it was 54 and 60 in one draw, in which it was
+  62 and 59 with the queue, before gateways asked replicas: nobody knows how long answers will be, and Cronus' frontend, which holds requests back until
   a card has room, has first tokens up to 7 % earlier.
 
   It takes a queue that lets no engine idle: prompts count as computed by what a replica's steps say of its speed,
@@ -326,10 +326,13 @@ REMARKS: Final = """\
 
   Where a plan has deadlines, phases count as it has them: at its capacity 88 % of the requests are in time by
   [admission at the deadline](overload.md), and 67 % were where all replicas counted.
-- Two of the five later first tokens are those of four gateways with Splitwise's machines: `splitwise`, whose gateways
-  ask replicas before they send, is the best of all four settings. The default asks nobody, and has first tokens 8 and
-  17 % later. One is where engines are just full (24/s over PCIe, 1.05), and two are the tenth latest of 1,000 requests
-  (1.03 and 1.12), in which draws differ by as much.
+- Of the three later first tokens one is where engines are just full (24/s over PCIe, 1.05), and two are the tenth
+  latest of 1,000 requests (1.03 and 1.12), in which draws differ by as much.
+- Four gateways with Splitwise's machines hear of each other's requests a second late. By the default and by `splitwise`
+  they ask replicas before they send: the default the one that is to compute the prompt, whether it has no more ahead
+  than expected, and `splitwise` both, whether they are within the limits of their pools. So the default's first tokens
+  are there after 0.41 and 0.49 s, those of `splitwise` after 0.52 and 0.56. While the default asked nobody it was 0.58
+  and 0.67 s.
 - Lower throughput is that of whole requests on two cards, where the last long answers decide it: 0.97 and 0.98 in two
   settings at 6/s, 0.91 and 0.96 in two at once. At 6/s the lesser card's last answer ends 4 of 178 s later. `hetero`
   gives that card fewer, and has its first tokens later elsewhere. The other three are Xiong's two instances with as
