@@ -315,9 +315,9 @@ REMARKS: Final = """\
   the highest in 61; those of `plan`, the default before, in 9 and 32. At worst they are 1.12 times the earliest,
   and 0.91 of the highest: the goal of 2 % everywhere is missed.
 - Gateways hold back what engines would let wait, as the network's do, and route a request when its turn comes; here
-  they refuse nobody. Where all requests are given to engines as they come, it was 54 and 60 in one draw, in which it was
-  62 and 59 with the queue, before gateways asked replicas: nobody knows how long answers will be, and Cronus' frontend, which holds requests back until
-  a card has room, has first tokens up to 7 % earlier.
+  they refuse nobody. Where all requests are given to engines as they come, it was 54 and 60 in one draw, in which it
+  was 62 and 59 with the queue, before gateways asked replicas: nobody knows how long answers will be, and Cronus'
+  frontend, which holds requests back until a card has room, has first tokens up to 7 % earlier.
 
   It takes a queue that lets no engine idle: prompts count as computed by what a replica's steps say of its speed,
   short ones come beside long ones, and all replicas count, as they prefill and decode by this policy. With a queue that
