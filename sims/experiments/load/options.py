@@ -357,8 +357,8 @@ REMARKS: Final = """\
 
   What is carried there hangs on the plan that is found. Two other searches by hand, one for other rates, found plans
   that carry 7.7 requests/s of the same requests and 7.8 of others: 1.94 and 2.1 times what the colocated plan does.
-  They are not in the table. With 24 challengers of one plan, before, it was 6.6. Four plans challenged instead of two took
-  twice as long, and ended at the same plan; at 5 times at one that carries 10.2 instead of 10.1.
+  They are not in the table. With 24 challengers of one plan, before, it was 6.6. Four plans challenged instead of two
+  took twice as long, and ended at the same plan; at 5 times at one that carries 10.2 instead of 10.1.
 
   At 5 and 10 times more challengers found nothing better for coding; for conversations they found a colocated plan
   that carries 5 % more at 5 times, and one of ours with 2 % more at 10.
