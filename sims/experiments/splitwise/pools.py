@@ -445,7 +445,7 @@ REMARKS: Final = """\
 
   Borrowing pays where a pool is too small: at 200/s on 15 prompt machines TTFT at p50 is 0.27 s by
   `splitwise` and 2.2 s by `plan`, which leaves prompts to them.
-- Four gateways that hear of each other a second late: at 130/s TTFT at p50 and p99 is 0.19 and 0.53
+- Four gateways that hear of each other a second late: at 130/s TTFT at p50 and p99 is 0.18 and 0.52
   s by `splitwise`, 0.19 and 0.68 s by `plan`; with one gateway 0.08 and 0.35 s by either. While
   gateways counted nothing of what others send meanwhile, `plan` had 0.38 and 0.99 s.
 - Beyond 64 requests in a batch nothing was measured: the last segment is extended. Rates are of one
