@@ -169,7 +169,7 @@ def test_what_the_page_says_of_long_requests() -> None:
 
     assert [percent(rate, "WRR", "OS") for rate in ("8", "16")] == [8, 14]
     assert [percent(rate, "plan", "WRR") for rate in ("24", AT_ONCE)] == [-23, -32]
-    assert [percent(rate, "predicted, 4 gateways", "predicted") for rate in ("24", AT_ONCE)] == [-9, -10]
+    assert [percent(rate, "predicted, 4 gateways", "predicted") for rate in ("24", AT_ONCE)] == [-8, -10]
     assert percent(AT_ONCE, "OS, 4 gateways", "OS") == -19
 
 
