@@ -146,9 +146,10 @@ class PlanAndQueues(RoutingPolicy):
         """Tokens to prefill and requests, by replica; of those that have reported nothing, as of the busiest. Other
         gateways are taken for as busy as this one until the next report; what a replica has answered is the least."""
         to_prefill, to_decode = loads.prefill_tokens + loads.sent_tokens * (loads.gateways - 1.0), loads.outstanding
-        for at, told in enumerate(loads.told):
-            if told is not None:
-                to_prefill[at] = max(to_prefill[at], told.prefill_tokens)
+        if loads.gateways > 1.0:
+            for at, told in enumerate(loads.told):
+                if told is not None:
+                    to_prefill[at] = max(to_prefill[at], told.prefill_tokens)
         if loads.is_silent.any():
             to_prefill, to_decode = self._with_guesses(to_prefill, loads), self._with_guesses(to_decode, loads)
         return to_prefill, to_decode

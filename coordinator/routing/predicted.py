@@ -206,7 +206,8 @@ class PredictedTimes(RoutingPolicy):
     def choose(self, request: RequestFacts, loads: ReplicaLoads, *, now: float, rng: np.random.Generator) -> Route:
         """See `RoutingPolicy`."""
         prompt, output = max(1, request.prompt_tokens), self._predict(request, rng)
-        self._take_back(request)
+        if self._asked:
+            self._take_back(request)
         if not (request.answers and self.routed):
             self._remember(request, prompt, output)
         speeds = self._read_speeds(loads)
@@ -236,7 +237,7 @@ class PredictedTimes(RoutingPolicy):
         route = Route.between(*ends, 0 if routes.is_whole[best] else routes.table.split(best, prompt))
         if is_shared[best]:
             route = Route(prefill=ends[0], decode=ends[1], split=prompt, splits_there=True)
-        else:
+        elif loads.gateways > 1.0:
             route = self._ask_first(route, request, forecast, loads)
         self._note_sent(request, routes, best, uncached, is_asked=bool(route.claims))
         return route
@@ -247,10 +248,10 @@ class PredictedTimes(RoutingPolicy):
         """Until it is taken back."""
         prefill = int(routes.prefill[best])
         tokens = 0.0 if routes.is_whole[best] else float(uncached[prefill])
-        sent = _NotedRoute(self._queues.note_sent(best), prefill, tokens)
+        pair = self._queues.note_sent(best)
         self._computed[prefill] += tokens
         if is_asked and request.id is not None:
-            self._asked[request.id] = sent
+            self._asked[request.id] = _NotedRoute(pair, prefill, tokens)
 
     def _take_back(self, request: RequestFacts) -> None:
         """What was noted of the route before this one, if its replica has refused the request."""
