@@ -186,9 +186,7 @@ class PredictedTimes(RoutingPolicy):
         self.routed = 0  # lately
         self._computed = np.zeros(len(plan.replicas))  # tokens of others' prompts, sent from here, those before fading
         self._faded_at = 0.0
-        self._asked: dict[
-            RequestId, _NotedRoute
-        ] = {}  # of requests that have not ended, where a replica was asked last
+        self._asked: dict[RequestId, _NotedRoute] = {}  # of those whose replica was asked last
         self._known: list[ReplicaProfile | None] = []
         self._speeds: ReplicaSpeeds | None = None
         self._routes: _Routes | None = None
